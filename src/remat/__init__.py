@@ -1,0 +1,1 @@
+"""remat: train any PyTorch model within a byte budget."""

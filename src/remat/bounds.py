@@ -1,0 +1,76 @@
+"""Lower bounds on peak and on cost, independent of every solver."""
+
+from remat.graph import TrainingGraph
+from remat.problem import Problem
+
+
+def required_ops(graph: TrainingGraph) -> frozenset[int]:
+    """Return the ops that every valid schedule runs at least once.
+
+    These are the producers of forward and final outputs, ordered ops, ops without
+    outputs, and the producers of whatever those read, transitively.
+    """
+    producers = graph.producers
+    required: set[int] = set()
+    pending = [
+        op
+        for storage in (*graph.forward_outputs, *graph.final_outputs)
+        if (op := producers[storage]) is not None
+    ]
+    pending += [
+        index for index, op in enumerate(graph.ops) if op.is_ordered or not op.writes
+    ]
+    while pending:
+        op = pending.pop()
+        if op in required:
+            continue
+        required.add(op)
+        pending.extend(
+            producer
+            for storage in graph.ops[op].reads
+            if (producer := producers[storage]) is not None
+        )
+    return frozenset(required)
+
+
+def cost_bound_ns(problem: Problem) -> int:
+    """Return a time that no schedule of the problem can beat, serially.
+
+    Every required op runs at least once, each at best on its cheapest device.
+    """
+    graph = problem.graph
+    kinds = {graph.kind_index(device.kind) for device in problem.platform.devices}
+    total = 0
+    for index in required_ops(graph):
+        costs = [graph.ops[index].cost_ns[kind] for kind in kinds]
+        total += min((cost for cost in costs if cost is not None), default=0)
+    return total
+
+
+def peak_bound_bytes(graph: TrainingGraph, kind: str | None = None) -> int:
+    """Return bytes that every schedule on one device needs at some moment.
+
+    The largest of: resident bytes plus one required op's inputs, outputs and
+    workspace; resident bytes plus what must be live at the boundary; resident bytes
+    plus what must be live at the end.
+    """
+    kind_index = 0 if kind is None else graph.kind_index(kind)
+
+    def transient(storages: set[int]) -> int:
+        return sum(
+            graph.storages[s].size_bytes
+            for s in storages
+            if not graph.storages[s].is_resident
+        )
+
+    resident = sum(s.size_bytes for s in graph.storages if s.is_resident)
+    needs = [
+        transient({*graph.forward_outputs, *graph.tangents}),
+        transient(set(graph.final_outputs)),
+    ]
+    needs += [
+        transient({*graph.ops[index].reads, *graph.ops[index].writes})
+        + graph.ops[index].workspace_bytes[kind_index]
+        for index in required_ops(graph)
+    ]
+    return resident + max(needs)

@@ -1,0 +1,80 @@
+"""The exception tree: every error says what was found, what was needed, what to do.
+
+All exceptions derive from :class:`RematError`, and each also derives from the
+built-in type that fits it, so that callers who do not know this package still catch
+what they expect.
+"""
+
+
+class RematError(Exception):
+    """Base class of every error that this package raises on purpose."""
+
+
+class InvalidGraphError(RematError, ValueError):
+    """A training graph breaks a rule of the model of computation."""
+
+
+class InvalidPlatformError(RematError, ValueError):
+    """A platform description is inconsistent (devices, links, budgets)."""
+
+
+class InvalidScheduleError(RematError, ValueError):
+    """A schedule breaks a rule when replayed; the message names step and op."""
+
+
+class UnitError(RematError, ValueError):
+    """A size or a time could not be parsed, or is out of range."""
+
+
+class BudgetError(RematError, ValueError):
+    """No schedule fits the budget.
+
+    Attributes
+    ----------
+    budget_bytes
+        The budget that was asked for, in bytes.
+    required_bytes
+        The smallest budget for which a schedule is known, in bytes.
+    """
+
+    def __init__(
+        self, message: str, *, budget_bytes: int, required_bytes: int
+    ) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.required_bytes = required_bytes
+
+
+class CaptureError(RematError, RuntimeError):
+    """A model cannot be traced as one training graph.
+
+    The message names the operation and the user's source line.
+    """
+
+
+class ProfileError(RematError, RuntimeError):
+    """An operator could not be run alone to measure its cost."""
+
+
+class PlanMismatchError(RematError, ValueError):
+    """A saved plan was made for another model, shape or set of versions."""
+
+
+class SolverFault(RematError, RuntimeError):  # noqa: N818 - a fault of ours, not of the caller
+    """A solver returned a schedule that the simulator refutes: a bug of ours."""
+
+
+class SolverUnsuitableError(RematError, ValueError):
+    """A solver was named that cannot treat this graph or platform."""
+
+
+class ExecutionError(RematError, RuntimeError):
+    """The runtime deviates from its plan (a value differs, a plan is missing)."""
+
+
+class FileFormatError(RematError, ValueError):
+    """A file is damaged, of another kind, or of an unknown version."""
+
+
+class MissingDependencyError(RematError, ImportError):
+    """An optional package is absent; the message names the extra to install."""

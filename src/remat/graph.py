@@ -1,0 +1,319 @@
+"""The training graph: operations over storages, forward and backward in one graph.
+
+A :class:`Storage` is a block of memory that one or more tensors (views) share. An
+:class:`Op` reads storages and writes storages. Views and tuple getters are not ops:
+they cost nothing and belong to the storage they alias.
+
+Invariants (checked on construction of :class:`TrainingGraph`):
+
+* every storage is either *resident* (always live), a *tangent* (appears at the
+  boundary), or written by exactly one op;
+* ops are listed in a topological order, all forward ops before all backward ops;
+* forward ops read nothing that exists only after the boundary.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from remat.errors import InvalidGraphError
+
+
+class Phase(StrEnum):
+    """The part of the training step that an op belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Role(StrEnum):
+    """What a storage holds, for people: used in breakdowns and plots only."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    INPUT = "input"
+    OPTIMIZER_STATE = "optimizer state"
+    GRADIENT = "gradient"
+    ACTIVATION = "activation"
+    OUTPUT = "output"
+    TANGENT = "tangent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """A block of memory shared by a tensor and its views.
+
+    Parameters
+    ----------
+    name
+        For people; unique names read better but are not required.
+    size_bytes
+        Size of the block in bytes, at least 0.
+    role
+        What the block holds; does not change the semantics.
+    is_resident
+        Whether the block is live for the whole step and never discarded.
+    home
+        Index of the device where a resident storage lives, where a tangent appears,
+        and where a forward or final output must be live.
+    """
+
+    name: str
+    size_bytes: int
+    role: Role = Role.ACTIVATION
+    is_resident: bool = False
+    home: int = 0
+
+    def __post_init__(self) -> None:
+        if self.size_bytes < 0:
+            msg = (
+                f"storage {self.name!r} has size_bytes={self.size_bytes:_}; sizes "
+                "must be 0 or more"
+            )
+            raise InvalidGraphError(msg)
+        if self.home < 0:
+            msg = f"storage {self.name!r} has home device {self.home}; need 0 or more"
+            raise InvalidGraphError(msg)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One operation of the training step.
+
+    Parameters
+    ----------
+    name
+        For people.
+    reads, writes
+        Indices of the storages read and written. No index appears twice.
+    cost_ns
+        Time of one run in nanoseconds per device kind of the graph; ``None`` where
+        the op cannot run on that kind. At least one entry is an integer.
+    workspace_bytes
+        Scratch memory while running, in bytes, per device kind of the graph.
+    phase
+        Forward or backward.
+    non_recomputable
+        Why the op may run only once, or ``None`` if it may run again.
+    is_ordered
+        Whether the op advances hidden state (a random number generator): the first
+        runs of all ordered ops happen in op order.
+    is_external
+        Whether the op stands for work that the caller does between or after the
+        passes (loss outside the model, optimizer step).
+    source
+        The user's source line that created the op, or an empty string.
+    """
+
+    name: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    cost_ns: tuple[int | None, ...]
+    workspace_bytes: tuple[int, ...]
+    phase: Phase
+    non_recomputable: str | None = None
+    is_ordered: bool = False
+    is_external: bool = False
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.cost_ns) != len(self.workspace_bytes) or not self.cost_ns:
+            msg = (
+                f"op {self.name!r} has {len(self.cost_ns)} costs and "
+                f"{len(self.workspace_bytes)} workspaces; need one of each per device "
+                "kind, at least one"
+            )
+            raise InvalidGraphError(msg)
+        if all(cost is None for cost in self.cost_ns):
+            msg = f"op {self.name!r} can run on no device kind: every cost is None"
+            raise InvalidGraphError(msg)
+        if any(cost is not None and cost < 0 for cost in self.cost_ns):
+            msg = f"op {self.name!r} has a negative cost_ns: {self.cost_ns}"
+            raise InvalidGraphError(msg)
+        if any(size < 0 for size in self.workspace_bytes):
+            msg = f"op {self.name!r} has negative workspace: {self.workspace_bytes}"
+            raise InvalidGraphError(msg)
+        for kind, indices in (("reads", self.reads), ("writes", self.writes)):
+            if len(set(indices)) != len(indices):
+                msg = f"op {self.name!r} {kind} a storage twice: {indices}"
+                raise InvalidGraphError(msg)
+
+    @property
+    def is_recomputable(self) -> bool:
+        """Whether the op may run more than once."""
+        return self.non_recomputable is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingGraph:
+    """A training step as a DAG of ops over storages.
+
+    Parameters
+    ----------
+    name
+        For people.
+    device_kinds
+        Names of the device kinds that the ops' costs refer to, at least one.
+    storages, ops
+        The vertices; ops are in a topological order, forward before backward.
+    forward_outputs
+        Storages that must be live on their home device at the boundary.
+    tangents
+        Storages that appear on their home device at the boundary.
+    final_outputs
+        Storages that must be live on their home device at the end.
+
+    Raises
+    ------
+    InvalidGraphError
+        If an invariant of the module docstring is broken; the message names the op
+        or the storage.
+    """
+
+    name: str
+    storages: tuple[Storage, ...]
+    ops: tuple[Op, ...]
+    forward_outputs: tuple[int, ...] = ()
+    tangents: tuple[int, ...] = ()
+    final_outputs: tuple[int, ...] = ()
+    device_kinds: tuple[str, ...] = ("cpu",)
+
+    def __post_init__(self) -> None:
+        self._check_kinds()
+        self._check_boundary_lists()
+        self._check_ops()
+
+    def _fail(self, message: str) -> None:
+        msg = f"graph {self.name!r}: {message}"
+        raise InvalidGraphError(msg)
+
+    def _check_kinds(self) -> None:
+        if not self.device_kinds or len(set(self.device_kinds)) != len(
+            self.device_kinds
+        ):
+            self._fail(f"device_kinds must be distinct and not empty: {self.device_kinds}")
+        if not self.ops:
+            self._fail("there is no op; a training graph has at least one")
+        for index, op in enumerate(self.ops):
+            if len(op.cost_ns) != len(self.device_kinds):
+                self._fail(
+                    f"op {index} {op.name!r} has {len(op.cost_ns)} costs for "
+                    f"{len(self.device_kinds)} device kinds"
+                )
+
+    def _check_boundary_lists(self) -> None:
+        count = len(self.storages)
+        for label, indices in (
+            ("forward_outputs", self.forward_outputs),
+            ("tangents", self.tangents),
+            ("final_outputs", self.final_outputs),
+        ):
+            if len(set(indices)) != len(indices):
+                self._fail(f"{label} lists a storage twice: {indices}")
+            for storage in indices:
+                if not 0 <= storage < count:
+                    self._fail(f"{label} names storage {storage} of {count}")
+        for storage in self.tangents:
+            if self.storages[storage].is_resident:
+                self._fail(f"tangent {self.storages[storage].name!r} is also resident")
+
+    def _check_ops(self) -> None:
+        tangents = set(self.tangents)
+        available = {i for i, s in enumerate(self.storages) if s.is_resident}
+        written: set[int] = set()
+        is_backward = False
+        for index, op in enumerate(self.ops):
+            if op.phase is Phase.BACKWARD and not is_backward:
+                is_backward = True
+                self._check_forward_outputs(available)
+                available |= tangents
+            elif op.phase is Phase.FORWARD and is_backward:
+                self._fail(f"forward op {index} {op.name!r} follows a backward op")
+            self._check_op(index, available, written)
+            written.update(op.writes)
+            available.update(op.writes)
+        if not is_backward:
+            self._check_forward_outputs(available)
+            available |= tangents
+        for index in range(len(self.storages)):
+            if index not in available:
+                self._fail(
+                    f"storage {index} {self.storages[index].name!r} is neither resident, "
+                    "nor a tangent, nor written by any op"
+                )
+
+    def _check_forward_outputs(self, available: set[int]) -> None:
+        for storage in self.forward_outputs:
+            if storage not in available:
+                self._fail(
+                    f"forward output {storage} {self.storages[storage].name!r} does not "
+                    "exist at the boundary"
+                )
+
+    def _check_op(self, index: int, available: set[int], written: set[int]) -> None:
+        op, count = self.ops[index], len(self.storages)
+        for storage in (*op.reads, *op.writes):
+            if not 0 <= storage < count:
+                self._fail(f"op {index} {op.name!r} names storage {storage} of {count}")
+        for storage in op.reads:
+            if storage not in available:
+                self._fail(
+                    f"op {index} {op.name!r} reads storage {storage} "
+                    f"{self.storages[storage].name!r} before it exists: the ops are "
+                    "cyclic or not in topological order"
+                )
+        for storage in op.writes:
+            if storage in written:
+                self._fail(
+                    f"storage {storage} {self.storages[storage].name!r} is written twice, "
+                    f"the second time by op {index} {op.name!r}"
+                )
+            if self.storages[storage].is_resident or storage in self.tangents:
+                self._fail(
+                    f"op {index} {op.name!r} writes storage {storage} "
+                    f"{self.storages[storage].name!r}, which is resident or a tangent"
+                )
+
+    @cached_property
+    def forward_count(self) -> int:
+        """Number of forward ops; op ``forward_count`` is the first backward op."""
+        return sum(op.phase is Phase.FORWARD for op in self.ops)
+
+    @cached_property
+    def producers(self) -> tuple[int | None, ...]:
+        """Index of the op that writes each storage; ``None`` for residents, tangents."""
+        producers: list[int | None] = [None] * len(self.storages)
+        for index, op in enumerate(self.ops):
+            for storage in op.writes:
+                producers[storage] = index
+        return tuple(producers)
+
+    @cached_property
+    def consumers(self) -> tuple[tuple[int, ...], ...]:
+        """Indices, ascending, of the ops that read each storage."""
+        consumers: list[list[int]] = [[] for _ in self.storages]
+        for index, op in enumerate(self.ops):
+            for storage in op.reads:
+                consumers[storage].append(index)
+        return tuple(tuple(ops) for ops in consumers)
+
+    def resident_bytes(self, device: int = 0) -> int:
+        """Return the bytes that are live on ``device`` during the whole step."""
+        return sum(
+            s.size_bytes for s in self.storages if s.is_resident and s.home == device
+        )
+
+    def kind_index(self, kind: str) -> int:
+        """Return the position of device kind ``kind`` in the ops' costs.
+
+        Raises
+        ------
+        InvalidGraphError
+            If the graph has no costs for that kind.
+        """
+        if kind not in self.device_kinds:
+            self._fail(
+                f"no costs for device kind {kind!r}; it has costs for "
+                f"{', '.join(self.device_kinds)}"
+            )
+        return self.device_kinds.index(kind)

@@ -1,0 +1,130 @@
+"""Choose and run solvers, judge every answer, return the best."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from remat.bounds import cost_bound_ns
+from remat.errors import SolverFault, SolverUnsuitableError
+from remat.problem import Limits, Problem, Proposal, Result
+from remat.simulator import simulate
+from remat.solvers.base import ProgressCallback, Solver, ignore_progress
+from remat.units import format_bytes, format_ns
+
+
+def judge(problem: Problem, solver_name: str, proposal: Proposal) -> Result:
+    """Replay a proposal and return it as a result.
+
+    Raises
+    ------
+    SolverFault
+        If the schedule breaks a rule or the budget, or its cost is below the bound
+        that the solver claims to have proved.
+    """
+    trace = None
+    status = proposal.status
+    bound_ns = max(proposal.bound_ns, cost_bound_ns(problem))
+    if proposal.schedule is not None:
+        trace = simulate(problem.graph, problem.platform, proposal.schedule)
+        if trace.violation is not None:
+            msg = f"solver {solver_name} returned a schedule that fails: {trace.violation}"
+            raise SolverFault(msg)
+        if trace.serial_ns < bound_ns:
+            msg = (
+                f"solver {solver_name} claims a bound of {bound_ns:_} ns, but its own "
+                f"schedule takes {trace.serial_ns:_} ns"
+            )
+            raise SolverFault(msg)
+    return Result(
+        solver=solver_name,
+        status=status,
+        stop_reason=proposal.stop_reason,
+        schedule=proposal.schedule,
+        trace=trace,
+        bound_ns=bound_ns,
+        message=proposal.message,
+    )
+
+
+def solve(
+    problem: Problem,
+    solver: Solver,
+    *,
+    limits: Limits | None = None,
+    on_progress: ProgressCallback = ignore_progress,
+) -> Result:
+    """Run one solver and judge its answer.
+
+    Raises
+    ------
+    SolverFault
+        If the simulator refutes the answer.
+    SolverUnsuitableError
+        If the solver cannot treat this kind of graph or platform.
+    """
+    started = time.monotonic()
+    proposal = solver.solve(problem, limits or Limits(), on_progress)
+    result = judge(problem, type(solver).__name__, proposal)
+    return replace(result, elapsed_s=time.monotonic() - started)
+
+
+def solve_portfolio(
+    problem: Problem,
+    solvers: Sequence[Solver],
+    *,
+    limits: Limits | None = None,
+    on_progress: ProgressCallback = ignore_progress,
+) -> Result:
+    """Run several solvers and return the best judged answer.
+
+    The cheapest schedule wins, then the smaller peak, then the earlier solver. The
+    portfolio stops early when a schedule meets the bound on every schedule.
+
+    Raises
+    ------
+    SolverFault
+        If the simulator refutes any answer.
+    SolverUnsuitableError
+        If no solver of the portfolio can treat this graph or platform.
+    """
+    started = time.monotonic()
+    limits = limits or Limits()
+    results: list[Result] = []
+    lines: list[str] = []
+    unsuitable: SolverUnsuitableError | None = None
+    for index, solver in enumerate(solvers):
+        name = type(solver).__name__
+        on_progress(name, index / len(solvers))
+        try:
+            result = solve(problem, solver, limits=limits)
+        except SolverUnsuitableError as error:
+            unsuitable = error
+            lines.append(f"{name}: unsuitable: {error}")
+            continue
+        results.append(result)
+        lines.append(_describe(result))
+        if result.trace and result.trace.serial_ns <= cost_bound_ns(problem):
+            break
+    if not results:
+        raise unsuitable or SolverUnsuitableError("the portfolio holds no solver")
+    on_progress("done", 1.0)
+    return replace(
+        min(results, key=_rank),
+        candidates=tuple(lines),
+        elapsed_s=time.monotonic() - started,
+    )
+
+
+def _rank(result: Result) -> tuple[bool, int, int]:
+    if result.trace is None:
+        return (True, 0, 0)
+    return (False, result.trace.serial_ns, result.trace.peak_bytes[0])
+
+
+def _describe(result: Result) -> str:
+    if result.trace is None:
+        return f"{result.solver}: {result.status} ({result.message})"
+    return (
+        f"{result.solver}: {result.status}, peak "
+        f"{format_bytes(result.trace.peak_bytes[0])}, {format_ns(result.trace.serial_ns)}"
+    )

@@ -1,0 +1,172 @@
+"""Problems, results, and what a status proves."""
+
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from remat.errors import InvalidPlatformError
+from remat.graph import TrainingGraph
+from remat.platform import Platform
+from remat.schedule import Schedule
+from remat.simulator import Trace
+
+
+class Status(StrEnum):
+    """What a solver has proved; the schedule class is the solver's own."""
+
+    OPTIMAL = "optimal"
+    """A schedule is given; no cheaper one of the solver's class fits."""
+
+    FEASIBLE = "feasible"
+    """A schedule is given; nothing is proved about cheaper ones beyond the bound."""
+
+    INFEASIBLE = "infeasible"
+    """No schedule is given; it is proved that none of the class fits."""
+
+    UNKNOWN = "unknown"
+    """No schedule is given and nothing is proved."""
+
+    @property
+    def has_schedule(self) -> bool:
+        """Whether a result of this status carries a schedule."""
+        return self in {Status.OPTIMAL, Status.FEASIBLE}
+
+
+class StopReason(StrEnum):
+    """Why a solver stopped."""
+
+    COMPLETED = "completed"
+    TIME_LIMIT = "time limit"
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Train ``graph`` on ``platform``, within the devices' budgets, in least time.
+
+    Raises
+    ------
+    InvalidGraphError
+        If the graph has no costs for a device's kind.
+    InvalidPlatformError
+        If a storage's home is not a device of the platform.
+    """
+
+    graph: TrainingGraph
+    platform: Platform
+
+    def __post_init__(self) -> None:
+        for device in self.platform.devices:
+            self.graph.kind_index(device.kind)
+        for index, storage in enumerate(self.graph.storages):
+            if storage.home >= len(self.platform.devices):
+                msg = (
+                    f"storage {index} {storage.name!r} has home device {storage.home}, "
+                    f"but the platform has {len(self.platform.devices)} devices"
+                )
+                raise InvalidPlatformError(msg)
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget of device 0, in bytes; ``None`` for no limit."""
+        return self.platform.devices[0].budget_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """When a solver must stop, and the seed of what it randomises.
+
+    Parameters
+    ----------
+    deadline_s
+        A value of ``time.monotonic()`` after which to stop, or ``None``.
+    seed
+        Two runs with one seed and no deadline give the same answer.
+    """
+
+    deadline_s: float | None = None
+    seed: int = 0
+
+    @staticmethod
+    def after(time_limit_s: float | None, seed: int = 0) -> "Limits":
+        """Return limits that end ``time_limit_s`` seconds from now."""
+        if time_limit_s is None:
+            return Limits(seed=seed)
+        return Limits(deadline_s=time.monotonic() + time_limit_s, seed=seed)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the deadline has passed."""
+        return self.deadline_s is not None and time.monotonic() >= self.deadline_s
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds until the deadline, at least 0; ``None`` for no deadline."""
+        if self.deadline_s is None:
+            return None
+        return max(0.0, self.deadline_s - time.monotonic())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """What a solver answers, before it is judged.
+
+    Raises
+    ------
+    ValueError
+        If presence of a schedule and status disagree.
+    """
+
+    status: Status
+    schedule: Schedule | None = None
+    bound_ns: int = 0
+    stop_reason: StopReason = StopReason.COMPLETED
+    message: str = ""
+
+    def __post_init__(self) -> None:
+        if self.status.has_schedule is not (self.schedule is not None):
+            msg = f"status {self.status} with schedule {self.schedule is not None}"
+            raise ValueError(msg)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A judged answer.
+
+    Parameters
+    ----------
+    solver
+        Name of the solver that found the schedule (or proved there is none).
+    status, stop_reason, message
+        What was proved, why the solver stopped, and its own words.
+    schedule, trace
+        The schedule and its replay, or ``None``.
+    bound_ns
+        Proved lower bound on the cost of any schedule of the solver's class.
+    elapsed_s
+        Time spent solving.
+    candidates
+        One line per solver that was tried, for people.
+    """
+
+    solver: str
+    status: Status
+    stop_reason: StopReason
+    schedule: Schedule | None
+    trace: Trace | None
+    bound_ns: int
+    message: str = ""
+    elapsed_s: float = 0.0
+    candidates: tuple[str, ...] = field(default=())
+
+    @property
+    def cost_ns(self) -> int | None:
+        """Serial time of the schedule in nanoseconds, or ``None`` without one."""
+        return None if self.trace is None else self.trace.serial_ns
+
+    @property
+    def gap(self) -> float | None:
+        """(cost - bound) / cost, between 0 and 1, or ``None`` without a schedule."""
+        if self.cost_ns is None:
+            return None
+        return (self.cost_ns - self.bound_ns) / self.cost_ns if self.cost_ns else 0.0

@@ -1,0 +1,53 @@
+"""Schedules: a training step as a list of steps from a closed vocabulary."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Run op ``op`` on device ``device``; read as "compute op 3 on device 0"."""
+
+    op: int
+    device: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Free the bytes of storage ``storage`` on device ``device``."""
+
+    storage: int
+    device: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Make storage ``storage``, live on ``source``, live on ``target`` as well."""
+
+    storage: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """Pass from forward to backward: forward outputs are live, tangents appear."""
+
+
+Step = Compute | Discard | Copy | Boundary
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """An ordered list of steps; what it means is defined by :mod:`remat.simulator`."""
+
+    steps: tuple[Step, ...]
+
+    @property
+    def computes(self) -> tuple[int, ...]:
+        """Op indices in the order in which they are computed."""
+        return tuple(step.op for step in self.steps if isinstance(step, Compute))
+
+    def recompute_counts(self) -> dict[int, int]:
+        """Return, per op that runs more than once, how many extra times it runs."""
+        return {op: n - 1 for op, n in Counter(self.computes).items() if n > 1}

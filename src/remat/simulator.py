@@ -1,0 +1,497 @@
+"""The judge: replay a schedule and report peak, time and the first violation.
+
+This module defines what a schedule means (docs/semantics.md says the same in words).
+It shares no code with any solver, and every answer of every solver passes through it
+before anyone sees it.
+
+A device's memory while a step runs is: resident bytes, plus every live storage, plus
+what the step itself adds. ``Compute`` adds all its outputs and its workspace while the
+inputs are still held; an output that was already live is replaced by the fresh copy
+after the op, so both count during it. ``Copy`` adds the storage on the target.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import assert_never
+
+from remat.graph import Op, Phase, TrainingGraph
+from remat.platform import Platform
+from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
+
+
+class Rule(StrEnum):
+    """The rules that a schedule can break."""
+
+    UNKNOWN_INDEX = "a step names an op, storage or device that does not exist"
+    READ_NOT_LIVE = "an op reads a storage that is not live on its device"
+    CANNOT_RUN = "an op has no cost on that device kind"
+    PHASE = "a backward op runs before the boundary"
+    RECOMPUTED = "an op that may run only once runs twice"
+    ORDER = "ordered ops run first in another order than the graph's"
+    DISCARD_NOT_LIVE = "a discarded storage is not live on that device"
+    DISCARD_RESIDENT = "a resident storage is discarded"
+    COPY_NOT_LIVE = "a copied storage is not live on the source"
+    COPY_ALREADY_LIVE = "a copied storage is already live on the target"
+    NO_LINK = "no link joins the two devices of a copy"
+    SECOND_BOUNDARY = "there is more than one boundary"
+    OUTPUT_MISSING = "a forward output is not live at the boundary"
+    NO_BOUNDARY = "there is no boundary"
+    FINAL_MISSING = "a final output is not live at the end"
+    EFFECT_MISSING = "an ordered op or an op without outputs never runs"
+    OVER_BUDGET = "more bytes are live than the device's budget"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """The first rule that a schedule breaks, with where and by how much.
+
+    ``step`` is the index of the step, or the number of steps for a rule about the
+    end. ``excess_bytes`` is how far over the budget the device is, else 0.
+    """
+
+    rule: Rule
+    step: int
+    message: str
+    op: int | None = None
+    storage: int | None = None
+    device: int | None = None
+    excess_bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.message} ({self.rule})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """What happens when a schedule is replayed.
+
+    Parameters
+    ----------
+    peak_bytes
+        Per device, the most bytes at any time, in serial and in overlapped execution.
+    serial_ns
+        Sum of all op costs and copy times.
+    overlapped_ns
+        End of the last step when every device and every link is an in-order queue.
+    timeline_bytes
+        Per device, the bytes during each step of serial execution.
+    live_after
+        For each device, the storages (not resident ones) live after the last step.
+    recomputed_ns
+        The part of ``serial_ns`` spent on runs of an op after its first.
+    violation
+        The first rule broken, or ``None``. After a violation other than
+        ``OVER_BUDGET`` the replay stops and the other fields describe the part before.
+    """
+
+    peak_bytes: tuple[int, ...]
+    serial_ns: int
+    overlapped_ns: int
+    timeline_bytes: tuple[tuple[int, ...], ...]
+    live_after: tuple[frozenset[int], ...]
+    recomputed_ns: int
+    violation: Violation | None
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the schedule breaks no rule."""
+        return self.violation is None
+
+    def peak_step(self, device: int = 0) -> int:
+        """Return the index of the first step at which ``device`` is fullest."""
+        timeline = self.timeline_bytes[device]
+        return max(range(len(timeline)), key=timeline.__getitem__, default=0)
+
+
+class _BrokenRuleError(Exception):
+    def __init__(self, violation: Violation) -> None:
+        super().__init__(str(violation))
+        self.violation = violation
+
+
+@dataclass(slots=True)
+class _Span:
+    """Bytes on a device from ``start_ns`` (before frees at that time) to an end."""
+
+    device: int
+    start_ns: int
+    size_bytes: int
+    end_ns: int | None = None
+
+
+@dataclass(slots=True)
+class _Replay:
+    graph: TrainingGraph
+    platform: Platform
+    step: int = 0
+    is_backward: bool = False
+    serial_ns: int = 0
+    recomputed_ns: int = 0
+    # Per device: storage -> the time at which it may be read (overlapped clock).
+    live: list[dict[int, int]] = field(default_factory=list[dict[int, int]])
+    used_bytes: list[int] = field(default_factory=list[int])
+    timeline: list[list[int]] = field(default_factory=list[list[int]])
+    run: set[int] = field(default_factory=set[int])
+    last_ordered: int = -1
+    over_budget: Violation | None = None
+    device_free_ns: list[int] = field(default_factory=list[int])
+    link_free_ns: dict[tuple[int, int], int] = field(
+        default_factory=dict[tuple[int, int], int]
+    )
+    # (storage, device) -> the last time at which a step still uses those bytes.
+    busy_until_ns: dict[tuple[int, int], int] = field(
+        default_factory=dict[tuple[int, int], int]
+    )
+    open_spans: dict[tuple[int, int], _Span] = field(
+        default_factory=dict[tuple[int, int], _Span]
+    )
+    spans: list[_Span] = field(default_factory=list[_Span])
+
+    def __post_init__(self) -> None:
+        devices = range(len(self.platform.devices))
+        self.live = [{} for _ in devices]
+        self.used_bytes = [self.graph.resident_bytes(d) for d in devices]
+        self.timeline = [[] for _ in devices]
+        self.device_free_ns = [0 for _ in devices]
+
+    def fail(
+        self,
+        rule: Rule,
+        message: str,
+        *,
+        op: int | None = None,
+        storage: int | None = None,
+        device: int | None = None,
+    ) -> None:
+        raise _BrokenRuleError(
+            Violation(
+                rule=rule,
+                step=self.step,
+                message=message,
+                op=op,
+                storage=storage,
+                device=device,
+            )
+        )
+
+    def check_device(self, device: int) -> None:
+        if not 0 <= device < len(self.platform.devices):
+            self.fail(Rule.UNKNOWN_INDEX, f"device {device} does not exist")
+
+    def check_storage(self, storage: int) -> None:
+        if not 0 <= storage < len(self.graph.storages):
+            self.fail(Rule.UNKNOWN_INDEX, f"storage {storage} does not exist")
+
+    def name(self, storage: int) -> str:
+        return f"storage {storage} {self.graph.storages[storage].name!r}"
+
+    def ready_ns(self, storage: int, device: int) -> int | None:
+        """Return when ``storage`` may be read on ``device``; ``None`` if not live."""
+        block = self.graph.storages[storage]
+        if block.is_resident and block.home == device:
+            return 0
+        return self.live[device].get(storage)
+
+    def record(self, extra_bytes: dict[int, int]) -> None:
+        """Append the bytes during this step and note the first budget exceeded."""
+        for index, device in enumerate(self.platform.devices):
+            used = self.used_bytes[index] + extra_bytes.get(index, 0)
+            self.timeline[index].append(used)
+            limit = device.budget_bytes
+            if limit is not None and used > limit and self.over_budget is None:
+                self.over_budget = self.excess(index, used, limit)
+
+    def excess(self, device: int, used: int, limit: int) -> Violation:
+        return Violation(
+            rule=Rule.OVER_BUDGET,
+            step=self.step,
+            message=(
+                f"device {device} {self.platform.devices[device].name!r} holds {used:_} "
+                f"bytes, {used - limit:_} more than its budget of {limit:_}"
+            ),
+            device=device,
+            excess_bytes=used - limit,
+        )
+
+    def make_live(
+        self, storage: int, device: int, start_ns: int, ready_ns: int
+    ) -> None:
+        size = self.graph.storages[storage].size_bytes
+        key = (storage, device)
+        previous = self.open_spans.get(key)
+        if previous is not None:
+            previous.end_ns = ready_ns
+        else:
+            self.used_bytes[device] += size
+        span = _Span(device, start_ns, size)
+        self.spans.append(span)
+        self.open_spans[key] = span
+        self.live[device][storage] = ready_ns
+        self.busy_until_ns[key] = max(self.busy_until_ns.get(key, 0), ready_ns)
+
+    def use(self, storage: int, device: int, end_ns: int) -> None:
+        key = (storage, device)
+        self.busy_until_ns[key] = max(self.busy_until_ns.get(key, 0), end_ns)
+
+    def compute(self, step: Compute) -> None:
+        self.check_device(step.device)
+        if not 0 <= step.op < len(self.graph.ops):
+            self.fail(Rule.UNKNOWN_INDEX, f"op {step.op} does not exist", op=step.op)
+        op = self.graph.ops[step.op]
+        label = f"op {step.op} {op.name!r}"
+        kind = self.graph.kind_index(self.platform.devices[step.device].kind)
+        cost = op.cost_ns[kind]
+        if cost is None:
+            self.fail(
+                Rule.CANNOT_RUN, f"{label} cannot run on device {step.device}", op=step.op
+            )
+            return
+        self.check_may_run(step, op, label)
+        start = self.device_free_ns[step.device]
+        for storage in op.reads:
+            ready = self.ready_ns(storage, step.device)
+            if ready is None:
+                self.fail(
+                    Rule.READ_NOT_LIVE,
+                    f"{label} reads {self.name(storage)}, which is not live on device "
+                    f"{step.device}",
+                    op=step.op,
+                    storage=storage,
+                    device=step.device,
+                )
+                return
+            start = max(start, ready)
+        outputs = sum(self.graph.storages[s].size_bytes for s in op.writes)
+        self.record({step.device: outputs + op.workspace_bytes[kind]})
+        end = start + cost
+        self.spans.append(_Span(step.device, start, op.workspace_bytes[kind], end))
+        for storage in op.reads:
+            self.use(storage, step.device, end)
+        for storage in op.writes:
+            self.make_live(storage, step.device, start, end)
+        self.device_free_ns[step.device] = end
+        self.serial_ns += cost
+        self.recomputed_ns += cost if step.op in self.run else 0
+        self.run.add(step.op)
+
+    def check_may_run(self, step: Compute, op: Op, label: str) -> None:
+        if op.phase is Phase.BACKWARD and not self.is_backward:
+            self.fail(Rule.PHASE, f"{label} runs before the boundary", op=step.op)
+        if step.op in self.run:
+            if op.non_recomputable is not None:
+                self.fail(
+                    Rule.RECOMPUTED,
+                    f"{label} runs again, but {op.non_recomputable}",
+                    op=step.op,
+                )
+        elif op.is_ordered:
+            if step.op < self.last_ordered:
+                self.fail(
+                    Rule.ORDER,
+                    f"{label} first runs after op {self.last_ordered}",
+                    op=step.op,
+                )
+            self.last_ordered = step.op
+
+    def discard(self, step: Discard) -> None:
+        self.check_device(step.device)
+        self.check_storage(step.storage)
+        block = self.graph.storages[step.storage]
+        if block.is_resident and block.home == step.device:
+            self.fail(
+                Rule.DISCARD_RESIDENT,
+                f"{self.name(step.storage)} is resident",
+                storage=step.storage,
+                device=step.device,
+            )
+        if step.storage not in self.live[step.device]:
+            self.fail(
+                Rule.DISCARD_NOT_LIVE,
+                f"{self.name(step.storage)} is not live on device {step.device}",
+                storage=step.storage,
+                device=step.device,
+            )
+        self.record({})
+        key = (step.storage, step.device)
+        self.open_spans.pop(key).end_ns = self.busy_until_ns[key]
+        del self.live[step.device][step.storage]
+        self.used_bytes[step.device] -= block.size_bytes
+
+    def copy(self, step: Copy) -> None:
+        for device in (step.source, step.target):
+            self.check_device(device)
+        self.check_storage(step.storage)
+        link = self.platform.link(step.source, step.target)
+        if link is None:
+            self.fail(
+                Rule.NO_LINK,
+                f"no link from device {step.source} to {step.target}",
+                storage=step.storage,
+            )
+            return
+        ready = self.ready_ns(step.storage, step.source)
+        if ready is None:
+            self.fail(
+                Rule.COPY_NOT_LIVE,
+                f"{self.name(step.storage)} is not live on device {step.source}",
+                storage=step.storage,
+                device=step.source,
+            )
+            return
+        if self.ready_ns(step.storage, step.target) is not None:
+            self.fail(
+                Rule.COPY_ALREADY_LIVE,
+                f"{self.name(step.storage)} is already live on device {step.target}",
+                storage=step.storage,
+                device=step.target,
+            )
+        size = self.graph.storages[step.storage].size_bytes
+        self.record({step.target: size})
+        pair = (step.source, step.target)
+        start = max(self.link_free_ns.get(pair, 0), ready)
+        end = start + link.copy_ns(size)
+        self.link_free_ns[pair] = end
+        self.use(step.storage, step.source, end)
+        self.make_live(step.storage, step.target, start, end)
+        self.serial_ns += link.copy_ns(size)
+
+    def boundary(self) -> None:
+        if self.is_backward:
+            self.fail(Rule.SECOND_BOUNDARY, "the boundary was passed before")
+        for storage in self.graph.forward_outputs:
+            if self.ready_ns(storage, self.graph.storages[storage].home) is None:
+                self.fail(
+                    Rule.OUTPUT_MISSING,
+                    f"forward output {self.name(storage)} is not live",
+                    storage=storage,
+                )
+        self.is_backward = True
+        appearing: dict[int, int] = {}
+        for storage in self.graph.tangents:
+            home = self.graph.storages[storage].home
+            self.check_device(home)
+            size = self.graph.storages[storage].size_bytes
+            appearing[home] = appearing.get(home, 0) + size
+        self.record(appearing)
+        now = max(self.device_free_ns)
+        for storage in self.graph.tangents:
+            self.make_live(storage, self.graph.storages[storage].home, now, now)
+
+    def finish(self) -> None:
+        if not self.is_backward:
+            self.fail(Rule.NO_BOUNDARY, "the schedule ends before the boundary")
+        for storage in self.graph.final_outputs:
+            if self.ready_ns(storage, self.graph.storages[storage].home) is None:
+                self.fail(
+                    Rule.FINAL_MISSING,
+                    f"final output {self.name(storage)} is not live",
+                    storage=storage,
+                )
+        for index, op in enumerate(self.graph.ops):
+            if (op.is_ordered or not op.writes) and index not in self.run:
+                self.fail(
+                    Rule.EFFECT_MISSING, f"op {index} {op.name!r} never runs", op=index
+                )
+
+    def take(self, step: Step) -> None:
+        match step:
+            case Compute():
+                self.compute(step)
+            case Discard():
+                self.discard(step)
+            case Copy():
+                self.copy(step)
+            case Boundary():
+                self.boundary()
+            case _:
+                assert_never(step)
+
+    def overlapped_ns(self) -> int:
+        return max([*self.device_free_ns, *self.link_free_ns.values()])
+
+    def overlapped_peaks(self) -> list[int]:
+        """Return per device the most bytes over the overlapped timeline."""
+        peaks = [
+            self.graph.resident_bytes(d) for d in range(len(self.platform.devices))
+        ]
+        events: list[list[tuple[int, int]]] = [[] for _ in peaks]
+        for span in self.spans:
+            # A span of no duration is seen by serial execution alone.
+            if span.end_ns is None or span.end_ns > span.start_ns:
+                events[span.device].append((span.start_ns, span.size_bytes))
+                if span.end_ns is not None:
+                    events[span.device].append((span.end_ns, -span.size_bytes))
+        for device, changes in enumerate(events):
+            used = peaks[device]
+            for _, change in sorted(changes):
+                used += change
+                peaks[device] = max(peaks[device], used)
+        return peaks
+
+
+def simulate(graph: TrainingGraph, platform: Platform, schedule: Schedule) -> Trace:
+    """Replay ``schedule`` and report its peak, its time and the first violation.
+
+    Parameters
+    ----------
+    graph, platform
+        What is trained, and where. A device without a budget is never over it.
+    schedule
+        Any list of steps; it need not be valid.
+
+    Returns
+    -------
+    Trace
+        Peak per device, serial and overlapped time, timeline, first violation.
+
+    Raises
+    ------
+    InvalidGraphError
+        If the graph has no costs for a device's kind.
+
+    Notes
+    -----
+    Time O(steps x reads + storages), plus sorting for the overlapped timeline.
+
+    Overlapped execution frees bytes when every step that was issued before the discard
+    and uses them has ended; a step there starts when its queue is free and its inputs
+    have arrived.
+    """
+    replay = _Replay(graph, platform)
+    violation: Violation | None = None
+    try:
+        for index, step in enumerate(schedule.steps):
+            replay.step = index
+            replay.take(step)
+        replay.step = len(schedule.steps)
+        replay.finish()
+    except _BrokenRuleError as broken:
+        violation = broken.violation
+    peaks = [
+        max([overlapped, *timeline])
+        for overlapped, timeline in zip(
+            replay.overlapped_peaks(), replay.timeline, strict=True
+        )
+    ]
+    if replay.over_budget is not None and (
+        violation is None or replay.over_budget.step <= violation.step
+    ):
+        violation = replay.over_budget
+    if violation is None:
+        violation = _overlapped_excess(replay, peaks)
+    return Trace(
+        peak_bytes=tuple(peaks),
+        serial_ns=replay.serial_ns,
+        overlapped_ns=replay.overlapped_ns(),
+        timeline_bytes=tuple(tuple(line) for line in replay.timeline),
+        live_after=tuple(frozenset(live) for live in replay.live),
+        recomputed_ns=replay.recomputed_ns,
+        violation=violation,
+    )
+
+
+def _overlapped_excess(replay: _Replay, peaks: list[int]) -> Violation | None:
+    for index, device in enumerate(replay.platform.devices):
+        if device.budget_bytes is not None and peaks[index] > device.budget_bytes:
+            return replay.excess(index, peaks[index], device.budget_bytes)
+    return None

@@ -1,0 +1,140 @@
+"""Parse and print sizes and times; the one place where bytes are divided.
+
+Sizes are integers of bytes and times integers of nanoseconds everywhere. Quantised
+algorithms round sizes up and budgets down, with :func:`ceil_slots` and
+:func:`floor_slots`.
+"""
+
+import re
+from fractions import Fraction
+
+from remat.errors import UnitError
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_SIZE = re.compile(r"\s*([+-]?\d[\d_]*(?:\.\d+)?)\s*([A-Za-z]*|%)\s*\Z")
+
+
+def parse_budget(budget: int | str, *, whole_bytes: int | None = None) -> int:
+    """Return the budget in bytes, rounded down.
+
+    Parameters
+    ----------
+    budget
+        A positive integer of bytes, or text: a number with a unit (``"8 GiB"``,
+        ``"900MB"``, ``"1.5e"`` is not one) or a percentage of ``whole_bytes``
+        (``"60%"``).
+    whole_bytes
+        What 100 % means, in bytes; needed for percentages only.
+
+    Raises
+    ------
+    UnitError
+        If the text is not a size, the unit is unknown, the result is not positive, or
+        a percentage is given without ``whole_bytes``.
+
+    Examples
+    --------
+    >>> parse_budget("1.5 KiB"), parse_budget("2MB"), parse_budget(7)
+    (1536, 2000000, 7)
+    >>> parse_budget("60%", whole_bytes=1001)
+    600
+    """
+    if isinstance(budget, bool) or not isinstance(budget, int | str):
+        msg = (
+            f"a budget is an integer of bytes or text such as '8 GiB', '900MB' or "
+            f"'60%'; got {budget!r} ({type(budget).__name__})"
+        )
+        raise UnitError(msg)
+    size = Fraction(budget) if isinstance(budget, int) else _parse(budget, whole_bytes)
+    result = size.numerator // size.denominator
+    if result <= 0:
+        msg = f"the budget {budget!r} is {result:_} bytes; it must be positive"
+        raise UnitError(msg)
+    return result
+
+
+def is_percentage(budget: int | str) -> bool:
+    """Return whether ``budget`` is a percentage of another size."""
+    return isinstance(budget, str) and budget.strip().endswith("%")
+
+
+def _parse(text: str, whole_bytes: int | None) -> Fraction:
+    match = _SIZE.match(text)
+    known = "B, kB, MB, GB, TB, KiB, MiB, GiB, TiB or %"
+    if match is None:
+        msg = f"{text!r} is not a size; write a number and a unit ({known})"
+        raise UnitError(msg)
+    number = Fraction(match[1].replace("_", ""))
+    if match[2] == "%":
+        if whole_bytes is None:
+            msg = f"{text!r} is a percentage, but nothing says of what; give bytes"
+            raise UnitError(msg)
+        return number * whole_bytes / 100
+    unit = _UNITS.get(match[2].upper())
+    if unit is None:
+        msg = f"unknown unit {match[2]!r} in {text!r}; use {known}"
+        raise UnitError(msg)
+    return number * unit
+
+
+def ceil_slots(size_bytes: int, slot_bytes: int) -> int:
+    """Return the fewest slots that hold ``size_bytes``: sizes round up.
+
+    Examples
+    --------
+    >>> ceil_slots(9, 8), ceil_slots(8, 8), ceil_slots(0, 8)
+    (2, 1, 0)
+    """
+    return -(-size_bytes // slot_bytes)
+
+
+def floor_slots(budget_bytes: int, slot_bytes: int) -> int:
+    """Return the most slots that fit in ``budget_bytes``: budgets round down.
+
+    Examples
+    --------
+    >>> floor_slots(9, 8), floor_slots(7, 8)
+    (1, 0)
+    """
+    return budget_bytes // slot_bytes
+
+
+def format_bytes(size_bytes: int) -> str:
+    """Return a size for people, in binary units.
+
+    Examples
+    --------
+    >>> format_bytes(512), format_bytes(1536), format_bytes(-3 * 2**30)
+    ('512 B', '1.50 KiB', '-3.00 GiB')
+    """
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size_bytes} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"
+
+
+def format_ns(time_ns: int) -> str:
+    """Return a time for people.
+
+    Examples
+    --------
+    >>> format_ns(999), format_ns(1_500), format_ns(2_500_000), format_ns(10**10)
+    ('999 ns', '1.50 us', '2.50 ms', '10.00 s')
+    """
+    for factor, unit in ((10**9, "s"), (10**6, "ms"), (10**3, "us")):
+        if abs(time_ns) >= factor:
+            return f"{time_ns / factor:.2f} {unit}"
+    return f"{time_ns} ns"
