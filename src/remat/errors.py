@@ -37,9 +37,7 @@ class BudgetError(RematError, ValueError):
         The smallest budget for which a schedule is known, in bytes.
     """
 
-    def __init__(
-        self, message: str, *, budget_bytes: int, required_bytes: int
-    ) -> None:
+    def __init__(self, message: str, *, budget_bytes: int, required_bytes: int) -> None:
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.required_bytes = required_bytes

@@ -191,7 +191,9 @@ class TrainingGraph:
         if not self.device_kinds or len(set(self.device_kinds)) != len(
             self.device_kinds
         ):
-            self._fail(f"device_kinds must be distinct and not empty: {self.device_kinds}")
+            self._fail(
+                f"device_kinds must be distinct and not empty: {self.device_kinds}"
+            )
         if not self.ops:
             self._fail("there is no op; a training graph has at least one")
         for index, op in enumerate(self.ops):
@@ -281,7 +283,7 @@ class TrainingGraph:
 
     @cached_property
     def producers(self) -> tuple[int | None, ...]:
-        """Index of the op that writes each storage; ``None`` for residents, tangents."""
+        """Index of the op writing each storage; ``None`` for residents and tangents."""
         producers: list[int | None] = [None] * len(self.storages)
         for index, op in enumerate(self.ops):
             for storage in op.writes:

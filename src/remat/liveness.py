@@ -6,7 +6,9 @@ after its last use, and outputs that nobody reads before they are computed again
 discarded right after the op.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import assert_never
 
 from remat.graph import TrainingGraph
 from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
@@ -63,44 +65,49 @@ def insert_discards(graph: TrainingGraph, steps: Iterable[Step]) -> Schedule:
     Walks backwards, keeping per device the storages that some later step reads.
     """
     kept = [step for step in steps if not isinstance(step, Discard)]
-    needed: dict[int, set[int]] = {}
+    needed: defaultdict[int, set[int]] = defaultdict(set)
     for storage in graph.final_outputs:
-        needed.setdefault(graph.storages[storage].home, set()).add(storage)
+        needed[graph.storages[storage].home].add(storage)
     reversed_steps: list[Step] = []
-
-    def use(storage: int, device: int, dying: list[Step]) -> None:
-        block = graph.storages[storage]
-        if block.is_resident and block.home == device:
-            return
-        live = needed.setdefault(device, set())
-        if storage not in live:
-            live.add(storage)
-            dying.append(Discard(storage, device))
-
     for step in reversed(kept):
-        dying: list[Step] = []
-        if isinstance(step, Compute):
-            live = needed.setdefault(step.device, set())
-            op = graph.ops[step.op]
-            dying.extend(Discard(s, step.device) for s in op.writes if s not in live)
-            live.difference_update(op.writes)
-            for storage in op.reads:
-                use(storage, step.device, dying)
-        elif isinstance(step, Copy):
-            live = needed.setdefault(step.target, set())
-            if step.storage not in live:
-                dying.append(Discard(step.storage, step.target))
-            live.discard(step.storage)
-            use(step.storage, step.source, dying)
-        else:
-            for storage in graph.tangents:
-                home = graph.storages[storage].home
-                live = needed.setdefault(home, set())
-                if storage not in live:
-                    dying.append(Discard(storage, home))
-                live.discard(storage)
-            for storage in graph.forward_outputs:
-                use(storage, graph.storages[storage].home, dying)
-        reversed_steps.extend(dying)
+        made, used = _made_and_used(graph, step)
+        for storage, device in made:
+            if storage not in needed[device]:
+                reversed_steps.append(Discard(storage, device))
+        for storage, device in made:
+            needed[device].discard(storage)
+        for storage, device in used:
+            block = graph.storages[storage]
+            is_kept = block.is_resident and block.home == device
+            if not is_kept and storage not in needed[device]:
+                needed[device].add(storage)
+                reversed_steps.append(Discard(storage, device))
         reversed_steps.append(step)
     return Schedule(tuple(reversed(reversed_steps)))
+
+
+_Places = list[tuple[int, int]]
+"""Pairs of a storage and a device."""
+
+
+def _made_and_used(graph: TrainingGraph, step: Step) -> tuple[_Places, _Places]:
+    """Return what ``step`` makes live, and what must be live for it."""
+    match step:
+        case Compute():
+            op = graph.ops[step.op]
+            return (
+                [(storage, step.device) for storage in op.writes],
+                [(storage, step.device) for storage in op.reads],
+            )
+        case Copy():
+            return [(step.storage, step.target)], [(step.storage, step.source)]
+        case Boundary():
+            homes = [storage.home for storage in graph.storages]
+            return (
+                [(storage, homes[storage]) for storage in graph.tangents],
+                [(storage, homes[storage]) for storage in graph.forward_outputs],
+            )
+        case Discard():
+            return [], []
+        case _:
+            assert_never(step)

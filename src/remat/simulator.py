@@ -243,7 +243,9 @@ class _Replay:
         cost = op.cost_ns[kind]
         if cost is None:
             self.fail(
-                Rule.CANNOT_RUN, f"{label} cannot run on device {step.device}", op=step.op
+                Rule.CANNOT_RUN,
+                f"{label} cannot run on device {step.device}",
+                op=step.op,
             )
             return
         self.check_may_run(step, op, label)

@@ -1,0 +1,62 @@
+# Everything runs inside .venv, which the first target that needs it sets up.
+# Needs python3 >= 3.11 (or PYTHON=...), pip, make, and an index to install from.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	--constraint constraints.txt
+SOURCES := $(wildcard src tests studies examples)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format docs clean
+# A recipe that fails leaves no stamp behind.
+.DELETE_ON_ERROR:
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
+
+demo: $(STAMPS)/demo ## train two real models plainly and within a budget
+	$(BIN)/python examples/demo.py $(DEMO_ARGS)
+
+test: $(STAMPS)/dev ## run the tests; PYTEST_ARGS="-k name" is passed on
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMPS)/dev ## check format, lint, types, layers and spelling
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+format: $(STAMPS)/dev ## apply the formatter and the linter's safe fixes
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+docs: $(STAMPS)/docs ## build the documentation into build/site
+	$(BIN)/mkdocs build --strict
+
+clean: ## remove the environment, caches and everything built
+	rm -rf $(VENV) build dist demo-output .pytest_cache .ruff_cache .hypothesis \
+		.import_linter_cache
+	find src tests studies examples -name __pycache__ -prune -exec rm -rf {} + \
+		2>/dev/null || true
+
+# One stamp per set of extras, remade when what they install may have changed. The
+# version is tested first: pip's own message for an old python names no remedy.
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		$(PYTHON) --version; \
+		echo "remat needs Python 3.11 or newer; try: make PYTHON=python3.12" >&2; \
+		exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS)
+	@touch $@
+
+$(STAMPS)/demo: EXTRAS := studies
+$(STAMPS)/dev: EXTRAS := dev,studies
+$(STAMPS)/docs: EXTRAS := docs
+$(STAMPS)/demo $(STAMPS)/dev $(STAMPS)/docs: pyproject.toml constraints.txt | $(STAMPS)/venv
+	$(PIP_INSTALL) --editable ".[$(EXTRAS)]"
+	@touch $@
