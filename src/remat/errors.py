@@ -71,7 +71,7 @@ class ExecutionError(RematError, RuntimeError):
 
 
 class FileFormatError(RematError, ValueError):
-    """A file is damaged, of another kind, or of an unknown version."""
+    """A file is missing, damaged, of another kind or version, or cannot be written."""
 
 
 class MissingDependencyError(RematError, ImportError):
