@@ -1,0 +1,1 @@
+"""Capture: from a traced module to a training graph; the only place that knows tracing."""

@@ -1,0 +1,540 @@
+"""From a traced joint graph to a training graph, with what is needed to go back.
+
+The tracer hands over a functional ``torch.fx`` graph that computes the outputs and the
+gradients of one training step, annotated with fake tensors. This module folds views
+into the storages they alias, finds what each op reads and writes, marks random and
+otherwise special ops, and keeps for every op the node that runs it.
+"""
+
+import hashlib
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map
+
+from remat.errors import CaptureError
+from remat.graph import Op, Phase, Role, Storage, TrainingGraph
+
+ALIASING_WITHOUT_SCHEMA = frozenset({torch.ops.aten._unsafe_view.default})
+"""Ops that return a view of their first argument although their schema denies it."""
+
+RNG_STATE = "rng_state"
+"""Name prefix of the ops that note the random number generator's state."""
+
+# Position of running_mean and running_var among the arguments and of their new values
+# among the outputs. With training=True the other outputs do not depend on them.
+_BATCH_NORM_STATISTICS: dict[Any, tuple[tuple[int, int], tuple[int, int]]] = {
+    torch.ops.aten._native_batch_norm_legit_functional.default: ((3, 4), (3, 4)),
+    torch.ops.aten._batch_norm_with_update_functional.default: ((3, 4), (4, 5)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """What an input of the traced function is.
+
+    ``role`` is parameter, buffer or input; ``name`` is for people.
+    """
+
+    name: str
+    role: Role
+
+
+@dataclass(kw_only=True)
+class JointProgram:
+    """A joint graph and its analysis.
+
+    Parameters
+    ----------
+    module
+        The traced module; its graph is never changed.
+    graph
+        The training graph, costs zero until :meth:`with_costs`.
+    op_nodes
+        Per op the node that runs it; ``None`` for ops that no node runs (noting the
+        generator's state, work outside the model).
+    base_nodes
+        Per storage the nodes whose value is the storage's own tensor.
+    storages_of
+        Per node the storages that its value lives in.
+    forward_values, backward_values
+        The nodes returned by the two passes, ``None`` where there is no value.
+    random_states
+        Per random op the storage that holds the generator's state before its run.
+    unchecked_inputs
+        Inputs that backward may read although the step changes them, because the
+        value does not matter there (running statistics of batch norm).
+    """
+
+    module: fx.GraphModule
+    graph: TrainingGraph
+    op_nodes: list[fx.Node | None]
+    base_nodes: list[list[fx.Node]]
+    storages_of: dict[fx.Node, tuple[int, ...]]
+    forward_values: list[Any]
+    backward_values: list[Any]
+    random_states: dict[int, int]
+    unchecked_inputs: frozenset[fx.Node]
+    device: torch.device
+    fingerprint: str = field(default="")
+
+    def with_graph(self, graph: TrainingGraph) -> "JointProgram":
+        """Return the same program with another graph over the same ops first."""
+        return replace(self, graph=graph)
+
+    def calls(self) -> Iterator[tuple[int, fx.Node]]:
+        """Yield the ops that a node runs, with that node."""
+        for index, node in enumerate(self.op_nodes):
+            if node is not None:
+                yield index, node
+
+
+def user_source_line(node: fx.Node) -> str:
+    """Return the innermost line of the user's code that created ``node``, or ``""``."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [line.strip() for line in trace.splitlines() if line.strip()]
+    for position in range(len(lines) - 1, -1, -1):
+        if lines[position].startswith("File "):
+            code = lines[position + 1] if position + 1 < len(lines) else ""
+            return f"{lines[position]}: {code}"
+    return ""
+
+
+def is_view(node: fx.Node) -> bool:
+    """Return whether the node's value is a view of one of its inputs."""
+    target = node.target
+    if target in ALIASING_WITHOUT_SCHEMA:
+        return True
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return False
+    return any(
+        result.alias_info is not None and not result.alias_info.is_write
+        for result in schema.returns
+    )
+
+
+def is_random(node: fx.Node) -> bool:
+    """Return whether the node draws from a random number generator."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags
+
+
+def values_of(node: fx.Node) -> list[torch.Tensor | None]:
+    """Return the fake tensors that the node produces, one per output."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [item if isinstance(item, torch.Tensor) else None for item in value]
+    return []
+
+
+def analyse(
+    module: fx.GraphModule,
+    *,
+    forward_output_count: int,
+    inputs: Sequence[InputSpec],
+    name: str,
+) -> JointProgram:
+    """Return the training graph of a joint graph.
+
+    Parameters
+    ----------
+    module
+        A functional joint graph whose placeholders are the inputs, then the tangents.
+    forward_output_count
+        How many of the graph's outputs belong to the forward pass.
+    inputs
+        One description per input, in the order of the placeholders.
+    name
+        Name of the training graph.
+
+    Raises
+    ------
+    CaptureError
+        If the graph holds an operation that cannot be treated; the message names it
+        and the user's source line.
+    """
+    return _Analysis(module, forward_output_count, inputs, name).run()
+
+
+class _Analysis:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        forward_output_count: int,
+        inputs: Sequence[InputSpec],
+        name: str,
+    ) -> None:
+        self.module = module
+        self.inputs = inputs
+        self.name = name
+        outputs = next(iter(module.graph.find_nodes(op="output")))
+        self.forward_values = list(outputs.args[0][:forward_output_count])
+        self.backward_values = list(outputs.args[0][forward_output_count:])
+        self.output_descriptions = outputs.meta.get("desc", [])
+        self.storages: list[Storage] = []
+        self.base_nodes: list[list[fx.Node]] = []
+        self.storages_of: dict[fx.Node, tuple[int, ...]] = {}
+        # For a node with several outputs: its storage per output (None: no tensor).
+        self.outputs_of: dict[fx.Node, list[int | None]] = {}
+        self.tangents: list[int] = []
+        self.forward_ops: list[tuple[Op, fx.Node | None]] = []
+        self.backward_ops: list[tuple[Op, fx.Node | None]] = []
+        self.states: dict[fx.Node, int] = {}
+        self.mutated_inputs = self.find_mutated_inputs()
+        self.unchecked: set[fx.Node] = set()
+        self.digest = hashlib.sha256()
+
+    def run(self) -> JointProgram:
+        position = 0
+        for node in self.module.graph.nodes:
+            if node.op == "placeholder":
+                self.take_placeholder(node, position)
+                position += 1
+            elif node.op == "get_attr":
+                self.take_constant(node)
+            elif node.op == "call_function":
+                self.take_call(node)
+        self.mark_gradients()
+        pairs = [*self.forward_ops, *self.backward_ops]
+        op_nodes = [node for _, node in pairs]
+        index_of = {node: i for i, node in enumerate(op_nodes) if node is not None}
+        graph = TrainingGraph(
+            name=self.name,
+            storages=tuple(self.storages),
+            ops=tuple(op for op, _ in pairs),
+            forward_outputs=self.transient_storages(self.forward_values),
+            tangents=tuple(self.tangents),
+            final_outputs=tuple(
+                dict.fromkeys(
+                    [
+                        *self.transient_storages(self.held_outputs()),
+                        *self.transient_storages(self.backward_values),
+                    ]
+                )
+            ),
+            device_kinds=(self.device().type,),
+        )
+        return JointProgram(
+            module=self.module,
+            graph=graph,
+            op_nodes=op_nodes,
+            base_nodes=self.base_nodes,
+            storages_of=self.storages_of,
+            forward_values=self.forward_values,
+            backward_values=self.backward_values,
+            random_states={index_of[n]: state for n, state in self.states.items()},
+            unchecked_inputs=frozenset(self.unchecked),
+            device=self.device(),
+            fingerprint=self.digest.hexdigest(),
+        )
+
+    def device(self) -> torch.device:
+        devices = {
+            value.device
+            for node in self.module.graph.nodes
+            for value in values_of(node)
+            if value is not None
+        }
+        accelerators = sorted(devices - {torch.device("cpu")}, key=str)
+        return accelerators[0] if accelerators else torch.device("cpu")
+
+    def find_mutated_inputs(self) -> frozenset[int]:
+        """Return the positions of the inputs that the step changes in place."""
+        return frozenset(
+            description.mutated_input.idx
+            for description in self.output_descriptions
+            if type(description).__name__ == "InputMutationAOTOutput"
+        )
+
+    def held_outputs(self) -> list[Any]:
+        """Return the forward values that the caller holds until the step ends."""
+        return [
+            value
+            for value, description in zip(
+                self.forward_values, self.output_descriptions, strict=False
+            )
+            if type(description).__name__ != "InputMutationAOTOutput"
+        ]
+
+    def add_storage(self, storage: Storage, *nodes: fx.Node) -> int:
+        self.storages.append(storage)
+        self.base_nodes.append(list(nodes))
+        return len(self.storages) - 1
+
+    def take_placeholder(self, node: fx.Node, position: int) -> None:
+        values = values_of(node)
+        if not values or values[0] is None:
+            self.fail(node, "an input that is not a tensor")
+        size_bytes = values[0].untyped_storage().nbytes()
+        if position < len(self.inputs):
+            spec = self.inputs[position]
+            storage = Storage(
+                name=spec.name, size_bytes=size_bytes, role=spec.role, is_resident=True
+            )
+        else:
+            storage = Storage(
+                name=f"gradient of output {position - len(self.inputs)}",
+                size_bytes=size_bytes,
+                role=Role.TANGENT,
+            )
+            self.tangents.append(len(self.storages))
+        self.storages_of[node] = (self.add_storage(storage, node),)
+        self.note("placeholder", values)
+
+    def take_constant(self, node: fx.Node) -> None:
+        value = getattr(self.module, str(node.target))
+        if not isinstance(value, torch.Tensor):
+            self.fail(node, f"a constant of type {type(value).__name__}")
+        storage = Storage(
+            name=str(node.target),
+            size_bytes=value.untyped_storage().nbytes(),
+            role=Role.BUFFER,
+            is_resident=True,
+        )
+        self.storages_of[node] = (self.add_storage(storage, node),)
+        self.note("constant", [value])
+
+    def take_call(self, node: fx.Node) -> None:
+        self.note(
+            str(node.target),
+            values_of(node),
+            [self.describe(leaf) for leaf in tree_leaves((node.args, node.kwargs))],
+        )
+        if node.target is operator.getitem:
+            self.take_getitem(node)
+        elif is_view(node):
+            self.storages_of[node] = self.read_storages(node)
+        else:
+            self.take_op(node)
+
+    def take_getitem(self, node: fx.Node) -> None:
+        parent, index = node.args
+        outputs = self.outputs_of.get(parent)
+        if outputs is None:
+            self.storages_of[node] = self.storages_of[parent]
+            return
+        storage = outputs[index]
+        if storage is None:
+            self.storages_of[node] = ()
+            return
+        self.storages_of[node] = (storage,)
+        self.base_nodes[storage].append(node)
+
+    def read_storages(self, node: fx.Node) -> tuple[int, ...]:
+        read = [s for source in node.all_input_nodes for s in self.storages_of[source]]
+        return tuple(dict.fromkeys(read))
+
+    def take_op(self, node: fx.Node) -> None:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            self.fail(node, "an operation that changes its input in place")
+        phase = self.phase_of(node)
+        ops = self.forward_ops if phase is Phase.FORWARD else self.backward_ops
+        reads = self.reads_that_matter(node)
+        if is_random(node):
+            reads = (*reads, self.add_rng_state(node, phase))
+        source = user_source_line(node)
+        values = values_of(node)
+        is_tuple = not isinstance(node.meta.get("val"), torch.Tensor)
+        outputs: list[int | None] = []
+        for index, value in enumerate(values):
+            if value is None:
+                outputs.append(None)
+                continue
+            label = f"{node.name}.{index}" if is_tuple else node.name
+            storage = Storage(
+                name=label,
+                size_bytes=value.untyped_storage().nbytes(),
+                role=Role.ACTIVATION,
+            )
+            nodes = () if is_tuple else (node,)
+            outputs.append(self.add_storage(storage, *nodes))
+        if is_tuple:
+            self.outputs_of[node] = outputs
+        writes = tuple(storage for storage in outputs if storage is not None)
+        self.storages_of[node] = writes
+        ops.append(
+            (
+                Op(
+                    name=node.name,
+                    reads=reads,
+                    writes=writes,
+                    cost_ns=(0,),
+                    workspace_bytes=(0,),
+                    phase=phase,
+                    non_recomputable=self.why_once(node, values),
+                    is_ordered=is_random(node),
+                    source=source,
+                ),
+                node,
+            )
+        )
+
+    def reads_that_matter(self, node: fx.Node) -> tuple[int, ...]:
+        statistics = self.statistics_inputs(node)
+        read = [
+            storage
+            for source in node.all_input_nodes
+            if source not in statistics
+            for storage in self.storages_of[source]
+        ]
+        return tuple(dict.fromkeys(read))
+
+    def statistics_inputs(self, node: fx.Node) -> set[fx.Node]:
+        """Return running statistics that the node reads but whose value is moot."""
+        positions = _BATCH_NORM_STATISTICS.get(node.target)
+        if positions is None or node.args[5] is not True:
+            return set()
+        found = {node.args[p] for p in positions[0]}
+        inputs = {n for n in found if isinstance(n, fx.Node) and n.op == "placeholder"}
+        self.unchecked |= inputs
+        return inputs
+
+    def why_once(
+        self, node: fx.Node, values: Sequence[torch.Tensor | None]
+    ) -> str | None:
+        """Return why the op may run only once, or ``None``."""
+        if not any(value is not None for value in values):
+            return "it has an effect besides its outputs"
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return f"{node.target} is not a plain operator"
+        changed = [
+            self.storages[storage].name
+            for source in node.all_input_nodes
+            if source not in self.statistics_inputs(node)
+            for storage in self.storages_of[source]
+            if storage in self.mutated_inputs
+        ]
+        if changed:
+            return f"it reads {changed[0]}, which the step changes"
+        statistics = _BATCH_NORM_STATISTICS.get(node.target)
+        if statistics is not None:
+            for user in node.users:
+                if user.args[1] in statistics[1] and any(
+                    u.op != "output" for u in user.users
+                ):
+                    return "its new running statistics are read again"
+        return None
+
+    def add_rng_state(self, node: fx.Node, phase: Phase) -> int:
+        """Add the op that notes the generator's state before a random op."""
+        device = values_of(node)[0]
+        kind = "cpu" if device is None else device.device.type
+        state = torch.get_rng_state() if kind == "cpu" else torch.cuda.get_rng_state()
+        storage = self.add_storage(
+            Storage(name=f"{RNG_STATE} of {node.name}", size_bytes=state.numel())
+        )
+        ops = self.forward_ops if phase is Phase.FORWARD else self.backward_ops
+        ops.append(
+            (
+                Op(
+                    name=f"{RNG_STATE} of {node.name}",
+                    reads=(),
+                    writes=(storage,),
+                    cost_ns=(0,),
+                    workspace_bytes=(0,),
+                    phase=phase,
+                    non_recomputable="it notes the state of the random generator",
+                    is_ordered=True,
+                    source=user_source_line(node),
+                ),
+                None,
+            )
+        )
+        self.states[node] = storage
+        return storage
+
+    def phase_of(self, node: fx.Node) -> Phase:
+        tag = node.meta.get("partitioner_tag")
+        if tag == "is_backward":
+            return Phase.BACKWARD
+        if tag == "is_forward":
+            return Phase.FORWARD
+        # Untagged nodes stem from passes over the joint graph: they belong to the
+        # backward if anything they read does.
+        is_backward = any(
+            s in self.tangents or self.is_written_in_backward(s)
+            for s in self.read_storages(node)
+        )
+        return Phase.BACKWARD if is_backward else Phase.FORWARD
+
+    def is_written_in_backward(self, storage: int) -> bool:
+        return any(storage in op.writes for op, _ in self.backward_ops)
+
+    def transient_storages(self, nodes: Sequence[Any]) -> tuple[int, ...]:
+        found = [
+            storage
+            for node in nodes
+            if isinstance(node, fx.Node)
+            for storage in self.storages_of[node]
+            if not self.storages[storage].is_resident
+        ]
+        return tuple(dict.fromkeys(found))
+
+    def mark_gradients(self) -> None:
+        """Give outputs and gradients their role and readable names."""
+        for storage in self.transient_storages(self.held_outputs()):
+            self.storages[storage] = replace(self.storages[storage], role=Role.OUTPUT)
+        for position, node in enumerate(self.backward_values):
+            for storage in self.transient_storages([node]):
+                if self.storages[storage].role is Role.ACTIVATION:
+                    self.storages[storage] = replace(
+                        self.storages[storage],
+                        role=Role.GRADIENT,
+                        name=f"gradient of {self.inputs[position].name}",
+                    )
+
+    def describe(self, leaf: object) -> str:
+        if isinstance(leaf, fx.Node):
+            return f"%{self.storages_of[leaf]}"
+        return repr(leaf)
+
+    def note(
+        self,
+        label: str,
+        values: Sequence[torch.Tensor | None],
+        arguments: Sequence[str] = (),
+    ) -> None:
+        """Add one node to the fingerprint."""
+        shapes = [
+            None
+            if v is None
+            else (tuple(v.shape), tuple(v.stride()), str(v.dtype), str(v.device))
+            for v in values
+        ]
+        self.digest.update(f"{label}|{shapes}|{','.join(arguments)}\n".encode())
+
+    def fail(self, node: fx.Node, found: str) -> None:
+        msg = (
+            f"cannot take {node.target} ({node.name}): {found}; "
+            f"{user_source_line(node) or 'no source line is known'}"
+        )
+        raise CaptureError(msg)
+
+
+def set_costs(
+    graph: TrainingGraph,
+    costs: Mapping[int, tuple[int, int]],
+) -> TrainingGraph:
+    """Return ``graph`` with (cost in ns, workspace in bytes) set per op index."""
+    ops = tuple(
+        replace(op, cost_ns=(costs[i][0],), workspace_bytes=(costs[i][1],))
+        if i in costs
+        else op
+        for i, op in enumerate(graph.ops)
+    )
+    return replace(graph, ops=ops)
+
+
+def map_nodes(value: Any, function: Any) -> Any:
+    """Apply ``function`` to every node inside nested arguments."""
+    return tree_map(
+        lambda leaf: function(leaf) if isinstance(leaf, fx.Node) else leaf, value
+    )

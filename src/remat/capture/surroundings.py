@@ -1,0 +1,170 @@
+"""What lives and runs around the traced step: parameters, optimizer, loss, batch."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from remat.capture.joint_program import InputSpec, JointProgram
+from remat.graph import Op, Phase, Role, Storage, TrainingGraph
+
+_ITEM = re.compile(r"\['([^']*)'\]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """Memory and work of a training step outside the traced graph.
+
+    Parameters
+    ----------
+    resident_bytes
+        Bytes, per role, of everything that is on the device during the whole step,
+        what the graph itself reads included.
+    loss_workspace_bytes
+        Most bytes that the caller's work between forward and backward adds to the
+        outputs and their gradients.
+    optimizer_workspace_bytes
+        Most bytes that the optimizer's step adds.
+    """
+
+    resident_bytes: Mapping[Role, int] = field(default_factory=dict[Role, int])
+    loss_workspace_bytes: int = 0
+    optimizer_workspace_bytes: int = 0
+
+
+def storage_bytes(values: Iterable[Any], device: torch.device) -> int:
+    """Return the bytes of the distinct storages behind the tensors in ``values``."""
+    sizes = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()  # noqa: SLF001
+        for tensor in values
+        if isinstance(tensor, torch.Tensor) and tensor.device.type == device.type
+    }
+    return sum(sizes.values())
+
+
+def resident_bytes(
+    model: nn.Module | None,
+    batch: Any,
+    optimizer_state_bytes: int,
+    device: torch.device,
+) -> dict[Role, int]:
+    """Return the bytes on ``device`` during the whole step, per role.
+
+    Gradients that exist now are counted: they stay while new ones are computed
+    (gradient accumulation).
+    """
+    sizes: dict[Role, int] = {}
+    if model is not None:
+        parameters = list(model.parameters())
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        sizes[Role.PARAMETER] = storage_bytes(parameters, device)
+        sizes[Role.BUFFER] = storage_bytes(model.buffers(), device)
+        sizes[Role.GRADIENT] = storage_bytes(gradients, device)
+    sizes[Role.INPUT] = storage_bytes(tree_leaves(batch), device)
+    sizes[Role.OPTIMIZER_STATE] = optimizer_state_bytes
+    return sizes
+
+
+def describe_input(source: str) -> InputSpec:
+    """Return what the tracer's name of an input stands for.
+
+    Examples
+    --------
+    >>> describe_input("L['self']._modules['fc']._parameters['weight']")
+    InputSpec(name='fc.weight', role=<Role.PARAMETER: 'parameter'>)
+    >>> describe_input("L['args'][0]").role
+    <Role.INPUT: 'input'>
+    """
+    parts = _ITEM.findall(source)
+    if "._parameters[" in source:
+        return InputSpec(".".join(parts[1:]), Role.PARAMETER)
+    if "._buffers[" in source:
+        return InputSpec(".".join(parts[1:]), Role.BUFFER)
+    return InputSpec(source.replace("L['", "").replace("']", "", 1), Role.INPUT)
+
+
+def add_surroundings(
+    program: JointProgram, surroundings: Surroundings
+) -> JointProgram:
+    """Return the program with residents and outside work added to its graph.
+
+    The loss becomes the last forward op, the optimizer's step the last backward op;
+    both are external: they occupy memory, but nothing in the traced graph runs them.
+    """
+    graph = program.graph
+    storages = [*graph.storages, *_missing_residents(graph, surroundings)]
+    forward = graph.forward_count
+    held = tuple(
+        s for s in graph.forward_outputs if graph.storages[s].role is Role.OUTPUT
+    )
+    loss = _external_op(
+        "work between forward and backward (loss)",
+        Phase.FORWARD,
+        held,
+        surroundings.loss_workspace_bytes,
+    )
+    step = _external_op(
+        "optimizer step",
+        Phase.BACKWARD,
+        graph.final_outputs,
+        surroundings.optimizer_workspace_bytes,
+    )
+    return replace(
+        program,
+        graph=replace(
+            graph,
+            storages=tuple(storages),
+            ops=(*graph.ops[:forward], loss, *graph.ops[forward:], step),
+        ),
+        op_nodes=[
+            *program.op_nodes[:forward],
+            None,
+            *program.op_nodes[forward:],
+            None,
+        ],
+        random_states={
+            op + (op >= forward): state for op, state in program.random_states.items()
+        },
+    )
+
+
+def _missing_residents(
+    graph: TrainingGraph, surroundings: Surroundings
+) -> list[Storage]:
+    """Return storages for resident bytes that no input of the graph accounts for."""
+    counted: dict[Role, int] = {}
+    for storage in graph.storages:
+        if storage.is_resident:
+            counted[storage.role] = counted.get(storage.role, 0) + storage.size_bytes
+    missing: list[Storage] = []
+    for role, size_bytes in surroundings.resident_bytes.items():
+        extra = size_bytes - counted.get(role, 0)
+        if extra > 0:
+            missing.append(
+                Storage(
+                    name=f"{role} outside the graph",
+                    size_bytes=extra,
+                    role=role,
+                    is_resident=True,
+                )
+            )
+    return missing
+
+
+def _external_op(
+    name: str, phase: Phase, reads: tuple[int, ...], workspace_bytes: int
+) -> Op:
+    return Op(
+        name=name,
+        reads=reads,
+        writes=(),
+        cost_ns=(0,),
+        workspace_bytes=(workspace_bytes,),
+        phase=phase,
+        non_recomputable="it is done by the caller",
+        is_external=True,
+    )

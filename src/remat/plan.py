@@ -1,0 +1,274 @@
+"""A plan: a judged schedule for one model, one set of input shapes, one budget."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from remat.errors import FileFormatError, PlanMismatchError
+from remat.graph import TrainingGraph
+from remat.liveness import schedule_from_order, store_all_order
+from remat.platform import Platform, single_device
+from remat.problem import Status
+from remat.schedule import Compute, Schedule
+from remat.serialisation import (
+    graph_from_json,
+    graph_to_json,
+    platform_from_json,
+    platform_to_json,
+    read_document,
+    schedule_from_json,
+    schedule_to_json,
+    write_document,
+)
+from remat.simulator import Trace, simulate
+from remat.units import format_bytes, format_ns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A schedule for one training graph, with what is proved about it.
+
+    Parameters
+    ----------
+    graph, platform, schedule
+        What is trained, where, and how.
+    solver, status
+        The solver that found the schedule, and what it proved.
+    bound_ns
+        No schedule of this graph takes less serial time.
+    fingerprint
+        Identifies the traced step that the plan is for.
+    smallest_budget_bytes
+        The smallest budget for which a schedule is known, or ``None`` if it was not
+        looked for.
+    settings
+        What the plan was made with, for people: versions, solver, profile.
+
+    Raises
+    ------
+    PlanMismatchError
+        If the schedule breaks a rule or the budget when replayed.
+    """
+
+    graph: TrainingGraph
+    platform: Platform
+    schedule: Schedule
+    solver: str
+    status: Status
+    bound_ns: int
+    fingerprint: str
+    smallest_budget_bytes: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        if self.trace.violation is not None:
+            msg = f"the plan's schedule is not valid: {self.trace.violation}"
+            raise PlanMismatchError(msg)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The replay of the schedule."""
+        return simulate(self.graph, self.platform, self.schedule)
+
+    @cached_property
+    def baseline(self) -> Trace:
+        """The replay of the same step without rematerialisation and without budget."""
+        platform = single_device(kind=self.platform.devices[0].kind)
+        schedule = schedule_from_order(self.graph, store_all_order(self.graph))
+        return simulate(self.graph, platform, schedule)
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget of the first device in bytes, or ``None`` for no limit."""
+        return self.platform.devices[0].budget_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of the whole step on the first device, in bytes."""
+        return self.trace.peak_bytes[0]
+
+    @property
+    def baseline_peak_bytes(self) -> int:
+        """Predicted peak without rematerialisation, in bytes."""
+        return self.baseline.peak_bytes[0]
+
+    @property
+    def cost_ns(self) -> int:
+        """Predicted serial time of the step's operators in nanoseconds."""
+        return self.trace.serial_ns
+
+    @property
+    def baseline_cost_ns(self) -> int:
+        """Predicted time without rematerialisation, in nanoseconds."""
+        return self.baseline.serial_ns
+
+    @property
+    def overhead(self) -> float:
+        """Extra time over the baseline as a fraction of it."""
+        return self.cost_ns / self.baseline_cost_ns - 1 if self.baseline_cost_ns else 0.0
+
+    @property
+    def gap(self) -> float:
+        """(cost - bound) / cost: how far from the proved minimum at most, 0 to 1."""
+        return (self.cost_ns - self.bound_ns) / self.cost_ns if self.cost_ns else 0.0
+
+    @property
+    def recomputed_op_count(self) -> int:
+        """How many runs of ops are recomputations."""
+        return sum(self.schedule.recompute_counts().values())
+
+    def __str__(self) -> str:
+        budget = self.budget_bytes
+        lines = [
+            f"plan for {self.graph.name}",
+            f"  budget        {'none' if budget is None else format_bytes(budget)}",
+            f"  peak          {format_bytes(self.peak_bytes)} predicted for the whole "
+            f"step (without remat {format_bytes(self.baseline_peak_bytes)})",
+            f"  time          {format_ns(self.cost_ns)} in operators, "
+            f"{self.overhead:+.1%} over the step without remat "
+            f"({format_ns(self.baseline_cost_ns)})",
+            f"  proved bound  {format_ns(self.bound_ns)}, gap {self.gap:.1%} "
+            f"({self.status} by {self.solver})",
+            f"  recomputed    {self.recomputed_op_count} of {len(self.graph.ops)} ops",
+        ]
+        if self.smallest_budget_bytes is not None:
+            lines.append(
+                f"  smallest      {format_bytes(self.smallest_budget_bytes)} is the "
+                "smallest budget with a known schedule"
+            )
+        lines.append("  at the peak:")
+        lines += [
+            f"    {format_bytes(size):>12}  {name}"
+            for name, size in contributors(
+                self.graph, self.schedule, self.trace.peak_step()
+            )[:8]
+        ]
+        return "\n".join(lines)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the plan's figures as a dictionary that JSON can hold."""
+        return {
+            "name": self.graph.name,
+            "budget_bytes": self.budget_bytes,
+            "peak_bytes": self.peak_bytes,
+            "baseline_peak_bytes": self.baseline_peak_bytes,
+            "cost_ns": self.cost_ns,
+            "baseline_cost_ns": self.baseline_cost_ns,
+            "overhead": self.overhead,
+            "bound_ns": self.bound_ns,
+            "gap": self.gap,
+            "status": str(self.status),
+            "solver": self.solver,
+            "op_count": len(self.graph.ops),
+            "recomputed_op_count": self.recomputed_op_count,
+            "smallest_budget_bytes": self.smallest_budget_bytes,
+            "fingerprint": self.fingerprint,
+            "settings": dict(self.settings),
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as versioned JSON, atomically.
+
+        Raises
+        ------
+        OSError
+            If the file cannot be written; an existing file is then unchanged.
+        """
+        write_document(
+            Path(path),
+            "plan",
+            {
+                "graph": graph_to_json(self.graph),
+                "platform": platform_to_json(self.platform),
+                "schedule": schedule_to_json(self.schedule),
+                "solver": self.solver,
+                "status": str(self.status),
+                "bound_ns": self.bound_ns,
+                "fingerprint": self.fingerprint,
+                "smallest_budget_bytes": self.smallest_budget_bytes,
+                "settings": dict(self.settings),
+            },
+        )
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan and judge it again.
+
+    Raises
+    ------
+    FileFormatError
+        If the file is missing, damaged, not a plan, or of an unknown version.
+    PlanMismatchError
+        If its schedule breaks a rule or its budget when replayed.
+    """
+    payload = read_document(Path(path), "plan")
+    try:
+        return Plan(
+            graph=graph_from_json(payload["graph"]),
+            platform=platform_from_json(payload["platform"]),
+            schedule=schedule_from_json(payload["schedule"]),
+            solver=_typed(payload, "solver", str),
+            status=Status(_typed(payload, "status", str)),
+            bound_ns=_typed(payload, "bound_ns", int),
+            fingerprint=_typed(payload, "fingerprint", str),
+            smallest_budget_bytes=_typed(
+                payload, "smallest_budget_bytes", int | None
+            ),
+            settings=_typed(payload, "settings", dict),
+        )
+    except (KeyError, ValueError) as error:
+        if isinstance(error, FileFormatError | PlanMismatchError):
+            raise
+        msg = f"{path}: damaged plan: {type(error).__name__}: {error}"
+        raise FileFormatError(msg) from error
+
+
+def _typed(payload: Mapping[str, Any], key: str, kind: Any) -> Any:
+    value = payload[key]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        msg = f"{key!r} is {value!r}, which is of the wrong type"
+        raise FileFormatError(msg)
+    return value
+
+
+def contributors(
+    graph: TrainingGraph, schedule: Schedule, step: int
+) -> list[tuple[str, int]]:
+    """Return what is live during a step, grouped by name, largest first.
+
+    Residents are grouped by role; other storages stand alone. The workspace of the
+    step's op is an entry of its own.
+
+    Returns
+    -------
+    list of (name, bytes)
+        Sorted by decreasing size; entries of zero bytes are left out.
+    """
+    prefix = Schedule(schedule.steps[:step])
+    live = simulate(
+        graph, single_device(kind=graph.device_kinds[0]), prefix
+    ).live_after[0]
+    sizes: dict[str, int] = {}
+
+    def add(name: str, size_bytes: int) -> None:
+        if size_bytes:
+            sizes[name] = sizes.get(name, 0) + size_bytes
+
+    for storage in graph.storages:
+        if storage.is_resident:
+            add(f"all {storage.role}s", storage.size_bytes)
+    for storage in sorted(live):
+        block = graph.storages[storage]
+        add(f"{block.role} {block.name}", block.size_bytes)
+    current = schedule.steps[step] if step < len(schedule.steps) else None
+    if isinstance(current, Compute):
+        op = graph.ops[current.op]
+        add(f"workspace of {op.name}", op.workspace_bytes[0])
+        for storage in op.writes:
+            block = graph.storages[storage]
+            add(f"{block.role} {block.name} (being computed)", block.size_bytes)
+    return sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
+
+

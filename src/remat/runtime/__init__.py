@@ -1,0 +1,1 @@
+"""Runtime: a schedule becomes two graphs that run through autograd."""

@@ -1,0 +1,132 @@
+"""The compiler backend: trace, plan, lower, and hand back code that runs the plan."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx.graph import _BoxedCodeGen
+
+from remat.capture.joint_program import InputSpec, JointProgram, analyse
+from remat.capture.surroundings import describe_input
+from remat.errors import CaptureError, RematError
+from remat.graph import Role
+from remat.runtime.lowering import lower
+from remat.schedule import Schedule
+
+
+class StoppedBeforeRunningError(Exception):
+    """The traced step was about to run for the first time; nothing has run."""
+
+
+class PlannedBackend:
+    """A ``torch.compile`` backend that runs each training step by a schedule.
+
+    Parameters
+    ----------
+    choose_schedule
+        Called once per traced training step, before anything runs; returns the
+        schedule and may raise.
+    name
+        Name of the training graphs, for people.
+
+    Attributes
+    ----------
+    failure
+        The error that planning raised, kept because the tracer wraps it.
+    training_step_count
+        How many training steps were traced.
+    """
+
+    def __init__(
+        self, choose_schedule: Callable[[JointProgram], tuple[JointProgram, Schedule]],
+        name: str,
+    ) -> None:
+        self.choose_schedule = choose_schedule
+        self.name = name
+        self.failure: RematError | None = None
+        self.training_step_count = 0
+        self.stop_before_running = False
+
+    def __call__(
+        self, module: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """Compile one traced function."""
+        inputs = self.describe_inputs(module, example_inputs)
+
+        def partition(
+            joint: fx.GraphModule,
+            joint_inputs: Any,
+            *,
+            num_fwd_outputs: int,
+            **unused: Any,
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            return self.partition(joint, num_fwd_outputs, inputs)
+
+        compiler = aot_autograd(
+            fw_compiler=self.compile_pass,
+            bw_compiler=self.compile_pass,
+            inference_compiler=self.compile_pass,
+            partition_fn=partition,
+        )
+        return compiler(module, example_inputs)
+
+    def describe_inputs(
+        self, module: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> list[InputSpec]:
+        specs: list[InputSpec] = []
+        for node in module.graph.find_nodes(op="placeholder"):
+            argument = node.meta.get("grapharg")
+            if argument is None:
+                specs.append(InputSpec(node.name, Role.INPUT))
+            else:
+                source = argument.source.name
+                specs.append(describe_input(source if isinstance(source, str) else source()))
+        for value, spec in zip(example_inputs, specs, strict=True):
+            if not isinstance(value, torch.Tensor):
+                msg = (
+                    f"input {spec.name!r} is a {type(value).__name__}, not a tensor: the "
+                    "step was traced with dynamic shapes; compile with dynamic=False, "
+                    "so that each input shape gets a plan of its own"
+                )
+                self.fail(CaptureError(msg))
+        return specs
+
+    def fail(self, error: RematError) -> None:
+        self.failure = error
+        raise error
+
+    def partition(
+        self, joint: fx.GraphModule, forward_output_count: int, inputs: list[InputSpec]
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        try:
+            program = analyse(
+                joint,
+                forward_output_count=forward_output_count,
+                inputs=inputs,
+                name=self.name,
+            )
+            self.training_step_count += 1
+            program, schedule = self.choose_schedule(program)
+            lowered = lower(program, schedule)
+        except RematError as error:
+            self.fail(error)
+            raise
+        return lowered.forward, lowered.backward
+
+    def compile_pass(
+        self, module: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[[list[Any]], Any]:
+        """Return boxed code that drops each value at its last use."""
+        module.graph.set_codegen(_BoxedCodeGen())
+        module.recompile()
+        forward = module.forward
+
+        def run(arguments: list[Any]) -> Any:
+            if self.stop_before_running:
+                raise StoppedBeforeRunningError
+            return forward(arguments)
+
+        run._boxed_call = True  # type: ignore[attr-defined]  # noqa: SLF001
+        return run
