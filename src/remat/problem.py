@@ -4,11 +4,10 @@ import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from remat.errors import InvalidPlatformError
 from remat.graph import TrainingGraph
 from remat.platform import Platform
 from remat.schedule import Schedule
-from remat.simulator import Trace
+from remat.simulator import Trace, check_platform
 
 
 class Status(StrEnum):
@@ -56,15 +55,7 @@ class Problem:
     platform: Platform
 
     def __post_init__(self) -> None:
-        for device in self.platform.devices:
-            self.graph.kind_index(device.kind)
-        for index, storage in enumerate(self.graph.storages):
-            if storage.home >= len(self.platform.devices):
-                msg = (
-                    f"storage {index} {storage.name!r} has home device {storage.home}, "
-                    f"but the platform has {len(self.platform.devices)} devices"
-                )
-                raise InvalidPlatformError(msg)
+        check_platform(self.graph, self.platform)
 
     @property
     def budget_bytes(self) -> int | None:

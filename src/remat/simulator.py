@@ -12,8 +12,9 @@ after the op, so both count during it. ``Copy`` adds the storage on the target.
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import assert_never
+from typing import NoReturn, assert_never
 
+from remat.errors import InvalidPlatformError
 from remat.graph import Op, Phase, TrainingGraph
 from remat.platform import Platform
 from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
@@ -81,7 +82,8 @@ class Trace:
         The part of ``serial_ns`` spent on runs of an op after its first.
     violation
         The first rule broken, or ``None``. After a violation other than
-        ``OVER_BUDGET`` the replay stops and the other fields describe the part before.
+        ``OVER_BUDGET`` the replay stops and the other fields describe the part before;
+        a budget exceeded before that point is what is reported.
     """
 
     peak_bytes: tuple[int, ...]
@@ -111,11 +113,17 @@ class _BrokenRuleError(Exception):
 
 @dataclass(slots=True)
 class _Span:
-    """Bytes on a device from ``start_ns`` (before frees at that time) to an end."""
+    """Bytes on a device from ``start_ns`` up to, not including, ``end_ns``.
+
+    They hold a value from ``ready_ns`` on; ``busy_until_ns`` is when the last step
+    that fills or reads them ends.
+    """
 
     device: int
-    start_ns: int
     size_bytes: int
+    start_ns: int
+    ready_ns: int
+    busy_until_ns: int
     end_ns: int | None = None
 
 
@@ -127,8 +135,8 @@ class _Replay:
     is_backward: bool = False
     serial_ns: int = 0
     recomputed_ns: int = 0
-    # Per device: storage -> the time at which it may be read (overlapped clock).
-    live: list[dict[int, int]] = field(default_factory=list[dict[int, int]])
+    # Per device: storage -> its bytes there (not those of a resident on its home).
+    live: list[dict[int, _Span]] = field(default_factory=list[dict[int, _Span]])
     used_bytes: list[int] = field(default_factory=list[int])
     timeline: list[list[int]] = field(default_factory=list[list[int]])
     run: set[int] = field(default_factory=set[int])
@@ -137,13 +145,6 @@ class _Replay:
     device_free_ns: list[int] = field(default_factory=list[int])
     link_free_ns: dict[tuple[int, int], int] = field(
         default_factory=dict[tuple[int, int], int]
-    )
-    # (storage, device) -> the last time at which a step still uses those bytes.
-    busy_until_ns: dict[tuple[int, int], int] = field(
-        default_factory=dict[tuple[int, int], int]
-    )
-    open_spans: dict[tuple[int, int], _Span] = field(
-        default_factory=dict[tuple[int, int], _Span]
     )
     spans: list[_Span] = field(default_factory=list[_Span])
 
@@ -162,7 +163,7 @@ class _Replay:
         op: int | None = None,
         storage: int | None = None,
         device: int | None = None,
-    ) -> None:
+    ) -> NoReturn:
         raise _BrokenRuleError(
             Violation(
                 rule=rule,
@@ -190,7 +191,8 @@ class _Replay:
         block = self.graph.storages[storage]
         if block.is_resident and block.home == device:
             return 0
-        return self.live[device].get(storage)
+        span = self.live[device].get(storage)
+        return None if span is None else span.ready_ns
 
     def record(self, extra_bytes: dict[int, int]) -> None:
         """Append the bytes during this step and note the first budget exceeded."""
@@ -217,21 +219,20 @@ class _Replay:
         self, storage: int, device: int, start_ns: int, ready_ns: int
     ) -> None:
         size = self.graph.storages[storage].size_bytes
-        key = (storage, device)
-        previous = self.open_spans.get(key)
-        if previous is not None:
-            previous.end_ns = ready_ns
-        else:
+        previous = self.live[device].get(storage)
+        if previous is None:
             self.used_bytes[device] += size
-        span = _Span(device, start_ns, size)
+        else:
+            # A copy may still be reading, or even filling, the bytes that are replaced.
+            previous.end_ns = max(previous.busy_until_ns, ready_ns)
+        span = _Span(device, size, start_ns, ready_ns, busy_until_ns=ready_ns)
         self.spans.append(span)
-        self.open_spans[key] = span
-        self.live[device][storage] = ready_ns
-        self.busy_until_ns[key] = max(self.busy_until_ns.get(key, 0), ready_ns)
+        self.live[device][storage] = span
 
     def use(self, storage: int, device: int, end_ns: int) -> None:
-        key = (storage, device)
-        self.busy_until_ns[key] = max(self.busy_until_ns.get(key, 0), end_ns)
+        span = self.live[device].get(storage)
+        if span is not None:
+            span.busy_until_ns = max(span.busy_until_ns, end_ns)
 
     def compute(self, step: Compute) -> None:
         self.check_device(step.device)
@@ -247,7 +248,6 @@ class _Replay:
                 f"{label} cannot run on device {step.device}",
                 op=step.op,
             )
-            return
         self.check_may_run(step, op, label)
         start = self.device_free_ns[step.device]
         for storage in op.reads:
@@ -261,12 +261,12 @@ class _Replay:
                     storage=storage,
                     device=step.device,
                 )
-                return
             start = max(start, ready)
         outputs = sum(self.graph.storages[s].size_bytes for s in op.writes)
         self.record({step.device: outputs + op.workspace_bytes[kind]})
         end = start + cost
-        self.spans.append(_Span(step.device, start, op.workspace_bytes[kind], end))
+        workspace = op.workspace_bytes[kind]
+        self.spans.append(_Span(step.device, workspace, start, start, end, end))
         for storage in op.reads:
             self.use(storage, step.device, end)
         for storage in op.writes:
@@ -314,9 +314,8 @@ class _Replay:
                 device=step.device,
             )
         self.record({})
-        key = (step.storage, step.device)
-        self.open_spans.pop(key).end_ns = self.busy_until_ns[key]
-        del self.live[step.device][step.storage]
+        span = self.live[step.device].pop(step.storage)
+        span.end_ns = max(self.device_free_ns[step.device], span.busy_until_ns)
         self.used_bytes[step.device] -= block.size_bytes
 
     def copy(self, step: Copy) -> None:
@@ -330,7 +329,6 @@ class _Replay:
                 f"no link from device {step.source} to {step.target}",
                 storage=step.storage,
             )
-            return
         ready = self.ready_ns(step.storage, step.source)
         if ready is None:
             self.fail(
@@ -339,7 +337,6 @@ class _Replay:
                 storage=step.storage,
                 device=step.source,
             )
-            return
         if self.ready_ns(step.storage, step.target) is not None:
             self.fail(
                 Rule.COPY_ALREADY_LIVE,
@@ -360,22 +357,24 @@ class _Replay:
     def boundary(self) -> None:
         if self.is_backward:
             self.fail(Rule.SECOND_BOUNDARY, "the boundary was passed before")
+        # The caller can turn outputs into tangents once all of them have arrived.
+        now = max(self.device_free_ns)
         for storage in self.graph.forward_outputs:
-            if self.ready_ns(storage, self.graph.storages[storage].home) is None:
+            ready = self.ready_ns(storage, self.graph.storages[storage].home)
+            if ready is None:
                 self.fail(
                     Rule.OUTPUT_MISSING,
                     f"forward output {self.name(storage)} is not live",
                     storage=storage,
                 )
+            now = max(now, ready)
         self.is_backward = True
         appearing: dict[int, int] = {}
         for storage in self.graph.tangents:
             home = self.graph.storages[storage].home
-            self.check_device(home)
             size = self.graph.storages[storage].size_bytes
             appearing[home] = appearing.get(home, 0) + size
         self.record(appearing)
-        now = max(self.device_free_ns)
         for storage in self.graph.tangents:
             self.make_live(storage, self.graph.storages[storage].home, now, now)
 
@@ -431,6 +430,27 @@ class _Replay:
         return peaks
 
 
+def check_platform(graph: TrainingGraph, platform: Platform) -> None:
+    """Check that ``graph`` can be placed on ``platform`` at all.
+
+    Raises
+    ------
+    InvalidGraphError
+        If the graph has no costs for a device's kind.
+    InvalidPlatformError
+        If a storage's home is not a device of the platform.
+    """
+    for device in platform.devices:
+        graph.kind_index(device.kind)
+    for index, storage in enumerate(graph.storages):
+        if storage.home >= len(platform.devices):
+            msg = (
+                f"storage {index} {storage.name!r} has home device {storage.home}, "
+                f"but the platform has {len(platform.devices)} devices"
+            )
+            raise InvalidPlatformError(msg)
+
+
 def simulate(graph: TrainingGraph, platform: Platform, schedule: Schedule) -> Trace:
     """Replay ``schedule`` and report its peak, its time and the first violation.
 
@@ -450,15 +470,19 @@ def simulate(graph: TrainingGraph, platform: Platform, schedule: Schedule) -> Tr
     ------
     InvalidGraphError
         If the graph has no costs for a device's kind.
+    InvalidPlatformError
+        If a storage's home is not a device of the platform.
 
     Notes
     -----
     Time O(steps x reads + storages), plus sorting for the overlapped timeline.
 
-    Overlapped execution frees bytes when every step that was issued before the discard
-    and uses them has ended; a step there starts when its queue is free and its inputs
-    have arrived.
+    In overlapped execution a step starts when its queue is free and its inputs have
+    arrived. A discard waits in its device's queue and for the copies that fill or read
+    the bytes, but holds nothing up. Tangents appear when all devices have run what was
+    issued before the boundary and the forward outputs have arrived.
     """
+    check_platform(graph, platform)
     replay = _Replay(graph, platform)
     violation: Violation | None = None
     try:
@@ -475,12 +499,8 @@ def simulate(graph: TrainingGraph, platform: Platform, schedule: Schedule) -> Tr
             replay.overlapped_peaks(), replay.timeline, strict=True
         )
     ]
-    if replay.over_budget is not None and (
-        violation is None or replay.over_budget.step <= violation.step
-    ):
-        violation = replay.over_budget
-    if violation is None:
-        violation = _overlapped_excess(replay, peaks)
+    # A step over the budget came before the step that ended the replay.
+    violation = replay.over_budget or violation or _overlapped_excess(replay, peaks)
     return Trace(
         peak_bytes=tuple(peaks),
         serial_ns=replay.serial_ns,
