@@ -1,0 +1,101 @@
+"""Trace a module's training step without running it, with errors a user can act on."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from remat.errors import CaptureError, RematError
+
+_USER_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<where>.+)')
+
+
+def compiled_entry(
+    model: nn.Module, compiler: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return the model's call compiled by ``compiler``, with a code cache of its own.
+
+    The tracer caches by code object, and all modules share that of
+    ``nn.Module._call_impl``; a function made here has its own code object, so that
+    plans of different models never meet.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)  # noqa: SLF001
+
+    call.__code__ = call.__code__.replace(co_name=f"call_{id(model)}")
+    return torch.compile(call, backend=compiler, fullgraph=True, dynamic=False)
+
+
+def check_batch(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Check that the model and its example are on one device.
+
+    Raises
+    ------
+    CaptureError
+        If tensors of the model or the example are on different devices.
+    """
+    homes: dict[torch.device, str] = {}
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        homes.setdefault(parameter.device, f"{name} of the model")
+    for leaf in tree_leaves((args, dict(kwargs))):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            homes.setdefault(leaf.device, f"an example input of shape {tuple(leaf.shape)}")
+    if len(homes) > 1:
+        places = ", ".join(f"{name} is on {device}" for device, name in homes.items())
+        msg = f"everything must be on one device: {places}; move it with .to(device)"
+        raise CaptureError(msg)
+    if torch.device("meta") in homes:
+        msg = "the model is on the meta device; materialise it first, e.g. to_empty()"
+        raise CaptureError(msg)
+
+
+def raise_capture_error(error: Exception, failure: RematError | None) -> NoReturn:
+    """Raise what a failed trace means to the user.
+
+    Raises
+    ------
+    RematError
+        ``failure``, if planning itself raised it.
+    CaptureError
+        Otherwise: what could not be traced, where in the user's code, what to do.
+    """
+    if failure is not None:
+        raise failure from error.__cause__
+    inner = getattr(error, "inner_exception", None)
+    if inner is not None:
+        msg = f"the traced step could not be compiled: {type(inner).__name__}: {inner}"
+        raise CaptureError(msg) from error
+    text = str(error)
+    what = _first_sentence(text)
+    where = _user_source_line(text)
+    if "fullgraph" in text or type(error).__name__ in {"Unsupported", "UserError"}:
+        msg = (
+            f"the model cannot be traced as one graph: {what}; at {where}. Move that "
+            "code out of forward (for a loss: compute it outside the model)"
+        )
+    else:
+        msg = f"the example raises inside the model: {what}; at {where}"
+    raise CaptureError(msg) from error
+
+
+def _first_sentence(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    explanation = next((x for x in lines if x.startswith("Explanation:")), "")
+    head = lines[0] if lines else "no explanation"
+    return f"{head} ({explanation[13:]})" if explanation else head
+
+
+def _user_source_line(text: str) -> str:
+    after = text.split("from user code:")[-1]
+    lines = after.splitlines()
+    found = "a line that is not known"
+    for position, line in enumerate(lines):
+        match = _USER_FRAME.search(line)
+        if match:
+            code = lines[position + 1].strip() if position + 1 < len(lines) else ""
+            found = f"{match['file']}:{match['line']} in {match['where']}: {code}"
+    return found

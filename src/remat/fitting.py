@@ -1,0 +1,555 @@
+"""Fit a model into a byte budget: capture, profile, solve, judge, install."""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from remat.bounds import cost_bound_ns
+from remat.capture.joint_program import JointProgram, map_nodes, set_costs
+from remat.capture.surroundings import (
+    Surroundings,
+    add_surroundings,
+    captured_tensors,
+    fake_outputs,
+    resident_bytes,
+)
+from remat.capture.tracing import check_batch, compiled_entry, raise_capture_error
+from remat.errors import (
+    BudgetError,
+    CaptureError,
+    PlanMismatchError,
+    SolverUnsuitableError,
+)
+from remat.floor import smallest_budget
+from remat.graph import Role, TrainingGraph
+from remat.liveness import schedule_from_order, store_all_order
+from remat.planning import solve, solve_portfolio
+from remat.platform import Platform, single_device
+from remat.problem import Limits, Problem, Result
+from remat.profile.cache import CostCache
+from remat.profile.operators import OperatorCall, OperatorCost, profile_operators
+from remat.profile.outside import loss_bytes, optimizer_bytes
+from remat.profile.estimates import device_rates, estimate_operators
+from remat.runtime.backend import PlannedBackend, StoppedBeforeRunningError
+from remat.schedule import Schedule
+from remat.simulator import simulate
+from remat.solvers import AUTO, SOLVERS
+from remat.solvers.base import ProgressCallback, Solver, ignore_progress
+from remat.training_plan import Plan, contributors
+from remat.units import format_bytes, parse_budget
+
+Costs = Literal["measured", "estimated"]
+Loss = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What a plan shall be made for, and how.
+
+    See :func:`fit` for the meaning of the fields; exactly one of ``budget`` and
+    ``given_plan`` is not ``None``.
+    """
+
+    budget: int | str | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    loss: Loss | None = None
+    platform: Platform | None = None
+    solver: str = "auto"
+    time_limit: float | None = None
+    seed: int = 0
+    costs: Costs = "measured"
+    progress: ProgressCallback = ignore_progress
+    given_plan: Plan | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget is None and self.given_plan is None:
+            msg = "give a budget, for example budget='8 GiB' (or plan=, a saved plan)"
+            raise ValueError(msg)
+        if self.solver != "auto" and self.solver not in SOLVERS:
+            names = ", ".join(["auto", *SOLVERS])
+            msg = f"unknown solver {self.solver!r}; there are {names}"
+            raise SolverUnsuitableError(msg)
+        if self.platform is not None and len(self.platform.devices) > 1:
+            msg = (
+                f"the platform has {len(self.platform.devices)} devices, but this "
+                "runtime executes on one; plan for one device"
+            )
+            raise SolverUnsuitableError(msg)
+        if self.costs not in {"measured", "estimated"}:
+            msg = f"costs is {self.costs!r}; it must be 'measured' or 'estimated'"
+            raise ValueError(msg)
+
+
+class Planner:
+    """Makes one plan per traced training step and remembers it."""
+
+    def __init__(self, model: nn.Module | None, request: PlanRequest) -> None:
+        self.model = model
+        self.request = request
+        self.batch: Any = ()
+        self.plans: dict[str, Plan] = {}
+        self.latest: Plan | None = None
+
+    def choose_schedule(self, program: JointProgram) -> tuple[JointProgram, Schedule]:
+        """Plan a traced step, or find the plan made for an equal one."""
+        with _outside_of_tracing():
+            program = add_surroundings(program, self.surroundings(program))
+            key = program.fingerprint
+            if key not in self.plans:
+                self.plans[key] = self.make_plan(program)
+            self.latest = self.plans[key]
+        return replace(program, graph=self.latest.graph), self.latest.schedule
+
+    def surroundings(self, program: JointProgram) -> Surroundings:
+        request = self.request
+        self.request.progress("surroundings", 0.0)
+        state_bytes = step_bytes = 0
+        if request.optimizer is not None:
+            state_bytes, step_bytes = optimizer_bytes(request.optimizer)
+        return Surroundings(
+            resident_bytes=resident_bytes(
+                self.model,
+                (self.batch, captured_tensors(request.loss)),
+                state_bytes,
+                program.device,
+            ),
+            loss_workspace_bytes=self.loss_workspace_bytes(program),
+            optimizer_workspace_bytes=step_bytes,
+        )
+
+    def loss_workspace_bytes(self, program: JointProgram) -> int:
+        """Return what the caller's loss may need beyond outputs and their gradients.
+
+        Without a description of the loss, a scalar output is taken for the loss itself,
+        and other outputs are taken to need twice their own size.
+        """
+        if self.request.loss is not None and self.model is not None:
+            args, kwargs = self.batch
+            outputs = fake_outputs(self.model, args, kwargs)
+            return loss_bytes(self.request.loss, outputs)
+        sizes = [
+            program.graph.storages[s].size_bytes
+            for s in program.graph.forward_outputs
+            if program.graph.storages[s].role is Role.OUTPUT
+        ]
+        return 0 if any(size <= 8 for size in sizes) else 2 * sum(sizes)
+
+    def make_plan(self, program: JointProgram) -> Plan:
+        if self.request.given_plan is not None:
+            return accept_plan(program, self.request.given_plan)
+        graph = with_costs(program, self.request)
+        return plan_graph(graph, program.fingerprint, self.request)
+
+
+def with_costs(program: JointProgram, request: PlanRequest) -> TrainingGraph:
+    """Return the program's graph with the cost and workspace of every operator."""
+    calls = [
+        (index, OperatorCall(node.target, *_fake_arguments(program, node)))
+        for index, node in program.calls()
+    ]
+    operators = [call for _, call in calls]
+    if request.costs == "measured":
+        costs = profile_operators(
+            operators, cache=CostCache(), on_progress=request.progress
+        )
+        _check_aliases(program, [i for i, _ in calls], costs)
+    else:
+        costs = estimate_operators(operators, device_rates(program.device))
+    return set_costs(
+        program.graph,
+        {
+            index: (cost.cost_ns, cost.workspace_bytes)
+            for (index, _), cost in zip(calls, costs, strict=True)
+        },
+    )
+
+
+def _fake_arguments(
+    program: JointProgram, node: torch.fx.Node
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def value(argument: torch.fx.Node) -> Any:
+        if argument.op == "get_attr":
+            return getattr(program.module, str(argument.target))
+        return argument.meta["val"]
+
+    return map_nodes(tuple(node.args), value), map_nodes(dict(node.kwargs), value)
+
+
+def _check_aliases(
+    program: JointProgram, indices: Sequence[int], costs: Sequence[OperatorCost]
+) -> None:
+    for index, cost in zip(indices, costs, strict=True):
+        if cost.aliases_input:
+            op = program.graph.ops[index]
+            msg = (
+                f"operator {op.name} returns a view of its input although its schema "
+                f"says it does not; this cannot be planned safely ({op.source})"
+            )
+            raise CaptureError(msg)
+
+
+def plan_graph(graph: TrainingGraph, fingerprint: str, request: PlanRequest) -> Plan:
+    """Solve and judge: return a plan for ``graph`` within the requested budget.
+
+    Raises
+    ------
+    BudgetError
+        If no schedule fits; it names the smallest budget with a known schedule.
+    """
+    kind = graph.device_kinds[0]
+    plain = schedule_from_order(graph, store_all_order(graph))
+    unlimited = single_device(kind=kind)
+    plain_peak = simulate(graph, unlimited, plain).peak_bytes[0]
+    budget_bytes = parse_budget(request.budget or 0, whole_bytes=plain_peak)
+    problem = Problem(graph=graph, platform=single_device(budget_bytes, kind=kind))
+    limits = Limits.after(request.time_limit, request.seed)
+    solvers: list[Solver] = (
+        [make() for make in AUTO]
+        if request.solver == "auto"
+        else [SOLVERS[request.solver]()]
+    )
+    result = (
+        solve(problem, solvers[0], limits=limits, on_progress=request.progress)
+        if len(solvers) == 1
+        else solve_portfolio(
+            problem, solvers, limits=limits, on_progress=request.progress
+        )
+    )
+    if result.schedule is None:
+        raise_budget_error(graph, budget_bytes, result, request)
+    return Plan(
+        graph=graph,
+        platform=problem.platform,
+        schedule=result.schedule,
+        solver=result.solver,
+        status=result.status,
+        bound_ns=max(result.bound_ns, cost_bound_ns(problem)),
+        fingerprint=fingerprint,
+        settings={
+            "torch": torch.__version__,
+            "costs": request.costs,
+            "solver": request.solver,
+            "seed": request.seed,
+            "candidates": list(result.candidates),
+            "solve_s": round(result.elapsed_s, 3),
+        },
+    )
+
+
+def raise_budget_error(
+    graph: TrainingGraph, budget_bytes: int, result: Result, request: PlanRequest
+) -> None:
+    """Raise the error that names the smallest budget and what it consists of."""
+    request.progress("looking for the smallest budget", 0.0)
+    floor_bytes, schedule = smallest_budget(graph)
+    trace = simulate(graph, single_device(kind=graph.device_kinds[0]), schedule)
+    parts = contributors(graph, schedule, trace.peak_step())[:6]
+    listing = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts)
+    hint = (
+        f"raise the budget to at least {floor_bytes} bytes, or shrink the batch"
+        if budget_bytes < floor_bytes
+        else f"solver {result.solver} finds none ({result.message}); use solver='auto'"
+    )
+    msg = (
+        f"no schedule fits in {format_bytes(budget_bytes)} ({budget_bytes:_} bytes): "
+        f"the smallest budget that works is {format_bytes(floor_bytes)} "
+        f"({floor_bytes:_} bytes), made of {listing}; {hint}"
+    )
+    raise BudgetError(msg, budget_bytes=budget_bytes, required_bytes=floor_bytes)
+
+
+def accept_plan(program: JointProgram, plan: Plan) -> Plan:
+    """Return a saved plan, judged again on the step that was traced now.
+
+    Raises
+    ------
+    PlanMismatchError
+        If the plan was made for another model, other shapes or other versions, or if
+        what surrounds the step now needs more than the plan's budget.
+    """
+    if plan.fingerprint != program.fingerprint:
+        msg = (
+            f"the plan is for {plan.graph.name} (step {plan.fingerprint[:12]}, torch "
+            f"{plan.settings.get('torch', 'unknown')}), but this is "
+            f"{program.graph.name} (step {program.fingerprint[:12]}, torch "
+            f"{torch.__version__}): another model, other input shapes, another mode or "
+            "another version; make a new plan with remat.fit(..., budget=...)"
+        )
+        raise PlanMismatchError(msg)
+    costs = {
+        index: (op.cost_ns[0] or 0, op.workspace_bytes[0])
+        for index, op in enumerate(plan.graph.ops)
+        if not op.is_external
+    }
+    graph = set_costs(program.graph, costs)
+    trace = simulate(graph, plan.platform, plan.schedule)
+    if trace.violation is not None:
+        msg = (
+            "the plan does not hold for what surrounds the step now (optimizer, "
+            f"gradients, batch): {trace.violation}"
+        )
+        raise PlanMismatchError(msg)
+    return replace(plan, graph=graph)
+
+
+@contextmanager
+def _outside_of_tracing() -> Generator[None]:
+    """Leave fake-tensor mode and autograd while operators are really run."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily  # noqa: PLC0415
+
+    with unset_fake_temporarily(), torch.no_grad():
+        yield
+
+
+class FittedModel:
+    """A model whose calls run by plans: what :func:`fit` installs.
+
+    Two compiled entries exist: one for steps that start without gradients, one for
+    steps that start with gradients from earlier passes, whose bytes then count.
+    """
+
+    def __init__(self, model: nn.Module, request: PlanRequest) -> None:
+        self.model = model
+        self.request = request
+        self.entries: dict[bool, tuple[Planner, PlannedBackend, Callable[..., Any]]] = {}
+
+    def entry(
+        self, is_accumulating: bool  # noqa: FBT001
+    ) -> tuple[Planner, PlannedBackend, Callable[..., Any]]:
+        if is_accumulating not in self.entries:
+            planner = Planner(self.model, self.request)
+            backend = PlannedBackend(planner.choose_schedule, type(self.model).__name__)
+            self.entries[is_accumulating] = (
+                planner,
+                backend,
+                compiled_entry(self.model, backend),
+            )
+        return self.entries[is_accumulating]
+
+    def is_accumulating(self) -> bool:
+        return any(p.grad is not None for p in self.model.parameters())
+
+    def plan_now(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
+        """Trace and plan the step of this example without running anything."""
+        check_batch(self.model, args, kwargs)
+        planner, backend, _ = self.entry(self.is_accumulating())
+        backend.stop_before_running = True
+        traced_before = backend.training_step_count
+        try:
+            with torch.enable_grad():
+                self(*args, **kwargs)
+        except StoppedBeforeRunningError:
+            pass
+        finally:
+            backend.stop_before_running = False
+        if backend.training_step_count == traced_before or planner.latest is None:
+            msg = (
+                "the model does not train: no output depends on a parameter that "
+                "requires a gradient; check requires_grad and torch.no_grad"
+            )
+            raise CaptureError(msg)
+        return planner.latest
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        planner, backend, compiled = self.entry(self.is_accumulating())
+        planner.batch = (args, kwargs)
+        backend.failure = None
+        try:
+            return compiled(*args, **kwargs)
+        except StoppedBeforeRunningError:
+            raise
+        except torch._dynamo.exc.TorchDynamoException as error:  # noqa: SLF001
+            raise_capture_error(error, backend.failure)
+        finally:
+            planner.batch = ()
+
+
+def fit(
+    model: nn.Module,
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budget: int | str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Loss | None = None,
+    platform: Platform | None = None,
+    solver: str = "auto",
+    time_limit: float | None = None,
+    seed: int = 0,
+    costs: Costs = "measured",
+    progress: ProgressCallback | None = None,
+    plan: Plan | None = None,
+) -> Plan:
+    """Make a model train within a budget of bytes, and return the plan.
+
+    The model is changed in place, as by ``nn.Module.compile``: calling it runs the
+    plan. Parameters, buffers, gradients, random state and mode are as before. Another
+    input shape is planned at its first call, with the same budget. :func:`release`
+    undoes it.
+
+    Parameters
+    ----------
+    model
+        Any module that ``torch.compile`` can take as one graph.
+    args, kwargs
+        An example batch, as the model is called with; a single tensor may be given
+        for ``args``.
+    budget
+        Most bytes on the model's device during a whole training step: an integer of
+        bytes, a size such as ``"8 GiB"`` or ``"900MB"``, or a percentage such as
+        ``"60%"`` of the predicted peak without rematerialisation.
+    optimizer
+        Counts its state and the memory of its step.
+    loss
+        The function of the model's outputs whose gradient is taken, when it is outside
+        the model: its memory is then predicted exactly. Without it, a scalar output is
+        taken for the loss, and other outputs to need twice their size.
+    platform
+        A platform of one device; its budget is replaced by ``budget``.
+    solver
+        ``"auto"`` for the best judged answer, or a name in ``remat.solvers.SOLVERS``.
+    time_limit
+        Seconds for solving, or ``None``.
+    seed
+        Seed of solvers that randomise.
+    costs
+        ``"measured"`` runs each distinct operator alone; ``"estimated"`` runs none.
+    progress
+        Called with what is being done and the share of it that is done.
+    plan
+        A saved plan to install instead of making one.
+
+    Returns
+    -------
+    Plan
+        What was decided, predicted and proved.
+
+    Raises
+    ------
+    BudgetError
+        If no schedule fits; names the smallest budget that works.
+    CaptureError
+        If the step cannot be traced as one graph, or does not train.
+    PlanMismatchError
+        If ``plan`` is for another model, shape or version.
+    UnitError
+        If ``budget`` is not a positive size.
+    SolverUnsuitableError
+        If ``solver`` is unknown or cannot treat this graph.
+    ProfileError
+        If an operator cannot be run alone.
+
+    Notes
+    -----
+    Whatever is raised, the model is as it was before the call.
+    """
+    request = PlanRequest(
+        budget=budget,
+        optimizer=optimizer,
+        loss=loss,
+        platform=platform,
+        solver=solver,
+        time_limit=time_limit,
+        seed=seed,
+        costs=costs,
+        progress=progress or ignore_progress,
+        given_plan=plan,
+    )
+    fitted = FittedModel(model, request)
+    result = fitted.plan_now(_positional(args), kwargs or {})
+    # A saved plan is for the example's shape; other shapes are planned anew.
+    if plan is not None:
+        fitted.request = replace(
+            request, given_plan=None, budget=plan.budget_bytes
+        )
+        for planner, _, _ in fitted.entries.values():
+            planner.request = fitted.request
+    model._compiled_call_impl = fitted  # noqa: SLF001
+    return result
+
+
+def plan(
+    model: nn.Module,
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budget: int | str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Loss | None = None,
+    platform: Platform | None = None,
+    solver: str = "auto",
+    time_limit: float | None = None,
+    seed: int = 0,
+    costs: Costs = "measured",
+    progress: ProgressCallback | None = None,
+) -> Plan:
+    """Return the plan that :func:`fit` would install, and install nothing.
+
+    Parameters and exceptions are those of :func:`fit`.
+    """
+    request = PlanRequest(
+        budget=budget,
+        optimizer=optimizer,
+        loss=loss,
+        platform=platform,
+        solver=solver,
+        time_limit=time_limit,
+        seed=seed,
+        costs=costs,
+        progress=progress or ignore_progress,
+    )
+    return FittedModel(model, request).plan_now(_positional(args), kwargs or {})
+
+
+def release(model: nn.Module) -> nn.Module:
+    """Undo :func:`fit`: the model's calls run as before. Returns the model.
+
+    A model that was not fitted is left as it is.
+    """
+    if isinstance(model._compiled_call_impl, FittedModel):  # noqa: SLF001
+        model._compiled_call_impl = None  # noqa: SLF001
+    return model
+
+
+def backend(
+    *,
+    budget: int | str,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Loss | None = None,
+    solver: str = "auto",
+    time_limit: float | None = None,
+    seed: int = 0,
+    costs: Costs = "measured",
+    progress: ProgressCallback | None = None,
+) -> PlannedBackend:
+    """Return a backend for ``torch.compile(model, backend=..., dynamic=False)``.
+
+    The compiler sees the traced graph only: parameters it does not read and the
+    optimizer's state count only if ``model`` and ``optimizer`` are given here. A
+    budget that is too small shows at the first call, as the cause of the compiler's
+    own exception. Parameters are those of :func:`fit`.
+    """
+    planner = Planner(
+        model,
+        PlanRequest(
+            budget=budget,
+            optimizer=optimizer,
+            loss=loss,
+            solver=solver,
+            time_limit=time_limit,
+            seed=seed,
+            costs=costs,
+            progress=progress or ignore_progress,
+        ),
+    )
+    name = "compiled step" if model is None else type(model).__name__
+    return PlannedBackend(planner.choose_schedule, name)
+
+
+def _positional(args: Any) -> tuple[Any, ...]:
+    return tuple(args) if isinstance(args, tuple | list) else (args,)
