@@ -1,0 +1,205 @@
+"""Every allocation and release that torch makes on a device, in order.
+
+The records come from torch's own profiler, which is told of each block that torch's
+allocator hands out or takes back, temporaries inside operators included. What the
+profiler cannot see, this module cannot report:
+
+* the release of a block that was allocated while no recording was on;
+* memory that libraries take from the system directly (packing buffers of MKL,
+  scratchpads that oneDNN manages itself, ``std::vector`` inside kernels);
+* allocations made by OpenMP worker threads inside one operator.
+"""
+
+import os
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from remat.errors import ProfileError
+
+_MARK = "remat: recorded region"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """One change of the memory in use.
+
+    Parameters
+    ----------
+    time_ns
+        When, on the profiler's clock.
+    address
+        Of the block; an address is used again once its block is released.
+    change_bytes
+        Size of the block, negative when it is released.
+    """
+
+    time_ns: int
+    address: int
+    change_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What happened before and inside the marked region of a recording.
+
+    Parameters
+    ----------
+    before, inside
+        The changes, in order of time.
+    start_ns, end_ns
+        The marked region on the profiler's clock.
+    """
+
+    before: tuple[Allocation, ...]
+    inside: tuple[Allocation, ...]
+    start_ns: int
+    end_ns: int
+
+    def peak_bytes(self) -> int:
+        """Return the largest growth inside the region, in bytes, at least 0."""
+        used = peak = 0
+        for allocation in self.inside:
+            used += allocation.change_bytes
+            peak = max(peak, used)
+        return peak
+
+
+class AllocationRecorder:
+    """Record the allocations on one kind of device.
+
+    Use it as a context manager, and mark inside it the region of interest, once, with
+    :meth:`region`. After the block, :attr:`recording` holds the result.
+
+    Parameters
+    ----------
+    device_type
+        ``"cpu"`` or ``"cuda"``.
+
+    Raises
+    ------
+    ProfileError
+        If another torch profiler is recording in this process.
+    """
+
+    def __init__(self, device_type: str = "cpu") -> None:
+        self._device_type = device_type
+        self._profile: Any = None
+        self.recording = Recording(before=(), inside=(), start_ns=0, end_ns=0)
+
+    def __enter__(self) -> "AllocationRecorder":
+        self.start()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Begin to record.
+
+        Raises
+        ------
+        ProfileError
+            If another torch profiler is recording in this process.
+        """
+        if torch.autograd._profiler_enabled():  # noqa: SLF001 - torch has no public way
+            msg = (
+                "a torch profiler is already recording, and only one can: leave its "
+                "block before measuring memory"
+            )
+            raise ProfileError(msg)
+        self._profile = profile(
+            activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        )
+        with _quiet_profiler():
+            self._profile.start()
+
+    def stop(self) -> None:
+        """End the recording and read its events."""
+        with _quiet_profiler():
+            self._profile.stop()
+        tree = self._profile.profiler.kineto_results.experimental_event_tree()
+        self._profile = None
+        self.recording = _read(tree, self._device_type)
+
+    @contextmanager
+    def region(self) -> Generator[None]:
+        """Mark what runs inside as the region of interest."""
+        with record_function(_MARK):
+            yield
+
+
+def record_allocations(
+    function: Callable[[], object], device_type: str = "cpu"
+) -> tuple[Recording, object]:
+    """Return the allocations of one call, and its result (still held).
+
+    Parameters
+    ----------
+    function
+        Called once.
+    device_type
+        ``"cpu"`` or ``"cuda"``.
+
+    Raises
+    ------
+    ProfileError
+        If another torch profiler is recording in this process.
+    """
+    recorder = AllocationRecorder(device_type)
+    with recorder, recorder.region():
+        result = function()
+    return recorder.recording, result
+
+
+@contextmanager
+def _quiet_profiler() -> Generator[None]:
+    # The profiler library writes a line to stderr at each start and stop unless its
+    # log level is raised; it reads the variable when it is first started.
+    name = "KINETO_LOG_LEVEL"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "99"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def _flatten(events: Iterable[Any]) -> Generator[Any]:
+    # A stack, not recursion: user code can nest deeper than Python's limit.
+    stack = list(events)[::-1]
+    while stack:
+        event = stack.pop()
+        yield event
+        stack.extend(reversed(event.children))
+
+
+def _read(tree: Iterable[Any], device_type: str) -> Recording:
+    start_ns = end_ns = 0
+    allocations: list[Allocation] = []
+    for event in _flatten(tree):
+        if event.name == _MARK:
+            start_ns, end_ns = event.start_time_ns, event.end_time_ns
+        elif str(event.tag).endswith("Allocation"):
+            fields = event.extra_fields
+            if str(fields.device).partition(":")[0] == device_type:
+                allocations.append(
+                    Allocation(
+                        time_ns=event.start_time_ns,
+                        address=fields.ptr or 0,
+                        change_bytes=fields.alloc_size,
+                    )
+                )
+    allocations.sort(key=lambda allocation: allocation.time_ns)
+    return Recording(
+        before=tuple(a for a in allocations if a.time_ns < start_ns),
+        inside=tuple(a for a in allocations if start_ns <= a.time_ns <= end_ns),
+        start_ns=start_ns,
+        end_ns=end_ns,
+    )

@@ -1,0 +1,250 @@
+"""Estimate operator costs from shapes alone, over rates measured once per machine.
+
+The time of an operator is ``launch + max(flops / rate, bytes / bandwidth)``, the
+roofline [1]_, where bytes are those of the distinct tensors read and written. Its
+scratch memory follows the rules of :func:`estimate_workspace`. No operator of the model
+runs; shapes of outputs come from fake tensors.
+
+References
+----------
+.. [1] S. Williams, A. Waterman, D. Patterson. Roofline: an insightful visual
+   performance model for multicore architectures. CACM 52(4), 2009.
+   https://doi.org/10.1145/1498765.1498785
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import (
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
+)
+from torch.utils.flop_counter import flop_registry
+
+from remat.errors import ProfileError
+from remat.profile.arguments import target_name, tensors_in
+from remat.profile.cache import CostCache
+from remat.profile.operators import OperatorCall, OperatorCost
+
+_MATMUL_SIDE = 768
+_COPY_BYTES = 1 << 26
+_SAMPLES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """How fast a device is.
+
+    Parameters
+    ----------
+    flops_per_s
+        Floating-point operations per second of a large float32 matrix product, at
+        least 1.
+    bytes_per_s
+        Bytes read and written per second by a large copy, at least 1.
+    launch_ns
+        Time of an operator that does almost nothing, in nanoseconds, at least 0.
+    """
+
+    flops_per_s: int
+    bytes_per_s: int
+    launch_ns: int
+
+    def __post_init__(self) -> None:
+        if self.flops_per_s < 1 or self.bytes_per_s < 1 or self.launch_ns < 0:
+            msg = (
+                f"rates must be at least 1 and the launch at least 0; got {self}; "
+                "measure them again with measure_rates"
+            )
+            raise ProfileError(msg)
+
+
+def measure_rates(
+    device: torch.device | str = "cpu", *, cache: CostCache | None = None
+) -> Rates:
+    """Measure the rates of ``device`` with a matrix product and a copy.
+
+    Parameters
+    ----------
+    device
+        Where to measure; takes less than a second and about 140 MB there.
+    cache
+        Where the rates are looked up and kept; ``None`` for neither.
+    """
+    place = torch.device(device)
+    key = f"rates of {place}"
+    if place.type == "cuda":
+        key += f" {torch.cuda.get_device_name(place)}"
+    known = None if cache is None else cache.get(key)
+    if known is not None:
+        return Rates(**known)
+    with _disable_current_modes(), torch.no_grad():
+        matrix = torch.full((_MATMUL_SIDE, _MATMUL_SIDE), 0.5, device=place)
+        source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=place)
+        target = torch.empty_like(source)
+        tiny = torch.zeros(1, device=place)
+        matmul_ns = _fastest_ns(lambda: matrix @ matrix, place)
+        copy_ns = _fastest_ns(lambda: target.copy_(source), place)
+        launch_ns = _fastest_ns(tiny.neg, place)
+    rates = Rates(
+        flops_per_s=round(2 * _MATMUL_SIDE**3 * 1e9 / matmul_ns),
+        bytes_per_s=round(2 * _COPY_BYTES * 1e9 / copy_ns),
+        launch_ns=launch_ns,
+    )
+    if cache is not None:
+        cache.put(key, asdict(rates))
+        cache.save()
+    return rates
+
+
+def _fastest_ns(run: Callable[[], object], device: torch.device) -> int:
+    times: list[int] = []
+    for _ in range(_SAMPLES):
+        start = time.perf_counter_ns()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(max(1, time.perf_counter_ns() - start))
+    return min(times)
+
+
+def estimate_operators(
+    calls: Sequence[OperatorCall], rates: Rates
+) -> list[OperatorCost]:
+    """Estimate the cost of each call without running any.
+
+    Parameters
+    ----------
+    calls
+        Any number of calls; their tensors may be fake or real.
+    rates
+        Of the device that they would run on.
+
+    Returns
+    -------
+    list[OperatorCost]
+        One for each call, in order, with ``samples`` 0.
+
+    Raises
+    ------
+    ProfileError
+        If an operator cannot be traced on fake tensors.
+    """
+    with _disable_current_modes(), torch.no_grad():
+        return [_estimate(call, rates) for call in calls]
+
+
+def _estimate(call: OperatorCall, rates: Rates) -> OperatorCost:
+    outputs = _fake_outputs(call)
+    inputs = tensors_in([call.args, dict(call.kwargs)])
+    known = {_identity(tensor) for tensor in inputs}
+    sizes: list[int] = []
+    aliases_input = False
+    for tensor in tensors_in(outputs):
+        key = _identity(tensor)
+        aliases_input = aliases_input or key in {_identity(t) for t in inputs}
+        sizes.append(0 if key in known else tensor.untyped_storage().nbytes())
+        known.add(key)
+    moved_bytes = sum(sizes) + sum({_identity(t): _bytes(t) for t in inputs}.values())
+    cost_ns = rates.launch_ns
+    if sum(sizes) or not aliases_input or _mutates(call):
+        cost_ns += max(
+            math.ceil(_flops(call, outputs) * 1e9 / rates.flops_per_s),
+            math.ceil(moved_bytes * 1e9 / rates.bytes_per_s),
+        )
+    return OperatorCost(
+        cost_ns=cost_ns,
+        workspace_bytes=estimate_workspace(call, outputs),
+        output_bytes=sum(sizes),
+        output_sizes_bytes=tuple(sizes),
+        aliases_input=aliases_input,
+        samples=0,
+        spread_ns=0,
+    )
+
+
+def _identity(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # noqa: SLF001 - identity of a storage
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _mutates(call: OperatorCall) -> bool:
+    schema = getattr(call.target, "_schema", None)
+    return bool(getattr(schema, "is_mutable", False))
+
+
+def _fake_outputs(call: OperatorCall) -> object:
+    inputs = tensors_in([call.args, dict(call.kwargs)])
+    mode = next((t.fake_mode for t in inputs if isinstance(t, FakeTensor)), None)
+    if mode is None:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with mode or nullcontext():
+            return call.target(*call.args, **dict(call.kwargs))
+    # Any operator may raise anything on fake tensors; nothing else is in the block.
+    except Exception as error:
+        msg = (
+            f"the cost of {target_name(call.target)} cannot be estimated: tracing it "
+            f"on fake tensors raised {type(error).__name__}: {error}; profile the "
+            "operators instead of estimating them"
+        )
+        raise ProfileError(msg) from error
+
+
+def _flops(call: OperatorCall, outputs: object) -> int:
+    packet = getattr(call.target, "overloadpacket", call.target)
+    formula = cast("dict[Any, Callable[..., int]]", flop_registry).get(packet)
+    if formula is None:
+        # One operation for each element made or read: bandwidth decides anyway.
+        tensors = tensors_in([call.args, dict(call.kwargs), outputs])
+        return max((tensor.numel() for tensor in tensors), default=0)
+    return int(formula(*call.args, **dict(call.kwargs), out_val=outputs))
+
+
+def estimate_workspace(call: OperatorCall, outputs: object) -> int:
+    """Estimate the scratch memory of one run, in bytes, from shapes alone.
+
+    The rules follow what torch's CPU kernels were seen to allocate for float32:
+
+    * convolution: a copy of output and weight in the library's own layout; its
+      backward: a copy of input, output gradient and weight;
+    * dropout: the random numbers, as large as the input;
+    * batch norm backward: a copy of the output gradient;
+    * a loss that reduces its elements: the elements before reduction;
+    * interpolation: a copy of input and output with channels last;
+    * every other operator: none.
+
+    Parameters
+    ----------
+    call
+        The operator and its arguments, fake or real.
+    outputs
+        What the call returns on fake tensors.
+    """
+    name = target_name(call.target).removeprefix("aten.").partition(".")[0]
+    inputs = tensors_in([call.args, dict(call.kwargs)])
+    if not inputs:
+        return 0
+    made = tensors_in(outputs)
+    match name:
+        case "convolution":
+            return _bytes(inputs[1]) + sum(_bytes(tensor) for tensor in made)
+        case "convolution_backward":
+            return sum(_bytes(tensor) for tensor in inputs[:3])
+        case "native_dropout" | "native_batch_norm_backward":
+            return _bytes(inputs[0])
+        case "mse_loss" | "smooth_l1_loss" | "huber_loss" | "binary_cross_entropy":
+            is_reduced = bool(made) and made[0].numel() < inputs[0].numel()
+            return _bytes(inputs[0]) if is_reduced else 0
+        case _ if name.startswith("upsample_"):
+            return _bytes(inputs[0]) + sum(_bytes(tensor) for tensor in made)
+        case _:
+            return 0

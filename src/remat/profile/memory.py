@@ -1,0 +1,422 @@
+"""Measure the peak memory and the time of a training step as it really runs.
+
+The peak is absolute: the bytes of everything live on the device when the step starts,
+plus the largest growth during the step. On the CPU what is live at the start is counted
+as the storages of all tensors that Python knows, together with the blocks that earlier
+steps of the same recording left allocated (tensors held by autograd alone); growth
+comes from the allocator's events. On CUDA both come from the allocator's statistics.
+
+See :mod:`remat.profile.allocations` for what the CPU's events do not contain.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from remat.errors import ProfileError
+from remat.profile.allocations import (
+    Allocation,
+    AllocationRecorder,
+    Recording,
+    record_allocations,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Peak memory and time of one step.
+
+    Parameters
+    ----------
+    device
+        Where the memory was measured, for example ``"cpu"`` or ``"cuda:0"``.
+    peak_bytes
+        Most bytes live on the device at one time, as requested by tensors.
+    baseline_bytes
+        Bytes live when the step started.
+    final_bytes
+        Bytes live when the step ended.
+    allocated_peak_bytes, reserved_peak_bytes
+        On CUDA, the peak of the allocator's blocks (requests rounded up) and of the
+        memory it holds from the driver; ``None`` on the CPU.
+    time_ns
+        Median time of one step without recording, in nanoseconds; ``None`` if it was
+        not timed.
+    times_ns
+        Every timed run, in nanoseconds.
+    timeline
+        Pairs of the time since the step began, in nanoseconds, and the bytes live from
+        then on; it holds each change.
+    """
+
+    device: str
+    peak_bytes: int
+    baseline_bytes: int
+    final_bytes: int
+    allocated_peak_bytes: int | None
+    reserved_peak_bytes: int | None
+    time_ns: int | None
+    times_ns: tuple[int, ...]
+    timeline: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryGrowth:
+    """What one call added to the memory in use.
+
+    Parameters
+    ----------
+    peak_bytes
+        Most bytes in use during the call beyond those before it, at least 0.
+    retained_bytes
+        Bytes in use after the call, its result still held, beyond those before it.
+    """
+
+    peak_bytes: int
+    retained_bytes: int
+
+
+def measure(
+    step: Callable[[], object],
+    *,
+    warmup: int = 1,
+    repeats: int = 3,
+    device: torch.device | str | None = None,
+    resident: Sequence[object] | None = None,
+) -> Measurement:
+    """Measure peak memory and time of ``step``.
+
+    The step runs ``warmup + 1 + repeats`` times: to warm up, once recorded, and timed
+    without recording. It should release before it returns, or at its start, what it
+    makes anew each time (``zero_grad``).
+
+    Parameters
+    ----------
+    step
+        One training step: forward, backward, optimizer.
+    warmup
+        Runs before the recorded one, at least 0. With 0, gradients and optimizer state
+        that the first step creates count as growth, and the release of tensors that
+        are older than the recording cannot be seen on the CPU, so the peak may be too
+        high; one run is enough to avoid both.
+    repeats
+        Timed runs, at least 0.
+    device
+        Where to measure; by default the current CUDA device if any tensor is
+        allocated there, else the CPU.
+    resident
+        If given, only the tensors of these objects (modules, optimizers, tensors, and
+        nestings of them) and what the warm-up left behind count as live at the start,
+        for processes that hold other tensors too.
+
+    Raises
+    ------
+    ProfileError
+        If a torch profiler is already recording, if ``warmup`` or ``repeats`` is
+        negative, or if an entry of ``resident`` holds no tensors that can be found.
+    """
+    if warmup < 0 or repeats < 0:
+        msg = f"warmup={warmup} and repeats={repeats} must both be 0 or more"
+        raise ProfileError(msg)
+    place = _device(device)
+    if resident is not None:
+        # Wrong entries are refused before anything runs.
+        tensors_of(resident)
+    if place.type == "cuda":
+        memory = _measure_cuda(step, warmup, place, resident)
+    elif place.type == "cpu":
+        memory = _measure_cpu(step, warmup, resident)
+    else:
+        msg = f"memory can be measured on cpu and cuda, not on {place.type!r}"
+        raise ProfileError(msg)
+    times = tuple(_time(step, place) for _ in range(repeats))
+    return Measurement(
+        device=str(place),
+        peak_bytes=memory.peak_bytes,
+        baseline_bytes=memory.baseline_bytes,
+        final_bytes=memory.final_bytes,
+        allocated_peak_bytes=memory.allocated_peak_bytes,
+        reserved_peak_bytes=memory.reserved_peak_bytes,
+        time_ns=round(statistics.median(times)) if times else None,
+        times_ns=times,
+        timeline=memory.timeline,
+    )
+
+
+def memory_growth(
+    function: Callable[[], object], *, device: torch.device | str | None = None
+) -> MemoryGrowth:
+    """Measure how much memory one call adds, at most and at the end.
+
+    Parameters
+    ----------
+    function
+        Called once; its result is held until the end is measured, then dropped.
+    device
+        As for :func:`measure`.
+
+    Raises
+    ------
+    ProfileError
+        If a torch profiler is already recording.
+
+    Notes
+    -----
+    The release of a tensor that is older than the call cannot be seen on the CPU: a
+    function that replaces such tensors appears to add memory.
+    """
+    place = _device(device)
+    if place.type == "cuda":
+        before = _cuda_stats(place, reset=True)["requested_bytes.all.current"]
+        result = function()
+        after = _cuda_stats(place, reset=False)
+        del result
+        return MemoryGrowth(
+            peak_bytes=after["requested_bytes.all.peak"] - before,
+            retained_bytes=after["requested_bytes.all.current"] - before,
+        )
+    recording, result = record_allocations(function)
+    del result
+    return MemoryGrowth(
+        peak_bytes=recording.peak_bytes(),
+        retained_bytes=sum(a.change_bytes for a in recording.inside),
+    )
+
+
+def tensors_of(items: Iterable[object]) -> list[torch.Tensor]:
+    """Return the tensors that modules, optimizers, and nestings of them hold.
+
+    Parameters
+    ----------
+    items
+        Modules (parameters, buffers), optimizers (state), tensors, mappings and
+        sequences of these; gradients of any of these tensors are included.
+
+    Raises
+    ------
+    ProfileError
+        If an item is none of these.
+    """
+    found: list[torch.Tensor] = []
+    for item in items:
+        match item:
+            case torch.Tensor():
+                grad = _grad_of(item)
+                found += [item] if grad is None else [item, grad]
+            case torch.nn.Module():
+                found += tensors_of([*item.parameters(), *item.buffers()])
+            case torch.optim.Optimizer():
+                groups: list[Any] = [
+                    list(group.values()) for group in item.param_groups
+                ]
+                found += tensors_of([dict(item.state), groups])
+            case Mapping():
+                found += tensors_of(cast("Mapping[object, object]", item).values())
+            case list() | tuple() | set() | frozenset():
+                found += tensors_of(
+                    cast("Sequence[object] | AbstractSet[object]", item)
+                )
+            case None | bool() | int() | float() | complex() | str():
+                continue
+            case _:
+                msg = (
+                    f"cannot find the tensors of a {type(item).__qualname__}; give "
+                    "modules, optimizers, tensors, or lists and dicts of them"
+                )
+                raise ProfileError(msg)
+    return found
+
+
+def live_storages(
+    device: torch.device, resident: Sequence[object] | None = None
+) -> dict[int, int]:
+    """Return the size in bytes of each live storage on ``device``, by address.
+
+    Parameters
+    ----------
+    device
+        The device.
+    resident
+        Where to look, as for :func:`measure`; by default everywhere.
+    """
+    if resident is None:
+        objects = [item for item in gc.get_objects() if _is_tensor(item)]
+        tensors = cast("list[torch.Tensor]", objects)
+        grads = [_grad_of(tensor) for tensor in tensors]
+        tensors += [grad for grad in grads if grad is not None]
+    else:
+        tensors = tensors_of(resident)
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        for part in _parts(tensor):
+            if part.device != device:
+                continue
+            storage = part.untyped_storage()
+            size_bytes = storage.nbytes()
+            if size_bytes:
+                address = storage.data_ptr()
+                sizes[address] = max(size_bytes, sizes.get(address, 0))
+    return sizes
+
+
+def _is_tensor(item: object) -> bool:
+    # Not isinstance: it asks proxies for their class, which may run user code.
+    return issubclass(type(item), torch.Tensor)
+
+
+def _grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    return tensor.grad if tensor.is_leaf else None
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the plain tensors that hold the bytes of ``tensor``."""
+    if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+        return []
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [p for name in names for p in _parts(getattr(tensor, name))]
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]  # noqa: SLF001 - no public way
+    if tensor.layout in {torch.sparse_csr, torch.sparse_bsr}:
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in {torch.sparse_csc, torch.sparse_bsc}:
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Memory:
+    peak_bytes: int
+    baseline_bytes: int
+    final_bytes: int
+    timeline: tuple[tuple[int, int], ...]
+    allocated_peak_bytes: int | None = None
+    reserved_peak_bytes: int | None = None
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        uses_cuda = torch.cuda.is_initialized() and torch.cuda.memory_allocated() > 0
+        device = "cuda" if uses_cuda else "cpu"
+    place = torch.device(device)
+    if place.type == "cuda" and place.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return place
+
+
+def _time(step: Callable[[], object], device: torch.device) -> int:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter_ns()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter_ns() - start
+
+
+def _measure_cpu(
+    step: Callable[[], object], warmup: int, resident: Sequence[object] | None
+) -> _Memory:
+    recorder = AllocationRecorder("cpu")
+    with recorder:
+        for _ in range(warmup):
+            step()
+        # Garbage of the caller must not vanish at a moment of Python's choice.
+        gc.collect()
+        live = live_storages(torch.device("cpu"), resident)
+        with recorder.region():
+            result = step()
+    del result
+    return _replay(live, recorder.recording)
+
+
+def _replay(live: dict[int, int], recording: Recording) -> _Memory:
+    """Follow the bytes in use from ``live`` (size by address) through the region."""
+    left: dict[int, int] = {}
+    for allocation in recording.before:
+        _apply(allocation, left)
+    # What warm-up runs left allocated is live even if only autograd holds it.
+    sizes = {
+        address: max(live.get(address, 0), left.get(address, 0))
+        for address in live.keys() | left.keys()
+    }
+    used = baseline = peak = sum(sizes.values())
+    timeline = [(0, used)]
+    for allocation in recording.inside:
+        used += _apply(allocation, sizes)
+        peak = max(peak, used)
+        timeline.append((allocation.time_ns - recording.start_ns, used))
+    return _Memory(
+        peak_bytes=peak,
+        baseline_bytes=baseline,
+        final_bytes=used,
+        timeline=tuple(timeline),
+    )
+
+
+def _apply(allocation: Allocation, sizes: dict[int, int]) -> int:
+    """Update the live blocks and return the change in bytes."""
+    # An address that is handed out anew was released before, seen or not.
+    previous = sizes.pop(allocation.address, 0)
+    if allocation.change_bytes > 0:
+        sizes[allocation.address] = allocation.change_bytes
+        return allocation.change_bytes - previous
+    return -previous
+
+
+def _cuda_stats(device: torch.device, *, reset: bool) -> dict[str, int]:
+    torch.cuda.synchronize(device)
+    if reset:
+        torch.cuda.reset_peak_memory_stats(device)
+    return cast("dict[str, int]", torch.cuda.memory_stats(device))
+
+
+def _measure_cuda(
+    step: Callable[[], object],
+    warmup: int,
+    device: torch.device,
+    resident: Sequence[object] | None,
+) -> _Memory:
+    for _ in range(warmup):
+        step()
+    gc.collect()
+    before = _cuda_stats(device, reset=True)
+    # Blocks that belong to others than the resident objects are subtracted; what the
+    # warm-up left to autograd alone cannot be told apart from them here.
+    others = 0
+    if resident is not None:
+        everywhere = live_storages(device)
+        named = live_storages(device, resident)
+        others = sum(
+            size for address, size in everywhere.items() if address not in named
+        )
+    recorder = AllocationRecorder("cuda")
+    with recorder, recorder.region():
+        result = step()
+        torch.cuda.synchronize(device)
+    after = _cuda_stats(device, reset=False)
+    del result
+    used = before["requested_bytes.all.current"] - others
+    timeline = [(0, used)]
+    for allocation in recorder.recording.inside:
+        used += allocation.change_bytes
+        elapsed_ns = allocation.time_ns - recorder.recording.start_ns
+        timeline.append((elapsed_ns, used))
+    return _Memory(
+        peak_bytes=after["requested_bytes.all.peak"] - others,
+        baseline_bytes=before["requested_bytes.all.current"] - others,
+        final_bytes=after["requested_bytes.all.current"] - others,
+        timeline=tuple(timeline),
+        allocated_peak_bytes=after["allocated_bytes.all.peak"],
+        reserved_peak_bytes=after["reserved_bytes.all.peak"],
+    )

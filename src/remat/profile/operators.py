@@ -1,0 +1,293 @@
+"""Time and scratch memory of single operators, measured on real tensors.
+
+Each distinct operator runs alone, on tensors made for it and released right after: the
+memory that planning needs is that of the largest operator, never that of the model.
+Distinct means: name and overload, dtype, shape, strides, storage and device of each
+tensor, and every other argument.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import (
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
+)
+
+from remat.errors import ProfileError
+from remat.profile.allocations import record_allocations
+from remat.profile.arguments import (
+    FILLS,
+    ArgumentMaker,
+    Description,
+    Fill,
+    describe,
+    target_name,
+    tensors_in,
+)
+from remat.profile.cache import CostCache
+
+_LEAST_SAMPLES = 3
+_MOST_SAMPLES = 15
+_SAMPLING_NS = 30_000_000
+_NO_KWARGS: dict[str, Any] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorCall:
+    """An operator and what it is called with.
+
+    Parameters
+    ----------
+    target
+        An overload of a torch operator, or another callable.
+    args, kwargs
+        Arguments; tensors may be fake, only their shapes and types matter.
+    """
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=lambda: _NO_KWARGS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorCost:
+    """What one run of an operator costs.
+
+    Parameters
+    ----------
+    cost_ns
+        Median time of one run, in nanoseconds.
+    workspace_bytes
+        Most bytes in use during the run beyond its inputs and its outputs.
+    output_bytes
+        Bytes allocated by the run and held by its outputs.
+    output_sizes_bytes
+        The same for each output tensor in order; 0 for one that shares the storage of
+        an input or of an earlier output.
+    aliases_input
+        Whether an output shares the storage of an input.
+    samples
+        Number of timed runs; 0 for an estimate.
+    spread_ns
+        Median distance of the samples from their median, in nanoseconds.
+    """
+
+    cost_ns: int
+    workspace_bytes: int
+    output_bytes: int
+    output_sizes_bytes: tuple[int, ...]
+    aliases_input: bool
+    samples: int
+    spread_ns: int
+
+
+def _silent(_activity: str, _share: float) -> None:
+    return
+
+
+def profile_operators(
+    calls: Sequence[OperatorCall],
+    *,
+    cache: CostCache | None = None,
+    on_progress: Callable[[str, float], None] = _silent,
+) -> list[OperatorCost]:
+    """Measure each distinct operator once, alone, and return the cost of each call.
+
+    Random number generators, autograd mode and all other state of torch are as before
+    when it returns. Must not run while a torch profiler records.
+
+    Parameters
+    ----------
+    calls
+        Any number of calls; equal ones are measured once.
+    cache
+        Where costs are looked up and kept; ``None`` for neither.
+    on_progress
+        Called with the name of the operator about to be measured and the share done,
+        between 0 and 1.
+
+    Returns
+    -------
+    list[OperatorCost]
+        One for each call, in order.
+
+    Raises
+    ------
+    ProfileError
+        If an operator cannot run alone; the message names it, its arguments and the
+        error.
+    """
+    descriptions = [describe(c.target, c.args, c.kwargs) for c in calls]
+    keys = [
+        _key(description, position) for position, description in enumerate(descriptions)
+    ]
+    costs: dict[str, OperatorCost] = {}
+    missing: dict[str, int] = {}
+    for position, key in enumerate(keys):
+        if key in costs or key in missing:
+            continue
+        known = _look_up(cache, key) if descriptions[position].is_complete else None
+        if known is None:
+            missing[key] = position
+        else:
+            costs[key] = known
+    try:
+        with _isolated({t for d in descriptions for t in d.device_types}):
+            for count, (key, position) in enumerate(missing.items()):
+                call = calls[position]
+                on_progress(target_name(call.target), count / len(missing))
+                costs[key] = _profile_operator(call, descriptions[position])
+                if cache is not None and descriptions[position].is_complete:
+                    cache.put(key, asdict(costs[key]))
+    finally:
+        # What was measured before an interruption or an error is not lost.
+        if cache is not None:
+            cache.save()
+    on_progress("operators measured", 1.0)
+    return [costs[key] for key in keys]
+
+
+def _key(description: Description, position: int) -> str:
+    text = description.text
+    if "cuda" in description.device_types:
+        text += f" on {torch.cuda.get_device_name()}"
+    # A call that the text does not fully describe is like no other.
+    return text if description.is_complete else f"{text} #{position}"
+
+
+def _look_up(cache: CostCache | None, key: str) -> OperatorCost | None:
+    record = None if cache is None else cache.get(key)
+    if cache is None or record is None:
+        return None
+    try:
+        sizes = tuple(record["output_sizes_bytes"])
+        return OperatorCost(**{**record, "output_sizes_bytes": sizes})
+    except (KeyError, TypeError):
+        cache.discard(key)
+        return None
+
+
+@contextmanager
+def _isolated(device_types: set[str]) -> Generator[None]:
+    """Shield the operators from the caller's modes, and the caller from them."""
+    devices = range(torch.cuda.device_count()) if "cuda" in device_types else ()
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch._C.DisableTorchFunction())  # noqa: SLF001
+        stack.enter_context(torch.no_grad())
+        for device_type in sorted(device_types - {"meta"} | {"cpu"}):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
+
+
+def _profile_operator(call: OperatorCall, description: Description) -> OperatorCost:
+    first: Exception | None = None
+    for fill in FILLS:
+        try:
+            return _measure_operator(call, description.device_types, fill)
+        # Any operator may refuse the values with any exception; the next fill is
+        # tried, and the first error is reported if none is accepted.
+        except Exception as error:  # noqa: BLE001
+            first = first or error
+    msg = (
+        f"operator {target_name(call.target)} cannot be measured alone: called as "
+        f"{description.text} on made-up values it raised "
+        f"{type(first).__name__}: {first}"
+    )
+    raise ProfileError(msg) from first
+
+
+def _measure_operator(
+    call: OperatorCall, device_types: set[str], fill: Fill
+) -> OperatorCost:
+    maker = ArgumentMaker(fill)
+    args = maker.make(tuple(call.args))
+    kwargs = maker.make(dict(call.kwargs))
+
+    def run() -> object:
+        return call.target(*args, **kwargs)
+
+    is_cuda = "cuda" in device_types
+    # The first run pays for what is made once: compiled primitives, library handles.
+    run()
+    sizes, aliases_input, growth_bytes = _memory_of(run, (args, kwargs), is_cuda)
+    times = _time_cuda(run) if is_cuda else _time_cpu(run)
+    median = statistics.median(times)
+    return OperatorCost(
+        cost_ns=round(median),
+        workspace_bytes=max(0, growth_bytes - sum(sizes)),
+        output_bytes=sum(sizes),
+        output_sizes_bytes=sizes,
+        aliases_input=aliases_input,
+        samples=len(times),
+        spread_ns=round(statistics.median(abs(t - median) for t in times)),
+    )
+
+
+def _memory_of(
+    run: Callable[[], object], inputs: object, is_cuda: bool
+) -> tuple[tuple[int, ...], bool, int]:
+    if is_cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        outputs = run()
+        torch.cuda.synchronize()
+        peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+        growth_bytes = peak - before
+    else:
+        recording, outputs = record_allocations(run)
+        growth_bytes = recording.peak_bytes()
+    sizes, aliases_input = _output_sizes(inputs, outputs)
+    return sizes, aliases_input, growth_bytes
+
+
+def _output_sizes(inputs: object, outputs: object) -> tuple[tuple[int, ...], bool]:
+    of_inputs = {t.untyped_storage().data_ptr() for t in tensors_in(inputs)}
+    seen = set(of_inputs)
+    sizes: list[int] = []
+    aliases_input = False
+    for tensor in tensors_in(outputs):
+        storage = tensor.untyped_storage()
+        address, size_bytes = storage.data_ptr(), storage.nbytes()
+        sizes.append(0 if address in seen else size_bytes)
+        aliases_input = aliases_input or (size_bytes > 0 and address in of_inputs)
+        seen.add(address)
+    return tuple(sizes), aliases_input
+
+
+def _has_enough(times: list[int]) -> bool:
+    return len(times) >= _MOST_SAMPLES or (
+        len(times) >= _LEAST_SAMPLES and sum(times) >= _SAMPLING_NS
+    )
+
+
+def _time_cpu(run: Callable[[], object]) -> list[int]:
+    times: list[int] = []
+    while not _has_enough(times):
+        start = time.perf_counter_ns()
+        outputs = run()
+        times.append(time.perf_counter_ns() - start)
+        # Released outside the timed part, as in a schedule.
+        del outputs
+    return times
+
+
+def _time_cuda(run: Callable[[], object]) -> list[int]:
+    times: list[int] = []
+    while not _has_enough(times):
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        outputs = run()
+        end.record()
+        end.synchronize()
+        times.append(round(start.elapsed_time(end) * 1e6))
+        del outputs
+    return times

@@ -1,0 +1,300 @@
+"""Predict the memory of work outside the model: the optimizer's step and the loss.
+
+Nothing runs on real data: copies on fake tensors are stepped while a dispatch mode
+counts the bytes of the storages that are alive, plus the estimated scratch memory inside each operator.
+"""
+
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.optimizer import _default_to_fused_or_foreach
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from remat.errors import CaptureError
+from remat.profile.arguments import tensors_in
+from remat.profile.estimate import estimate_workspace
+from remat.profile.operators import OperatorCall
+
+
+class StorageCounter(TorchDispatchMode):
+    """Count the bytes of the storages that operators create, as they come and go.
+
+    Storages that exist before, or that are handed to :meth:`ignore`, do not count.
+    A number read from a fake tensor is made up: it has no value.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self._known: set[int] = set()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+
+    def restart(self) -> None:
+        """Begin a new peak at what is live now."""
+        self.peak_bytes = self.live_bytes
+
+    def ignore(self, items: object) -> None:
+        """Leave the storages of the tensors nested in ``items`` out of the count."""
+        for tensor in tensors_in(items):
+            self._known.add(_identity(tensor))
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator and count the storages it made."""
+        if func is torch.ops.aten._local_scalar_dense.default:  # noqa: SLF001
+            return _made_up_number(args[0].dtype)
+        inputs = tensors_in([args, kwargs or {}])
+        old = {_identity(tensor) for tensor in inputs}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            if _identity(tensor) not in old:
+                self._count(tensor)
+        workspace_bytes = estimate_workspace(
+            OperatorCall(func, args, kwargs or {}), result
+        )
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes)
+        return result
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = _identity(tensor)
+        if key in self._sizes or key in self._known:
+            return
+        size_bytes = storage.nbytes()
+        self._sizes[key] = size_bytes
+        self.live_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._release, key)
+
+    def _release(self, key: int) -> None:
+        self.live_bytes -= self._sizes.pop(key)
+
+
+def _identity(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # noqa: SLF001 - identity of a storage
+
+
+def _made_up_number(dtype: torch.dtype) -> complex | float | bool:
+    # Most numbers that optimizers read are counts of steps; a late step takes the
+    # branches of the steady state (RAdam needs more memory there than at first).
+    if dtype is torch.bool:
+        return True
+    if dtype.is_complex:
+        return 1000 + 0j
+    return 1000.0 if dtype.is_floating_point else 1000
+
+
+def optimizer_bytes(
+    optimizer: torch.optim.Optimizer,
+    params: Iterable[torch.Tensor] | None = None,
+) -> tuple[int, int]:
+    """Predict the memory of an optimizer: its state, and its step beyond that.
+
+    The optimizer's class and settings are copied onto fake parameters, each with a
+    gradient, and stepped twice; the optimizer itself is not touched.
+
+    Parameters
+    ----------
+    optimizer
+        Any optimizer whose ``step`` needs no closure.
+    params
+        The parameters that receive a gradient; by default all of the optimizer's that
+        require one.
+
+    Returns
+    -------
+    state_bytes
+        Bytes of the state after the first step.
+    step_workspace_bytes
+        Most bytes in use during a later step beyond parameters, gradients and state.
+
+    Raises
+    ------
+    CaptureError
+        If the step needs a closure or values of tensors, so that it cannot be traced;
+        the message names the optimizer and the error.
+    """
+    trained = None if params is None else {id(param) for param in params}
+    name = type(optimizer).__name__
+    counter = StorageCounter()
+    try:
+        with _disable_current_modes(), FakeTensorMode() as mode:
+            copy = _fake_copy(optimizer, trained, mode)
+            counter.ignore([list(group.values()) for group in copy.param_groups])
+            counter.ignore([p.grad for g in copy.param_groups for p in g["params"]])
+            counter.ignore(dict(copy.state))
+            with counter:
+                copy.step()
+                state_bytes = _unique_bytes(dict(copy.state))
+                before = counter.live_bytes
+                counter.restart()
+                copy.step()
+                workspace_bytes = counter.peak_bytes - before
+    # An optimizer is user code: its step may raise anything on fake tensors.
+    except Exception as error:
+        msg = (
+            f"the memory of {name}.step() cannot be predicted without running it: "
+            f"{type(error).__name__}: {error}. Use an optimizer whose step() needs no "
+            "closure and does not branch on values of tensors, or leave the optimizer "
+            "out and lower the budget by what it needs"
+        )
+        raise CaptureError(msg) from error
+    return state_bytes, workspace_bytes
+
+
+def _fake_copy(
+    optimizer: torch.optim.Optimizer, trained: set[int] | None, mode: FakeTensorMode
+) -> torch.optim.Optimizer:
+    # Not copy.copy: optimizers pickle only their state, and some keep more.
+    copy = cast("torch.optim.Optimizer", object.__new__(type(optimizer)))
+    attributes = dict(vars(optimizer))
+    # Learning rate schedulers wrap `step` on the instance, around the real optimizer.
+    attributes.pop("step", None)
+    for name, value in attributes.items():
+        if name.endswith("_hooks") and isinstance(value, dict):
+            attributes[name] = OrderedDict[int, Any]()
+    vars(copy).update(attributes)
+    fakes: dict[int, torch.Tensor] = {}
+    copy.param_groups = [
+        _fake_group(group, trained, mode, fakes) for group in optimizer.param_groups
+    ]
+    # Some optimizers make their state on construction, others at the first step.
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    for key, value in optimizer.state.items():
+        state[fakes.get(id(key), key)] = _fake_like(value, needs_grad=False)
+    copy.state = state
+    return copy
+
+
+def _fake_group(
+    group: Mapping[str, Any],
+    trained: set[int] | None,
+    mode: FakeTensorMode,
+    fakes: dict[int, torch.Tensor],
+) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name, value in group.items():
+        if name == "params":
+            result[name] = [_fake_param(p, trained, fakes) for p in value]
+        elif isinstance(value, torch.Tensor):
+            result[name] = mode.from_tensor(value)
+        else:
+            result[name] = value
+    if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+        # The default depends on the type of the parameters, which a fake hides.
+        _, result["foreach"] = _default_to_fused_or_foreach(
+            list(group["params"]),
+            bool(group.get("differentiable", False)),
+            use_fused=False,
+        )
+    return result
+
+
+def _fake_param(
+    param: torch.Tensor, trained: set[int] | None, fakes: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    if id(param) not in fakes:
+        fake = torch.empty_strided(
+            param.shape, param.stride(), dtype=param.dtype, device=param.device
+        )
+        fake.requires_grad_(param.requires_grad)
+        has_grad = param.requires_grad if trained is None else id(param) in trained
+        if has_grad:
+            fake.grad = torch.empty_like(fake)
+        fakes[id(param)] = fake
+    return fakes[id(param)]
+
+
+def _unique_bytes(items: object) -> int:
+    sizes = {_identity(t): t.untyped_storage().nbytes() for t in tensors_in(items)}
+    return sum(sizes.values())
+
+
+def loss_bytes(
+    loss_fn: Callable[..., torch.Tensor],
+    outputs: object,
+    *args: object,
+) -> int:
+    """Predict the memory of a loss outside the model, and of its backward pass.
+
+    Parameters
+    ----------
+    loss_fn
+        Called as ``loss_fn(outputs, *args)``; returns a scalar that depends on a
+        floating-point tensor of ``outputs``.
+    outputs
+        The model's outputs, fake or real: a tensor or a nesting of tensors. Only
+        shapes and types matter; nothing is computed.
+    args
+        Further arguments, such as targets; real or fake, they do not count.
+
+    Returns
+    -------
+    int
+        Most bytes in use at once while the loss and its gradients with respect to the
+        outputs are computed, beyond the outputs, ``args`` and these gradients.
+
+    Raises
+    ------
+    CaptureError
+        If the loss needs values of tensors, so that it cannot be traced, or does not
+        depend on the outputs.
+    """
+    counter = StorageCounter()
+    try:
+        with (
+            _disable_current_modes(),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            torch.enable_grad(),
+        ):
+            fake_outputs = _fake_like(outputs, needs_grad=True)
+            fake_args = cast("Sequence[Any]", _fake_like(args, needs_grad=False))
+            counter.ignore([fake_outputs, fake_args])
+            with counter:
+                loss_fn(fake_outputs, *fake_args).backward()
+            grads = [t.grad for t in tensors_in(fake_outputs) if t.is_leaf]
+            gradient_bytes = _unique_bytes(grads)
+    # A loss is user code: it may raise anything on fake tensors.
+    except Exception as error:
+        msg = (
+            "the memory of the loss cannot be predicted without running it: "
+            f"{type(error).__name__}: {error}. Compute the loss inside the model, or "
+            "write it without branches on values of tensors"
+        )
+        raise CaptureError(msg) from error
+    return max(0, counter.peak_bytes - gradient_bytes)
+
+
+def _fake_like(item: Any, *, needs_grad: bool) -> Any:
+    match item:
+        case torch.Tensor():
+            fake = torch.empty_strided(
+                item.shape, item.stride(), dtype=item.dtype, device=item.device
+            )
+            is_float = item.dtype.is_floating_point or item.dtype.is_complex
+            return fake.requires_grad_(needs_grad and is_float)
+        case list() | tuple():
+            items = cast("Sequence[Any]", item)
+            made = [_fake_like(inner, needs_grad=needs_grad) for inner in items]
+            if hasattr(item, "_fields"):
+                return cast("Any", type(item))(*made)
+            return type(item)(made)
+        case dict():
+            pairs = cast("dict[Any, Any]", item)
+            made_pairs = {
+                key: _fake_like(value, needs_grad=needs_grad)
+                for key, value in pairs.items()
+            }
+            return made_pairs
+        case _:
+            return item
