@@ -33,7 +33,7 @@ from remat.problem import Limits, Problem, Result
 from remat.profile.cache import CostCache
 from remat.profile.operators import OperatorCall, OperatorCost, profile_operators
 from remat.profile.outside import loss_bytes, optimizer_bytes
-from remat.profile.estimates import device_rates, estimate_operators
+from remat.profile.estimate import estimate_operators, measure_rates
 from remat.runtime.backend import PlannedBackend, StoppedBeforeRunningError
 from remat.schedule import Schedule
 from remat.simulator import simulate
@@ -158,7 +158,9 @@ def with_costs(program: JointProgram, request: PlanRequest) -> TrainingGraph:
         )
         _check_aliases(program, [i for i, _ in calls], costs)
     else:
-        costs = estimate_operators(operators, device_rates(program.device))
+        costs = estimate_operators(
+            operators, measure_rates(program.device, cache=CostCache())
+        )
     return set_costs(
         program.graph,
         {
@@ -460,7 +462,7 @@ def fit(
         given_plan=plan,
     )
     fitted = FittedModel(model, request)
-    result = fitted.plan_now(_positional(args), kwargs or {})
+    result = fitted.plan_now(positional(args), kwargs or {})
     # A saved plan is for the example's shape; other shapes are planned anew.
     if plan is not None:
         fitted.request = replace(
@@ -502,7 +504,7 @@ def plan(
         costs=costs,
         progress=progress or ignore_progress,
     )
-    return FittedModel(model, request).plan_now(_positional(args), kwargs or {})
+    return FittedModel(model, request).plan_now(positional(args), kwargs or {})
 
 
 def release(model: nn.Module) -> nn.Module:
@@ -551,5 +553,6 @@ def backend(
     return PlannedBackend(planner.choose_schedule, name)
 
 
-def _positional(args: Any) -> tuple[Any, ...]:
+def positional(args: Any) -> tuple[Any, ...]:
+    """Return example arguments as a tuple; a single value stands for itself."""
     return tuple(args) if isinstance(args, tuple | list) else (args,)

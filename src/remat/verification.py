@@ -1,0 +1,426 @@
+"""Verify a plan on the user's own model: exactness, peak, time, plain against planned."""
+
+import statistics
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten_with_path, keystr
+
+from remat.capture.surroundings import captured_tensors
+from remat.errors import CaptureError
+from remat.fitting import Costs, FittedModel, Loss, PlanRequest, release
+from remat.fitting import positional as positional_arguments
+from remat.profile.memory import measure
+from remat.solvers.base import ProgressCallback, ignore_progress
+from remat.training_plan import Plan
+from remat.units import format_bytes, format_ns
+
+Outcome = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A tensor that is not bitwise equal in two runs.
+
+    ``largest`` is the largest absolute difference, as a float; ``nan`` where shapes or
+    types differ.
+    """
+
+    name: str
+    largest: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What :func:`verify` found.
+
+    Parameters
+    ----------
+    plan
+        The plan that was verified.
+    against_captured
+        Tensors that differ from the same captured step without rematerialisation.
+    against_eager
+        Tensors that differ from eager PyTorch.
+    compared_count
+        How many tensors were compared each time: outputs, gradients, buffers, random
+        state, after one and after two backward passes.
+    budget_bytes, predicted_peak_bytes, measured_peak_bytes, plain_peak_bytes
+        The budget, the plan's prediction, the measured peak of the planned step, and
+        that of the plain eager step.
+    planned_ns, plain_ns
+        Median time of one step.
+    slowdown
+        Median over pairs of planned time / plain time.
+    """
+
+    plan: Plan
+    against_captured: tuple[Difference, ...]
+    against_eager: tuple[Difference, ...]
+    compared_count: int
+    budget_bytes: int
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    plain_peak_bytes: int
+    planned_ns: int
+    plain_ns: int
+    slowdown: float
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all is bitwise equal to the captured step without remat."""
+        return not self.against_captured
+
+    @property
+    def is_within_budget(self) -> bool:
+        """Whether the measured peak is at most the budget."""
+        return self.measured_peak_bytes <= self.budget_bytes
+
+    @property
+    def prediction_error(self) -> float:
+        """Predicted over measured peak, less 1: negative where the plan promises too
+        little.
+        """  # noqa: D205, D400
+        return self.predicted_peak_bytes / self.measured_peak_bytes - 1
+
+    def summary(self) -> dict[str, Any]:
+        """Return the report's figures as a dictionary that JSON can hold."""
+        return {
+            "is_exact": self.is_exact,
+            "is_within_budget": self.is_within_budget,
+            "compared_count": self.compared_count,
+            "against_captured": [asdict(d) for d in self.against_captured],
+            "against_eager": [asdict(d) for d in self.against_eager],
+            "budget_bytes": self.budget_bytes,
+            "predicted_peak_bytes": self.predicted_peak_bytes,
+            "measured_peak_bytes": self.measured_peak_bytes,
+            "prediction_error": self.prediction_error,
+            "plain_peak_bytes": self.plain_peak_bytes,
+            "planned_ns": self.planned_ns,
+            "plain_ns": self.plain_ns,
+            "slowdown": self.slowdown,
+            "plan": self.plan.summary(),
+        }
+
+    def __str__(self) -> str:
+        verdict = "kept" if self.is_within_budget else "BROKEN"
+        return "\n".join(
+            [
+                f"verification of {self.plan.graph.name}",
+                f"  budget      {format_bytes(self.budget_bytes)}: {verdict}",
+                f"  peak        {format_bytes(self.measured_peak_bytes)} measured, "
+                f"{format_bytes(self.predicted_peak_bytes)} predicted "
+                f"({self.prediction_error:+.2%}); plain step "
+                f"{format_bytes(self.plain_peak_bytes)}",
+                f"  time        {format_ns(self.planned_ns)} a step, plain step "
+                f"{format_ns(self.plain_ns)}: {self.slowdown:.2f} x",
+                f"  exact       {_verdict(self.against_captured, self.compared_count)} "
+                "the captured step without remat",
+                f"  eager       {_verdict(self.against_eager, self.compared_count)} "
+                "eager PyTorch",
+            ]
+        )
+
+
+def _verdict(differences: tuple[Difference, ...], count: int) -> str:
+    if not differences:
+        return f"all {count} tensors bitwise equal to"
+    worst = max(differences, key=lambda d: d.largest)
+    return (
+        f"{len(differences)} of {count} tensors differ (largest {worst.largest:.3g} in "
+        f"{worst.name}) from"
+    )
+
+
+def default_loss(outputs: Any) -> torch.Tensor:
+    """Return the loss that outputs hold, or the sum of all that take a gradient.
+
+    Raises
+    ------
+    CaptureError
+        If nothing in the outputs takes a gradient.
+    """
+    if isinstance(outputs, torch.Tensor) and outputs.dim() == 0:
+        return outputs
+    held = outputs.get("loss") if isinstance(outputs, Mapping) else None
+    held = getattr(outputs, "loss", held)
+    if isinstance(held, torch.Tensor) and held.dim() == 0:
+        return held
+    leaves = [leaf for _, leaf in tree_flatten_with_path(outputs)[0]]
+    terms = [
+        leaf.float().sum()
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
+    if not terms:
+        raise CaptureError("the model does not train: no output takes a gradient")
+    return torch.stack(terms).sum()
+
+
+def verify(
+    model: nn.Module,
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budget: int | str,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Loss | None = None,
+    solver: str = "auto",
+    time_limit: float | None = None,
+    seed: int = 0,
+    costs: Costs = "measured",
+    progress: ProgressCallback | None = None,
+    repeats: int = 3,
+) -> VerifyReport:
+    """Run the step plainly and within the budget, and compare everything.
+
+    Afterwards the model, its gradients, the optimizer and the random state are as
+    before, and the model is not fitted.
+
+    Parameters
+    ----------
+    model, args, kwargs, budget, optimizer, loss, solver, time_limit, seed, costs
+        As for :func:`remat.fit`. Without ``loss``, a scalar output or one named
+        ``loss`` is taken, or else the sum of the outputs.
+    progress
+        Called with what is being done and the share of it that is done.
+    repeats
+        How many pairs of steps are timed.
+
+    Returns
+    -------
+    VerifyReport
+        Differences, predicted and measured peak, time of both.
+
+    Raises
+    ------
+    BudgetError, CaptureError, ProfileError, SolverUnsuitableError, UnitError
+        As :func:`remat.fit`.
+
+    Notes
+    -----
+    The plain step runs too, so the machine must have the memory for it. Compared are
+    outputs, gradients, buffers and random state after one and after two backward
+    passes (gradient accumulation), from the same start.
+    """
+    report = progress or ignore_progress
+    step = _Step(
+        model, positional_arguments(args), dict(kwargs or {}), loss, optimizer
+    )
+    request = PlanRequest(
+        budget=budget,
+        optimizer=optimizer,
+        loss=loss,
+        solver=solver,
+        time_limit=time_limit,
+        seed=seed,
+        costs=costs,
+        progress=report,
+    )
+    reference = PlanRequest(
+        budget=_NO_LIMIT, solver="store-all", costs="estimated", loss=loss
+    )
+    release(model)
+    with step.restored():
+        planned = FittedModel(model, request)
+        plan = planned.plan_now(step.args, step.kwargs)
+        report("comparing", 0.0)
+        mine = step.outcome(planned)
+        captured = step.outcome(FittedModel(model, reference))
+        against_captured = compare(captured, mine)
+        del captured
+        against_eager = compare(step.outcome(None), mine)
+        count = len(mine)
+        del mine
+        report("measuring", 0.5)
+        plain_peak = step.peak_bytes(None)
+        planned_peak = step.peak_bytes(planned)
+        plain_times, planned_times = step.paired_times(planned, repeats)
+    return VerifyReport(
+        plan=plan,
+        against_captured=against_captured,
+        against_eager=against_eager,
+        compared_count=count,
+        budget_bytes=plan.budget_bytes or 0,
+        predicted_peak_bytes=plan.peak_bytes,
+        measured_peak_bytes=planned_peak,
+        plain_peak_bytes=plain_peak,
+        planned_ns=round(statistics.median(planned_times)),
+        plain_ns=round(statistics.median(plain_times)),
+        slowdown=statistics.median(
+            mine / plain for mine, plain in zip(planned_times, plain_times, strict=True)
+        ),
+    )
+
+
+_NO_LIMIT = 2**62
+
+
+def compare(expected: Outcome, found: Outcome) -> tuple[Difference, ...]:
+    """Return the tensors of two runs that are not bitwise equal, by name."""
+    differences: list[Difference] = []
+    for name in sorted({*expected, *found}):
+        one, other = expected.get(name), found.get(name)
+        if one is None or other is None or one.shape != other.shape:
+            differences.append(Difference(name=name, largest=float("nan")))
+        elif not _is_bitwise_equal(one, other):
+            gap = (one.double() - other.double()).abs().max().item()
+            differences.append(Difference(name=name, largest=gap))
+    return tuple(differences)
+
+
+def _is_bitwise_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype:
+        return False
+    # Compares bits: equal NaNs are equal, and 0.0 differs from -0.0.
+    left, right = one.contiguous(), other.contiguous()
+    if left.dim() == 0:
+        left, right = left.reshape(1), right.reshape(1)
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+class _Step:
+    """One training step of a model, run plainly or by a plan."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        loss: Loss | None,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self.model = model
+        self.args = args
+        self.kwargs = kwargs
+        self.loss = loss or default_loss
+        self.resident: list[Any] = [model, args, kwargs, captured_tensors(loss)]
+        self.optimizer = optimizer
+        if optimizer is not None:
+            self.resident.append(optimizer)
+        self.devices = sorted(
+            {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
+        )
+
+    @contextmanager
+    def restored(self) -> Generator[None]:
+        """Put the model, optimizer, gradients and random state back at the end."""
+        state = {k: v.detach().clone() for k, v in self.model.state_dict().items()}
+        extra = {k: b.detach().clone() for k, b in self.model.named_buffers()}
+        gradients = [p.grad for p in self.model.parameters()]
+        optimizer_state = (
+            None if self.optimizer is None else deepcopy(self.optimizer.state_dict())
+        )
+        with torch.random.fork_rng(devices=self.devices):
+            self.state, self.buffers = state, extra
+            self.random_state = torch.get_rng_state()
+            self.cuda_states = [torch.cuda.get_rng_state(d) for d in self.devices]
+            try:
+                yield
+            finally:
+                self.reset()
+                for parameter, gradient in zip(
+                    self.model.parameters(), gradients, strict=True
+                ):
+                    parameter.grad = gradient
+                if self.optimizer is not None and optimizer_state is not None:
+                    self.optimizer.load_state_dict(optimizer_state)
+
+    def reset(self) -> None:
+        """Go back to the start: parameters, buffers, random state, no gradients."""
+        with torch.no_grad():
+            live = self.model.state_dict(keep_vars=True)
+            for name, value in self.state.items():
+                if isinstance(live[name], torch.Tensor):
+                    live[name].detach().copy_(value)
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(self.buffers[name])
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        torch.set_rng_state(self.random_state)
+        for device, state in zip(self.devices, self.cuda_states, strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+    def call(self, fitted: FittedModel | None) -> Any:
+        """Run the forward pass, plainly or by a plan."""
+        self.model._compiled_call_impl = fitted  # noqa: SLF001
+        try:
+            return self.model(*self.args, **self.kwargs)
+        finally:
+            release(self.model)
+
+    def outcome(self, fitted: FittedModel | None) -> Outcome:
+        """Return all results of two backward passes from the start."""
+        self.reset()
+        found: Outcome = {}
+        for position in (1, 2):
+            outputs = self.call(fitted)
+            self.loss(outputs).backward()
+            self.collect(found, outputs, f"pass {position}: ")
+        return found
+
+    def collect(self, found: Outcome, outputs: Any, prefix: str) -> None:
+        for path, leaf in tree_flatten_with_path(outputs)[0]:
+            if isinstance(leaf, torch.Tensor):
+                found[f"{prefix}output{keystr(path)}"] = leaf.detach().clone()
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                found[f"{prefix}gradient of {name}"] = parameter.grad.clone()
+        for name, buffer in self.model.named_buffers():
+            found[f"{prefix}buffer {name}"] = buffer.clone()
+        for leaf_name, leaf in self.input_gradients():
+            found[f"{prefix}gradient of {leaf_name}"] = leaf.clone()
+        found[f"{prefix}random state"] = torch.get_rng_state()
+        for device in self.devices:
+            found[f"{prefix}random state of cuda:{device}"] = torch.cuda.get_rng_state(
+                device
+            )
+
+    def input_gradients(self) -> list[tuple[str, torch.Tensor]]:
+        return [
+            (f"input {keystr(path)}", leaf.grad)
+            for path, leaf in tree_flatten_with_path((self.args, self.kwargs))[0]
+            if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.grad is not None
+        ]
+
+    def train(self, fitted: FittedModel | None) -> None:
+        """Run one whole training step, the optimizer's included."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        outputs = self.call(fitted)
+        self.loss(outputs).backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+    def peak_bytes(self, fitted: FittedModel | None) -> int:
+        self.reset()
+        peak = measure(
+            lambda: self.train(fitted), warmup=2, repeats=0, resident=self.resident
+        ).peak_bytes
+        self.reset()
+        return peak
+
+    def paired_times(
+        self, fitted: FittedModel, repeats: int
+    ) -> tuple[list[int], list[int]]:
+        """Time plain and planned steps in turn; one pair more runs to warm up."""
+        plain: list[int] = []
+        planned: list[int] = []
+        for position in range(repeats + 1):
+            for times, which in ((plain, None), (planned, fitted)):
+                start = time.perf_counter_ns()
+                self.train(which)
+                self.synchronise()
+                if position:
+                    times.append(time.perf_counter_ns() - start)
+        return plain, planned
+
+    def synchronise(self) -> None:
+        for device in self.devices:
+            torch.cuda.synchronize(device)
