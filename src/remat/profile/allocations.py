@@ -106,7 +106,7 @@ class AllocationRecorder:
         ProfileError
             If another torch profiler is recording in this process.
         """
-        if torch.autograd._profiler_enabled():  # noqa: SLF001 - torch has no public way
+        if torch.autograd._profiler_enabled():
             msg = (
                 "a torch profiler is already recording, and only one can: leave its "
                 "block before measuring memory"

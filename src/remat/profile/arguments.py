@@ -68,12 +68,12 @@ class Description:
 
     text: str
     is_complete: bool = True
-    device_types: set[str] = field(default_factory=lambda: set[str]())
+    device_types: set[str] = field(default_factory=set[str])
 
 
 def target_name(target: Callable[..., Any]) -> str:
     """Return the name of an operator, its overload included."""
-    if isinstance(target, torch._ops.OpOverload):  # noqa: SLF001 - type of every aten op
+    if isinstance(target, torch._ops.OpOverload):
         return str(target)
     module = getattr(target, "__module__", "") or ""
     name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
@@ -146,7 +146,7 @@ def _describe_tensor(tensor: torch.Tensor, storages: dict[int, int]) -> str:
     if offset or size != _extent(tensor) * tensor.element_size():
         text += f" offset {offset} of {size} bytes"
     if size:
-        key = tensor.untyped_storage()._cdata  # noqa: SLF001 - identity of a storage
+        key = tensor.untyped_storage()._cdata
         if key in storages:
             text += f" in storage {storages[key]}"
         storages.setdefault(key, len(storages))
@@ -241,7 +241,7 @@ class ArgumentMaker:
                 "made for profiling; only dense, strided tensors can"
             )
             raise ProfileError(msg)
-        key = like.untyped_storage()._cdata  # noqa: SLF001 - identity of a storage
+        key = like.untyped_storage()._cdata
         block = self._storages.get(key) if _storage_bytes(like) else None
         if block is None:
             block = self._block(like)

@@ -191,8 +191,7 @@ def _parse(text: str) -> dict[str, dict[str, Any]]:
         raise ValueError(msg)  # noqa: TRY004 - one type for every kind of damage
     costs = cast("dict[str, Any]", document).get("costs")
     if not isinstance(costs, dict) or not all(
-        isinstance(record, dict)
-        for record in cast("dict[str, object]", costs).values()
+        isinstance(record, dict) for record in cast("dict[str, object]", costs).values()
     ):
         msg = "it has no table 'costs'"
         raise ValueError(msg)

@@ -15,15 +15,13 @@ References
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import (
-    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
-)
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from remat.errors import ProfileError
@@ -34,6 +32,15 @@ from remat.profile.operators import OperatorCall, OperatorCost
 _MATMUL_SIDE = 768
 _COPY_BYTES = 1 << 26
 _SAMPLES = 5
+_SHRUNK_RESULTS = frozenset(
+    {
+        "mse_loss",
+        "smooth_l1_loss",
+        "binary_cross_entropy",
+        "soft_margin_loss",
+        "col2im",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,16 +147,20 @@ def estimate_operators(
 
 
 def _estimate(call: OperatorCall, rates: Rates) -> OperatorCost:
-    outputs = _fake_outputs(call)
+    call, outputs = _trace(call)
     inputs = tensors_in([call.args, dict(call.kwargs)])
-    known = {_identity(tensor) for tensor in inputs}
+    of_inputs = {_identity(tensor) for tensor in inputs}
+    seen = set(of_inputs)
     sizes: list[int] = []
     aliases_input = False
     for tensor in tensors_in(outputs):
         key = _identity(tensor)
-        aliases_input = aliases_input or key in {_identity(t) for t in inputs}
-        sizes.append(0 if key in known else tensor.untyped_storage().nbytes())
-        known.add(key)
+        aliases_input = aliases_input or key in of_inputs
+        held_bytes = tensor.untyped_storage().nbytes()
+        sizes.append(0 if key in seen else held_bytes)
+        seen.add(key)
+    if sum(sizes):
+        sizes[0] += estimate_excess(call, outputs)
     moved_bytes = sum(sizes) + sum({_identity(t): _bytes(t) for t in inputs}.values())
     cost_ns = rates.launch_ns
     if sum(sizes) or not aliases_input or _mutates(call):
@@ -169,7 +180,7 @@ def _estimate(call: OperatorCall, rates: Rates) -> OperatorCost:
 
 
 def _identity(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # noqa: SLF001 - identity of a storage
+    return tensor.untyped_storage()._cdata
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -181,14 +192,21 @@ def _mutates(call: OperatorCall) -> bool:
     return bool(getattr(schema, "is_mutable", False))
 
 
-def _fake_outputs(call: OperatorCall) -> object:
+def _trace(call: OperatorCall) -> tuple[OperatorCall, object]:
+    """Return the call on fake tensors only, and its fake outputs."""
     inputs = tensors_in([call.args, dict(call.kwargs)])
     mode = next((t.fake_mode for t in inputs if isinstance(t, FakeTensor)), None)
-    if mode is None:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = mode or FakeTensorMode()
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
+
+    args, kwargs = tree_map_only(
+        torch.Tensor, fake, (tuple(call.args), dict(call.kwargs))
+    )
     try:
-        with mode or nullcontext():
-            return call.target(*call.args, **dict(call.kwargs))
+        with mode:
+            outputs = call.target(*args, **kwargs)
     # Any operator may raise anything on fake tensors; nothing else is in the block.
     except Exception as error:
         msg = (
@@ -197,6 +215,7 @@ def _fake_outputs(call: OperatorCall) -> object:
             "operators instead of estimating them"
         )
         raise ProfileError(msg) from error
+    return OperatorCall(call.target, args, kwargs), outputs
 
 
 def _flops(call: OperatorCall, outputs: object) -> int:
@@ -209,6 +228,37 @@ def _flops(call: OperatorCall, outputs: object) -> int:
     return int(formula(*call.args, **dict(call.kwargs), out_val=outputs))
 
 
+def _short_name(call: OperatorCall) -> str:
+    return target_name(call.target).removeprefix("aten.").partition(".")[0]
+
+
+def _reduces(inputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> bool:
+    return bool(inputs and made) and made[0].numel() < inputs[0].numel()
+
+
+def estimate_excess(call: OperatorCall, outputs: object) -> int:
+    """Return the bytes that an output's storage has beyond what its shape needs.
+
+    Some CPU kernels make their result in a larger block and shrink the tensor, not
+    the block: losses that reduce their elements, and ``col2im``. Fake tensors do not
+    show it.
+
+    Parameters
+    ----------
+    call
+        The operator and its arguments, fake or real.
+    outputs
+        What the call returns on fake tensors.
+    """
+    inputs = tensors_in([call.args, dict(call.kwargs)])
+    made = tensors_in(outputs)
+    if not _reduces(inputs, made) or made[0].device.type != "cpu":
+        return 0
+    if _short_name(call) in _SHRUNK_RESULTS:
+        return _bytes(inputs[0]) - _bytes(made[0])
+    return 0
+
+
 def estimate_workspace(call: OperatorCall, outputs: object) -> int:
     """Estimate the scratch memory of one run, in bytes, from shapes alone.
 
@@ -218,7 +268,8 @@ def estimate_workspace(call: OperatorCall, outputs: object) -> int:
       backward: a copy of input, output gradient and weight;
     * dropout: the random numbers, as large as the input;
     * batch norm backward: a copy of the output gradient;
-    * a loss that reduces its elements: the elements before reduction;
+    * a loss that reduces its elements: the elements before reduction, unless the
+      result lives in their block (:func:`estimate_excess`);
     * interpolation: a copy of input and output with channels last;
     * every other operator: none.
 
@@ -229,22 +280,37 @@ def estimate_workspace(call: OperatorCall, outputs: object) -> int:
     outputs
         What the call returns on fake tensors.
     """
-    name = target_name(call.target).removeprefix("aten.").partition(".")[0]
+    name = _short_name(call)
     inputs = tensors_in([call.args, dict(call.kwargs)])
-    if not inputs:
-        return 0
     made = tensors_in(outputs)
-    match name:
-        case "convolution":
-            return _bytes(inputs[1]) + sum(_bytes(tensor) for tensor in made)
-        case "convolution_backward":
-            return sum(_bytes(tensor) for tensor in inputs[:3])
-        case "native_dropout" | "native_batch_norm_backward":
-            return _bytes(inputs[0])
-        case "mse_loss" | "smooth_l1_loss" | "huber_loss" | "binary_cross_entropy":
-            is_reduced = bool(made) and made[0].numel() < inputs[0].numel()
-            return _bytes(inputs[0]) if is_reduced else 0
-        case _ if name.startswith("upsample_"):
-            return _bytes(inputs[0]) + sum(_bytes(tensor) for tensor in made)
-        case _:
-            return 0
+    if name.startswith("upsample_") and "backward" not in name:
+        name = "upsample"
+    rule = _WORKSPACE_RULES.get(name)
+    return 0 if rule is None or not made else rule(inputs, made)
+
+
+_Rule = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], int]
+
+
+def _sum_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(_bytes(tensor) for tensor in tensors)
+
+
+def _elements_if_reduced(
+    inputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+) -> int:
+    return _bytes(inputs[0]) if _reduces(inputs, made) else 0
+
+
+_WORKSPACE_RULES: dict[str, _Rule] = {
+    "convolution": lambda inputs, made: _bytes(inputs[1]) + _sum_bytes(made),
+    "convolution_backward": lambda inputs, _: _sum_bytes(inputs[:3]),
+    "native_dropout": lambda inputs, _: _bytes(inputs[0]),
+    "native_batch_norm_backward": lambda inputs, _: _bytes(inputs[0]),
+    "mse_loss": _elements_if_reduced,
+    "smooth_l1_loss": _elements_if_reduced,
+    "huber_loss": _elements_if_reduced,
+    "soft_margin_loss_backward": lambda _, made: 2 * _bytes(made[0]),
+    "logsumexp": lambda inputs, made: _bytes(inputs[0]) + _bytes(made[0]),
+    "upsample": lambda inputs, made: _bytes(inputs[0]) + _sum_bytes(made),
+}

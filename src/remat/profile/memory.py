@@ -286,7 +286,7 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout is torch.strided:
         return [tensor]
     if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]  # noqa: SLF001 - no public way
+        return [tensor._indices(), tensor._values()]
     if tensor.layout in {torch.sparse_csr, torch.sparse_bsr}:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in {torch.sparse_csc, torch.sparse_bsc}:
@@ -309,7 +309,7 @@ def _device(device: torch.device | str | None) -> torch.device:
         uses_cuda = torch.cuda.is_initialized() and torch.cuda.memory_allocated() > 0
         device = "cuda" if uses_cuda else "cpu"
     place = torch.device(device)
-    if place.type == "cuda" and place.index is None:
+    if str(place) == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return place
 

@@ -14,9 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import (
-    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
-)
+from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.errors import ProfileError
 from remat.profile.allocations import record_allocations
@@ -165,9 +163,16 @@ def _look_up(cache: CostCache | None, key: str) -> OperatorCost | None:
     if cache is None or record is None:
         return None
     try:
-        sizes = tuple(record["output_sizes_bytes"])
-        return OperatorCost(**{**record, "output_sizes_bytes": sizes})
-    except (KeyError, TypeError):
+        return OperatorCost(
+            cost_ns=int(record["cost_ns"]),
+            workspace_bytes=int(record["workspace_bytes"]),
+            output_bytes=int(record["output_bytes"]),
+            output_sizes_bytes=tuple(int(n) for n in record["output_sizes_bytes"]),
+            aliases_input=bool(record["aliases_input"]),
+            samples=int(record["samples"]),
+            spread_ns=int(record["spread_ns"]),
+        )
+    except (KeyError, TypeError, ValueError):
         cache.discard(key)
         return None
 
@@ -179,7 +184,7 @@ def _isolated(device_types: set[str]) -> Generator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
         stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch._C.DisableTorchFunction())  # noqa: SLF001
+        stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(torch.no_grad())
         for device_type in sorted(device_types - {"meta"} | {"cpu"}):
             stack.enter_context(torch.autocast(device_type, enabled=False))
@@ -216,7 +221,9 @@ def _measure_operator(
     is_cuda = "cuda" in device_types
     # The first run pays for what is made once: compiled primitives, library handles.
     run()
-    sizes, aliases_input, growth_bytes = _memory_of(run, (args, kwargs), is_cuda)
+    sizes, aliases_input, growth_bytes = _memory_of(
+        run, (args, kwargs), is_cuda=is_cuda
+    )
     times = _time_cuda(run) if is_cuda else _time_cpu(run)
     median = statistics.median(times)
     return OperatorCost(
@@ -231,7 +238,7 @@ def _measure_operator(
 
 
 def _memory_of(
-    run: Callable[[], object], inputs: object, is_cuda: bool
+    run: Callable[[], object], inputs: object, *, is_cuda: bool
 ) -> tuple[tuple[int, ...], bool, int]:
     if is_cuda:
         torch.cuda.synchronize()

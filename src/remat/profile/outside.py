@@ -1,7 +1,8 @@
 """Predict the memory of work outside the model: the optimizer's step and the loss.
 
 Nothing runs on real data: copies on fake tensors are stepped while a dispatch mode
-counts the bytes of the storages that are alive, plus the estimated scratch memory inside each operator.
+counts the bytes of the storages that are alive, plus the estimated scratch memory
+inside each operator.
 """
 
 import weakref
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from remat.errors import CaptureError
 from remat.profile.arguments import tensors_in
-from remat.profile.estimate import estimate_workspace
+from remat.profile.estimate import estimate_excess, estimate_workspace
 from remat.profile.operators import OperatorCall
 
 
@@ -51,26 +52,27 @@ class StorageCounter(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operator and count the storages it made."""
-        if func is torch.ops.aten._local_scalar_dense.default:  # noqa: SLF001
+        if func is torch.ops.aten._local_scalar_dense.default:
             return _made_up_number(args[0].dtype)
         inputs = tensors_in([args, kwargs or {}])
         old = {_identity(tensor) for tensor in inputs}
         result = func(*args, **(kwargs or {}))
+        call = OperatorCall(func, args, kwargs or {})
+        excess_bytes = estimate_excess(call, result)
         for tensor in tensors_in(result):
             if _identity(tensor) not in old:
-                self._count(tensor)
-        workspace_bytes = estimate_workspace(
-            OperatorCall(func, args, kwargs or {}), result
-        )
+                self._count(tensor, excess_bytes)
+                excess_bytes = 0
+        workspace_bytes = estimate_workspace(call, result)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes)
         return result
 
-    def _count(self, tensor: torch.Tensor) -> None:
+    def _count(self, tensor: torch.Tensor, excess_bytes: int) -> None:
         storage = tensor.untyped_storage()
         key = _identity(tensor)
         if key in self._sizes or key in self._known:
             return
-        size_bytes = storage.nbytes()
+        size_bytes = storage.nbytes() + excess_bytes
         self._sizes[key] = size_bytes
         self.live_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
@@ -81,7 +83,7 @@ class StorageCounter(TorchDispatchMode):
 
 
 def _identity(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # noqa: SLF001 - identity of a storage
+    return tensor.untyped_storage()._cdata
 
 
 def _made_up_number(dtype: torch.dtype) -> complex | float | bool:
@@ -156,7 +158,7 @@ def _fake_copy(
     optimizer: torch.optim.Optimizer, trained: set[int] | None, mode: FakeTensorMode
 ) -> torch.optim.Optimizer:
     # Not copy.copy: optimizers pickle only their state, and some keep more.
-    copy = cast("torch.optim.Optimizer", object.__new__(type(optimizer)))
+    copy = object.__new__(type(optimizer))
     attributes = dict(vars(optimizer))
     # Learning rate schedulers wrap `step` on the instance, around the real optimizer.
     attributes.pop("step", None)
@@ -291,10 +293,9 @@ def _fake_like(item: Any, *, needs_grad: bool) -> Any:
             return type(item)(made)
         case dict():
             pairs = cast("dict[Any, Any]", item)
-            made_pairs = {
+            return {
                 key: _fake_like(value, needs_grad=needs_grad)
                 for key, value in pairs.items()
             }
-            return made_pairs
         case _:
             return item
