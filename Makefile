@@ -11,6 +11,7 @@ SOURCES := $(wildcard src tests studies examples)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format docs clean
+.PHONY: lint-format lint-style lint-types lint-layers lint-spelling
 # A recipe that fails leaves no stamp behind.
 .DELETE_ON_ERROR:
 
@@ -23,11 +24,21 @@ demo: $(STAMPS)/demo ## train two real models plainly and within a budget
 test: $(STAMPS)/dev ## run the tests; PYTEST_ARGS="-k name" is passed on
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-lint: $(STAMPS)/dev ## check format, lint, types, layers and spelling
+lint: lint-format lint-style lint-types lint-layers lint-spelling ## check format, style, types, layers, spelling
+
+lint-format: $(STAMPS)/dev
 	$(BIN)/ruff format --check $(SOURCES)
+
+lint-style: $(STAMPS)/dev
 	$(BIN)/ruff check $(SOURCES)
+
+lint-types: $(STAMPS)/dev
 	$(BIN)/pyright
-	$(BIN)/lint-imports
+
+lint-layers: $(STAMPS)/dev
+	$(BIN)/lint-imports --no-logo
+
+lint-spelling: $(STAMPS)/dev
 	$(BIN)/codespell
 
 format: $(STAMPS)/dev ## apply the formatter and the linter's safe fixes

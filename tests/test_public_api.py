@@ -119,7 +119,7 @@ def test_public_names_are_there_and_documented() -> None:
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no_such_name"):
-        _ = remat.no_such_name  # pyright: ignore[reportAttributeAccessIssue]
+        _ = remat.no_such_name
 
 
 def error_classes() -> list[type[errors.RematError]]:

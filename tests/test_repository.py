@@ -17,6 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+import remat
 from remat import errors, solvers
 from remat.solvers import SOLVERS
 
@@ -119,7 +120,11 @@ class TestPins:
 class TestVersions:
     """One version, wherever it is written."""
 
-    VERSION: str = CONFIG["project"]["version"]
+    VERSION: str = remat.__version__
+
+    def test_version_is_read_from_the_package(self) -> None:
+        assert "version" in CONFIG["project"]["dynamic"]
+        assert TOOLS["hatch"]["version"]["path"] == "src/remat/__init__.py"
 
     def test_citation_has_the_version(self) -> None:
         assert re.search(
@@ -157,15 +162,15 @@ class TestSolverTable:
     @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
     def test_solver_is_a_frozen_dataclass_with_defaults(self, solver: type) -> None:
         assert is_dataclass(solver)
-        assert solver.__dataclass_params__.frozen  # pyright: ignore[reportAttributeAccessIssue]
+        assert vars(solver)["__dataclass_params__"].frozen
         assert not {f.name for f in fields(solver)} & {"schedule_class", "is_exact"}
         solver()
 
     @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
     def test_solver_says_what_it_claims(self, solver: type) -> None:
-        assert isinstance(solver.schedule_class, str)  # pyright: ignore[reportAttributeAccessIssue]
-        assert solver.schedule_class  # pyright: ignore[reportAttributeAccessIssue]
-        assert isinstance(solver.is_exact, bool)  # pyright: ignore[reportAttributeAccessIssue]
+        assert isinstance(solver.schedule_class, str)
+        assert solver.schedule_class
+        assert isinstance(solver.is_exact, bool)
 
 
 def sources() -> list[Path]:
