@@ -1,9 +1,15 @@
 """Solvers, one file a method, and the explicit table of them."""
 
 from remat.solvers.base import Solver as Solver
+from remat.solvers.chen import ChenGreedy as ChenGreedy
+from remat.solvers.chen import ChenSqrt as ChenSqrt
+from remat.solvers.greedy_eviction import GreedyEviction as GreedyEviction
 from remat.solvers.store_all import StoreAll as StoreAll
 
 SOLVERS: dict[str, type[Solver]] = {
     "store-all": StoreAll,
+    "chen-sqrt": ChenSqrt,
+    "chen-greedy": ChenGreedy,
+    "greedy-eviction": GreedyEviction,
 }
 """Name on the command line and in ``solver=`` -> solver class."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import ClassVar, Protocol
 
+from remat.errors import SolverUnsuitableError
 from remat.problem import Limits, Problem, Proposal
 
 ProgressCallback = Callable[[str, float], None]
@@ -43,3 +44,32 @@ class Solver(Protocol):
             If the solver cannot treat this kind of graph or platform at all.
         """
         ...
+
+
+def single_device_kind_index(problem: Problem) -> int:
+    """Return the position of device 0's kind in the ops' costs.
+
+    For solvers that use device 0 alone.
+
+    Raises
+    ------
+    SolverUnsuitableError
+        If a storage has its home on another device, or an op cannot run on device 0.
+    """
+    graph, device = problem.graph, problem.platform.devices[0]
+    kind_index = graph.kind_index(device.kind)
+    for index, storage in enumerate(graph.storages):
+        if storage.home != 0:
+            msg = (
+                f"storage {index} {storage.name!r} has home device {storage.home}; this "
+                "solver uses device 0 alone"
+            )
+            raise SolverUnsuitableError(msg)
+    for index, op in enumerate(graph.ops):
+        if op.cost_ns[kind_index] is None:
+            msg = (
+                f"op {index} {op.name!r} cannot run on a device of kind "
+                f"{device.kind!r}; this solver uses device 0 alone"
+            )
+            raise SolverUnsuitableError(msg)
+    return kind_index

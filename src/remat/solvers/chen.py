@@ -1,0 +1,314 @@
+"""ChenSqrt and ChenGreedy: segments of the forward pass, each recomputed once.
+
+Also known as sqrt(n) checkpointing and gradient checkpointing. The forward ops, in
+their topological order, are cut into segments. What a later segment reads is saved;
+the rest of a segment is recomputed, all at once, when backward first reads any of it.
+
+Departures from the paper [1]_:
+
+* the paper cuts a list of layers; here the unit is the op, and what is saved at a cut
+  is every storage that crosses it, which on a chain is the one storage of the paper
+  (the paper restricts cuts on other graphs to where few storages cross);
+* only those ops of a segment are recomputed whose outputs backward goes on to use;
+* the last segment is kept, since backward starts in it;
+* outputs of ops that may run only once are saved wherever they lie, and whatever
+  backward reads of a segment that only such an op could bring back;
+* freeing is that of :mod:`remat.liveness`, so memory is counted on true bytes;
+* :class:`ChenGreedy` judges every budget of its search by the true peak, where the
+  paper uses an estimate (saved bytes plus the largest segment).
+
+References
+----------
+.. [1] T. Chen, B. Xu, C. Zhang, C. Guestrin. Training deep nets with sublinear memory
+   cost. arXiv:1604.06174, 2016: section 4 and algorithm 3.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import isqrt
+from typing import ClassVar
+
+from remat.bounds import cost_bound_ns, required_ops
+from remat.graph import TrainingGraph
+from remat.liveness import BOUNDARY, schedule_from_order
+from remat.problem import Limits, Problem, Proposal, Status, StopReason
+from remat.schedule import Schedule
+from remat.simulator import Trace, simulate
+from remat.solvers.base import ProgressCallback, single_device_kind_index
+from remat.units import format_bytes
+
+
+def segment_order(
+    graph: TrainingGraph, starts: Iterable[int], *, keeps_last: bool = True
+) -> list[int]:
+    """Return the order that saves what crosses segments and recomputes the rest.
+
+    Parameters
+    ----------
+    graph
+        The graph whose forward ops are cut.
+    starts
+        Forward op indices at which a segment starts; 0 is implied.
+    keeps_last
+        Whether the last segment is kept instead of recomputed.
+
+    Returns
+    -------
+    list[int]
+        Op indices and the boundary, for :func:`remat.liveness.schedule_from_order`.
+        Ops that no output needs are left out.
+
+    Notes
+    -----
+    Each forward op runs at most twice. Time O(total reads of the graph).
+    """
+    return _Segments(graph, sorted({0, *starts}), keeps_last=keeps_last).order()
+
+
+class _Segments:
+    def __init__(
+        self, graph: TrainingGraph, starts: Sequence[int], *, keeps_last: bool
+    ) -> None:
+        self.graph = graph
+        self.starts = starts
+        self.required = required_ops(graph)
+        self.is_kept = [
+            producer is None
+            or producer >= graph.forward_count
+            or (keeps_last and self.segment(producer) == len(starts) - 1)
+            or not self.may_run_again(producer)
+            or self.is_read_beyond(storage, producer)
+            for storage, producer in enumerate(graph.producers)
+        ]
+
+    def segment(self, op: int) -> int:
+        return bisect_right(self.starts, op) - 1
+
+    def may_run_again(self, op: int) -> bool:
+        return self.graph.ops[op].is_recomputable and not self.graph.ops[op].is_ordered
+
+    def is_read_beyond(self, storage: int, producer: int) -> bool:
+        return any(
+            self.segment(reader) != self.segment(producer)
+            for reader in self.graph.consumers[storage]
+            if reader < self.graph.forward_count and reader in self.required
+        )
+
+    def order(self) -> list[int]:
+        """Return forward, boundary, and backward with segments recomputed on demand."""
+        graph = self.graph
+        required = sorted(self.required)
+        forward = [op for op in required if op < graph.forward_count]
+        backward = [op for op in required if op >= graph.forward_count]
+        wanted: list[set[int]] = [set() for _ in self.starts]
+        for op in backward:
+            for storage in self.lost_reads(op):
+                wanted[self.segment(self.producer(storage))].add(storage)
+        order = [*forward, BOUNDARY]
+        is_back = [False] * len(self.starts)
+        for op in backward:
+            for storage in self.lost_reads(op):
+                segment = self.segment(self.producer(storage))
+                if not is_back[segment]:
+                    is_back[segment] = True
+                    order += self.inside(wanted[segment])
+            order.append(op)
+        return order
+
+    def lost_reads(self, op: int) -> list[int]:
+        return [s for s in self.graph.ops[op].reads if not self.is_kept[s]]
+
+    def producer(self, storage: int) -> int:
+        producer = self.graph.producers[storage]
+        if producer is None:
+            msg = f"storage {storage} has no producer, so it is never lost"
+            raise AssertionError(msg)
+        return producer
+
+    def inside(self, storages: Iterable[int]) -> list[int]:
+        """Return the ops to recompute, ascending, for ``storages`` of one segment."""
+        ops: set[int] = set()
+        pending = list(storages)
+        while pending:
+            op = self.producer(pending.pop())
+            if op not in ops:
+                ops.add(op)
+                pending.extend(self.lost_reads(op))
+        return sorted(ops)
+
+
+def sqrt_starts(graph: TrainingGraph) -> list[int]:
+    """Return the starts of segments of about sqrt(n) of the n required forward ops."""
+    forward = sorted(op for op in required_ops(graph) if op < graph.forward_count)
+    length = isqrt(max(len(forward) - 1, 0)) + 1
+    return forward[::length]
+
+
+def greedy_starts(graph: TrainingGraph, segment_bytes: int) -> list[int]:
+    """Return the starts of segments that write more than ``segment_bytes`` each.
+
+    Parameters
+    ----------
+    graph
+        The graph whose forward ops are cut.
+    segment_bytes
+        The paper's budget b: a segment ends with the op whose outputs take the bytes
+        written since it began above this.
+    """
+    starts: list[int] = []
+    written_bytes = segment_bytes + 1
+    for op in sorted(required_ops(graph)):
+        if op >= graph.forward_count:
+            break
+        if written_bytes > segment_bytes:
+            starts.append(op)
+            written_bytes = 0
+        written_bytes += sum(graph.storages[s].size_bytes for s in graph.ops[op].writes)
+    return starts
+
+
+@dataclass(frozen=True, slots=True)
+class ChenSqrt:
+    """Save at every sqrt(n)-th op, recompute in between.
+
+    **Guarantee** none on cost beyond one extra forward pass; on a chain of n equal
+    layers the memory is O(sqrt(n)).
+
+    **Complexity** linear in the graph.
+    """
+
+    schedule_class: ClassVar[str] = "segments of the forward order, each recomputed once"
+    is_exact: ClassVar[bool] = False
+
+    def solve(
+        self, problem: Problem, limits: Limits, on_progress: ProgressCallback
+    ) -> Proposal:
+        """Return the one schedule there is, or UNKNOWN if it does not fit.
+
+        Raises
+        ------
+        SolverUnsuitableError
+            If an op cannot run on device 0, or a storage lives elsewhere.
+        """
+        single_device_kind_index(problem)
+        found = _Best(problem)
+        found.try_starts(sqrt_starts(problem.graph))
+        return found.proposal()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChenGreedy:
+    """Cut where the bytes written since the last cut exceed b; search for b.
+
+    **Guarantee** none; every forward op runs at most twice.
+
+    **Complexity** linear in the graph for each b that is tried.
+
+    Parameters
+    ----------
+    grid_count
+        Number of values of b, in geometric progression from the largest output to
+        the bytes of the whole forward pass, at least 2.
+    bisection_count
+        Halvings between the best b of the grid and the next larger one.
+    """
+
+    schedule_class: ClassVar[str] = "segments of the forward order, each recomputed once"
+    is_exact: ClassVar[bool] = False
+
+    grid_count: int = 24
+    bisection_count: int = 6
+
+    def solve(
+        self, problem: Problem, limits: Limits, on_progress: ProgressCallback
+    ) -> Proposal:
+        """Return the cheapest schedule that fits, or UNKNOWN if none of those tried.
+
+        Raises
+        ------
+        SolverUnsuitableError
+            If an op cannot run on device 0, or a storage lives elsewhere.
+        """
+        single_device_kind_index(problem)
+        found = _Best(problem)
+        grid = self.grid(problem.graph)
+        for index, segment_bytes in enumerate(grid):
+            if limits.is_over:
+                return found.proposal(StopReason.TIME_LIMIT)
+            on_progress("cutting into segments", index / len(grid))
+            found.try_segment_bytes(segment_bytes)
+        low = found.segment_bytes
+        high = min((b for b in grid if b > low), default=low)
+        for _ in range(self.bisection_count):
+            if limits.is_over:
+                return found.proposal(StopReason.TIME_LIMIT)
+            middle = (low + high) // 2
+            found.try_segment_bytes(middle)
+            low, high = (middle, high) if found.has_fitted else (low, middle)
+        return found.proposal()
+
+    def grid(self, graph: TrainingGraph) -> list[int]:
+        """Return the values of b to try first, in bytes, ascending."""
+        written = [
+            sum(graph.storages[s].size_bytes for s in graph.ops[op].writes)
+            for op in required_ops(graph)
+            if op < graph.forward_count
+        ]
+        if not written:
+            return [0]
+        low, high = max(1, *written), max(1, sum(written))
+        last = self.grid_count - 1
+        values = [round(low * (high / low) ** (k / last)) for k in range(last)]
+        return sorted({0, *values, high})
+
+
+class _Best:
+    """The cheapest schedule so far of those that fit."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.schedule: Schedule | None = None
+        self.trace: Trace | None = None
+        self.least_peak_bytes: int | None = None
+        self.segment_bytes = 0
+        self.has_fitted = False
+
+    def try_segment_bytes(self, segment_bytes: int) -> None:
+        if self.try_starts(greedy_starts(self.problem.graph, segment_bytes)):
+            self.segment_bytes = segment_bytes
+
+    def try_starts(self, starts: Sequence[int]) -> bool:
+        """Judge one way to cut; return whether it is the cheapest so far."""
+        graph = self.problem.graph
+        schedule = schedule_from_order(graph, segment_order(graph, starts))
+        trace = simulate(graph, self.problem.platform, schedule)
+        self.has_fitted = trace.is_valid
+        peak = trace.peak_bytes[0]
+        self.least_peak_bytes = min(peak, self.least_peak_bytes or peak)
+        if not trace.is_valid or (
+            self.trace and self.trace.serial_ns <= trace.serial_ns
+        ):
+            return False
+        self.schedule, self.trace = schedule, trace
+        return True
+
+    def proposal(self, stop_reason: StopReason = StopReason.COMPLETED) -> Proposal:
+        if self.schedule is not None:
+            return Proposal(
+                status=Status.FEASIBLE,
+                schedule=self.schedule,
+                bound_ns=cost_bound_ns(self.problem),
+                stop_reason=stop_reason,
+            )
+        least = self.least_peak_bytes
+        return Proposal(
+            status=Status.UNKNOWN,
+            stop_reason=stop_reason,
+            message=(
+                "no segmentation was tried"
+                if least is None
+                else f"the segmentations that were tried need {format_bytes(least)} "
+                f"or more; the budget is {format_bytes(self.problem.budget_bytes or 0)}"
+            ),
+        )
