@@ -122,7 +122,7 @@ class History:
         ]
 
     def broken_rules(self, step: Step) -> Iterator[Rule]:
-        """Rules that ``step`` breaks after this prefix; the first is the one to name."""
+        """Rules that ``step`` breaks here; the first is the one to name."""
         match step:
             case Compute():
                 return self.broken_by_compute(step)

@@ -264,7 +264,7 @@ def steps(draw: st.DrawFn, graph: TrainingGraph, platform: Platform) -> Step:
 def mutated(
     draw: st.DrawFn, graph: TrainingGraph, platform: Platform, schedule: Schedule
 ) -> Schedule:
-    """``schedule`` with one to three faults: steps lost, moved, doubled, changed, new."""
+    """``schedule`` with one to three faults: steps lost, moved, doubled, changed."""
     changed = list(schedule.steps)
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, max(len(changed) - 1, 0)))
