@@ -32,8 +32,7 @@ def parse_budget(budget: int | str, *, whole_bytes: int | None = None) -> int:
     ----------
     budget
         A positive integer of bytes, or text: a number with a unit (``"8 GiB"``,
-        ``"900MB"``, ``"1.5e"`` is not one) or a percentage of ``whole_bytes``
-        (``"60%"``).
+        ``"900MB"``) or a percentage of ``whole_bytes`` (``"60%"``).
     whole_bytes
         What 100 % means, in bytes; needed for percentages only.
 
