@@ -15,12 +15,16 @@ so the improvement is monotone. The judge has the last word on the result.
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
 from remat.graph import TrainingGraph
 from remat.liveness import BOUNDARY
 from remat.problem import Limits
+
+_VALUE_TOLERANCE = 1e-9
+"""Relative drop of a value below the next one that sends a run back to the queue."""
 
 
 @dataclass(slots=True)
@@ -139,7 +143,9 @@ class RetentionTable:
                 self._take_out(position)
         self._undo.clear()
 
-    def keep_instead_of_recompute(self, budget_bytes: int, limits: Limits) -> bool:
+    def keep_instead_of_recompute(
+        self, budget_bytes: int, limits: Limits, length_exponent: float = 1.0
+    ) -> bool:
         """Keep copies over recomputing them, best value first, within the budget.
 
         Parameters
@@ -149,26 +155,36 @@ class RetentionTable:
             are not made worse.
         limits
             When to stop.
+        length_exponent
+            The value of keeping is the time saved over bytes x length to this power,
+            where the length is the number of positions for which more is kept.
 
         Returns
         -------
         bool
             Whether any run was taken out.
         """
-        candidates = sorted(
-            (-self._value(position), position)
+        # Taking a run out changes what others save (their inputs may now be kept, or
+        # nobody's), so a value is computed anew when its turn comes.
+        queue = [
+            (-self._value(position, length_exponent), position)
             for runs in self._runs_of
-            for position in self._removable(runs)
-        )
+            for position in self._repeats(runs)
+        ]
+        heapify(queue)
         has_changed = False
-        for _, position in candidates:
-            if limits.is_over:
-                break
-            if self._is_in[position] and self._try_without(position, budget_bytes):
+        while queue and not limits.is_over:
+            _, position = heappop(queue)
+            if not self._is_in[position]:
+                continue
+            value = self._value(position, length_exponent)
+            if queue and value < -queue[0][0] * (1 - _VALUE_TOLERANCE):
+                heappush(queue, (-value, position))
+            elif self._try_without(position, budget_bytes):
                 has_changed = True
         return has_changed
 
-    def _removable(self, runs: list[int]) -> list[int]:
+    def _repeats(self, runs: list[int]) -> list[int]:
         return [p for p in runs if self._is_in[p]][1:]
 
     def _previous_run(self, position: int) -> int | None:
@@ -178,17 +194,41 @@ class RetentionTable:
                 return runs[index]
         return None
 
-    def _value(self, position: int) -> float:
-        """Nanoseconds saved per byte and position that keeping would occupy."""
+    def _value(self, position: int, length_exponent: float) -> float:
+        """Return the time saved per byte and length of what would be kept."""
         previous = self._previous_run(position)
         if previous is None:
             return 0.0
-        occupied = sum(
-            self._size[new.storage] * (position - old.end)
+        kept = sum(
+            self._size[new.storage] * (position - old.end) ** length_exponent
             for old, new in zip(self._made[previous], self._made[position], strict=True)
             if new.uses
         )
-        return self._cost(self._ops[position]) / (occupied + 1)
+        return self._saved_ns(position) / (kept + 1)
+
+    def _saved_ns(self, position: int) -> int:
+        """Return the time of a run and of the runs that only it needs."""
+        gone = {position}
+        pending = [position]
+        saved_ns = 0
+        while pending:
+            current = pending.pop()
+            saved_ns += self._cost(self._ops[current])
+            for copy in self._read[current]:
+                birth = copy.birth
+                if birth not in gone and self._is_needed_only_by(birth, gone):
+                    gone.add(birth)
+                    pending.append(birth)
+        return saved_ns
+
+    def _is_needed_only_by(self, position: int, readers: set[int]) -> bool:
+        index = self._ops[position]
+        if index == BOUNDARY:
+            return False
+        op = self._graph.ops[index]
+        if op.is_ordered or not op.writes:
+            return False
+        return all(readers.issuperset(copy.uses) for copy in self._made[position])
 
     def _try_without(self, position: int, budget_bytes: int) -> bool:
         """Take a run out if the bytes stay within the budget; else change nothing."""
@@ -201,8 +241,8 @@ class RetentionTable:
             if not new.uses:
                 continue
             grown.append((old.end + 1, position))
-            self._add(old.end + 1, new.end + 1, self._size[new.storage])
-            self._add(position, new.end + 1, -self._size[new.storage])
+            # The position counts it already, but taking the run out uncounts it.
+            self._add(old.end + 1, position + 1, self._size[new.storage])
             old.uses.extend(new.uses)
             for use in new.uses:
                 self._redirect(use, new, old)
@@ -290,6 +330,7 @@ def improve_order(
     *,
     kind_index: int = 0,
     limits: Limits | None = None,
+    length_exponent: float = 1.0,
 ) -> list[int]:
     """Return ``order`` less the runs that memory lets it do without.
 
@@ -303,6 +344,8 @@ def improve_order(
         Position of the device's kind in the ops' costs.
     limits
         When to stop; the order reached by then is returned.
+    length_exponent
+        As for :meth:`RetentionTable.keep_instead_of_recompute`.
 
     Returns
     -------
@@ -312,13 +355,15 @@ def improve_order(
 
     Notes
     -----
-    Repeats passes over all recomputations, best value per byte first, until one
-    changes nothing. A pass takes time O(runs x (reads + length of what is kept)), the
-    lengths at the speed of one vectorised addition.
+    Repeats passes over all recomputations, best value first, until one changes
+    nothing. A pass takes time O(runs x (reads + length of what is kept)), the lengths
+    at the speed of one vectorised addition.
     """
     limits = limits or Limits()
     table = RetentionTable(graph, order, kind_index)
     table.drop_unread_runs()
-    while table.keep_instead_of_recompute(budget_bytes, limits) and not limits.is_over:
+    while table.keep_instead_of_recompute(
+        budget_bytes, limits, length_exponent
+    ) and not limits.is_over:
         pass
     return table.order()

@@ -29,8 +29,10 @@ References
 """
 
 from array import array
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import ClassVar
 
 import numpy as np
@@ -63,6 +65,9 @@ class EvictionRule:
     ancestor_share
         Share, 0 to 1, of the cost of ancestors that are not live but will be used
         again anyway.
+    spare_share
+        Share, 0 to 1, of the cost of a storage without uses of its own, as long as
+        everything that could be recomputed from it is live.
     limit_percent
         The limit kept to while executing, as a percentage of the way from the lower
         bound on the peak to the budget, 0 to 100.
@@ -71,6 +76,7 @@ class EvictionRule:
     size_exponent: float = 1.0
     distance_exponent: float = 1.0
     ancestor_share: float = 0.5
+    spare_share: float = 0.01
     limit_percent: int = 100
 
 
@@ -101,8 +107,10 @@ class _Execution:
         rule: EvictionRule,
         *,
         run_limit: int,
+        saved: Container[int] | None = None,
     ) -> None:
         self.rule = rule
+        self.saved = saved
         self.limit_bytes = limit_bytes
         self.run_limit = run_limit
         self.order: list[int] = []
@@ -136,6 +144,7 @@ class _Execution:
     def remaining_uses(self, graph: TrainingGraph) -> list[list[int]]:
         """Return per storage the base steps that read it, the next one last."""
         uses: list[list[int]] = [[] for _ in graph.storages]
+        self.boundary_step = self.base.index(BOUNDARY)
         self.boundary_reads = self.transient(graph.forward_outputs)
         self.boundary_writes = graph.tangents
         self.final_reads = self.transient(graph.final_outputs)
@@ -175,7 +184,7 @@ class _Execution:
         self.wanted_view = np.frombuffer(self.wanted, dtype=np.int64)
         self.price_view = np.frombuffer(self.price)
         sizes = np.array(self.size, dtype=np.float64)
-        self.weight_view = np.maximum(sizes, 0.0) ** self.rule.size_exponent
+        self.weight_view = np.maximum(sizes, 1.0) ** self.rule.size_exponent
         self.stale: set[int] = set()
 
     def run(self) -> list[int]:
@@ -196,21 +205,51 @@ class _Execution:
         for storage in self.reads_of(op):
             uses = self.uses[storage]
             uses.pop()
-            self.next_use[storage] = (
-                float(uses[-1]) if uses else self.potential_use(storage)
-            )
+            if uses:
+                self.next_use[storage] = float(uses[-1])
+            else:
+                self.stale.add(storage)
+        if self.saved is not None and op >= 0 and self.now < self.boundary_step:
+            for storage in (*self.reads[op], *self.writes[op]):
+                self.drop_early(storage)
 
-    def potential_use(self, storage: int) -> float:
-        """Return the next use of anything computed from ``storage``."""
-        return min(
-            (
-                self.next_use[output]
-                for op in self.consumers[storage]
-                if self.may_rerun[op]
-                for output in self.writes[op]
-            ),
-            default=_NEVER,
-        )
+    def drop_early(self, storage: int) -> None:
+        """Drop a storage that forward is done with, unless it is to be saved."""
+        if (
+            self.saved is not None
+            and storage not in self.saved
+            and self.live[storage]
+            and self.evictable[storage]
+            and not (self.uses[storage] and self.uses[storage][-1] <= self.boundary_step)
+        ):
+            self.drop(storage)
+
+    def use_of_others(self, storage: int) -> tuple[float, bool]:
+        """Return when something computed from ``storage`` is used next, and if lost.
+
+        For a storage without uses of its own. What is lost, and has a use, makes the
+        storage needed; what is live and has a use might be lost later.
+        """
+        lost_use, live_use = _NEVER, _NEVER
+        seen = {storage}
+        pending = [storage]
+        while pending and len(seen) < _CLOSURE_LIMIT:
+            source = pending.pop()
+            for op in self.consumers[source]:
+                if not self.may_rerun[op]:
+                    continue
+                for output in self.writes[op]:
+                    uses = self.uses[output]
+                    if self.live[output]:
+                        if uses and source == storage:
+                            live_use = min(live_use, uses[-1])
+                    elif uses:
+                        lost_use = min(lost_use, uses[-1])
+                    elif output not in seen:
+                        seen.add(output)
+                        pending.append(output)
+        is_needed = lost_use < _NEVER
+        return (lost_use if is_needed else live_use), is_needed
 
     def demand(self, target: int) -> None:
         """Run ``target`` after whatever it reads that is not live."""
@@ -278,27 +317,35 @@ class _Execution:
     def mark_stale(self, storage: int) -> None:
         """Note whose price changes with the liveness of ``storage``."""
         self.stale.add(storage)
-        if not self.rule.ancestor_share and self.uses[storage]:
-            return
+        self.mark_around(storage, self.ancestors_of)
+        self.mark_around(storage, self.results_of)
+
+    def ancestors_of(self, storage: int) -> Sequence[int]:
+        producer = self.producers[storage]
+        return () if producer is None else self.reads[producer]
+
+    def results_of(self, storage: int) -> list[int]:
+        return [s for op in self.consumers[storage] for s in self.writes[op]]
+
+    def mark_around(
+        self, storage: int, neighbours: Callable[[int], Sequence[int]]
+    ) -> None:
+        """Mark the first live storages in one direction, looking through lost ones."""
         seen: set[int] = set()
         pending = [storage]
         while pending and len(seen) < _CLOSURE_LIMIT:
-            for op in self.consumers[pending.pop()]:
-                for output in self.writes[op]:
-                    if self.live[output]:
-                        self.stale.add(output)
-                    elif output not in seen:
-                        seen.add(output)
-                        pending.append(output)
+            for other in neighbours(pending.pop()):
+                if self.live[other]:
+                    self.stale.add(other)
+                elif other not in seen:
+                    seen.add(other)
+                    pending.append(other)
 
-    def recompute_price(self, storage: int) -> float:
+    def update_price(self, storage: int) -> None:
         op = self.producers[storage]
         if op is None:
-            return 0.0
-        siblings = self.writes[op]
-        is_paid = any(
-            not self.live[s] and self.next_use[s] < _NEVER for s in siblings
-        )
+            return
+        is_paid = any(not self.live[s] and self.uses[s] for s in self.writes[op])
         price = 1.0 + (0 if is_paid else self.cost[op])
         seen = {op}
         pending = [s for s in self.reads[op] if not self.live[s]]
@@ -311,7 +358,10 @@ class _Execution:
             share = self.rule.ancestor_share if self.uses[lost] else 1.0
             price += share * self.cost[ancestor]
             pending.extend(s for s in self.reads[ancestor] if not self.live[s])
-        return price
+        if not self.uses[storage]:
+            self.next_use[storage], is_needed = self.use_of_others(storage)
+            price *= 1.0 if is_needed else self.rule.spare_share
+        self.price[storage] = price
 
     def evict(self, excess_bytes: int) -> None:
         """Evict the cheapest victims until ``excess_bytes`` are free.
@@ -324,24 +374,24 @@ class _Execution:
         candidates = np.flatnonzero(
             self.live_view & self.evictable_view & (self.pinned_view ^ 1)
         )
-        for index in candidates[self.next_use_view[candidates] <= self.now]:
-            self.refresh_next_use(int(index))
+        self.stale.update(
+            candidates[self.next_use_view[candidates] <= self.now].tolist()
+        )
         for storage in self.stale:
             if self.live[storage]:
-                self.price[storage] = self.recompute_price(storage)
+                self.update_price(storage)
         self.stale.clear()
         distance = np.maximum(self.next_use_view[candidates] - self.now, 1.0)
         if self.rule.distance_exponent == 0.0:
             distance = np.where(np.isinf(distance), distance, 1.0)
         elif self.rule.distance_exponent != 1.0:
             distance **= self.rule.distance_exponent
-        with np.errstate(divide="ignore"):
-            scores = (
-                self.price_view[candidates]
-                * np.where(self.wanted_view[candidates] > 0, _LAST_RESORT, 1.0)
-                / self.weight_view[candidates]
-                / distance
-            )
+        scores = (
+            self.price_view[candidates]
+            * np.where(self.wanted_view[candidates] > 0, _LAST_RESORT, 1.0)
+            / self.weight_view[candidates]
+            / distance
+        )
         for index in np.argsort(scores, kind="stable"):
             if excess_bytes <= 0:
                 return
@@ -351,11 +401,6 @@ class _Execution:
                 self.drop(storage)
         if excess_bytes > 0:
             self.lose_what_runs_once(excess_bytes)
-
-    def refresh_next_use(self, storage: int) -> None:
-        uses = self.uses[storage]
-        if not uses:
-            self.next_use[storage] = self.potential_use(storage)
 
     def drop(self, storage: int) -> None:
         self.live[storage] = 0
@@ -386,15 +431,7 @@ class _Execution:
     def can_lose(self, storage: int) -> bool:
         if self.uses[storage] or self.wanted[storage]:
             return False
-        return all(
-            self.live[output] or self.potential_or_next(output) == _NEVER
-            for op in self.consumers[storage]
-            for output in self.writes[op]
-        )
-
-    def potential_or_next(self, storage: int) -> float:
-        self.refresh_next_use(storage)
-        return self.next_use[storage]
+        return not self.use_of_others(storage)[1]
 
     def freeze(self, op: int) -> None:
         """Make ``op`` one that may not run again."""
@@ -410,6 +447,7 @@ def evicting_order(
     kind_index: int = 0,
     rule: EvictionRule | None = None,
     runs_per_op: int = 8,
+    saved: Container[int] | None = None,
 ) -> list[int] | None:
     """Return an order whose peak is at most ``limit_bytes``, or ``None``.
 
@@ -425,6 +463,9 @@ def evicting_order(
         How victims are chosen; by default the first of :data:`RULES`.
     runs_per_op
         Give up once the runs exceed this multiple of the graph's ops.
+    saved
+        If given, forward drops everything else as soon as it has read it for the
+        last time, instead of waiting until memory is short.
 
     Returns
     -------
@@ -442,11 +483,72 @@ def evicting_order(
         limit_bytes,
         rule or RULES[0],
         run_limit=runs_per_op * len(graph.ops),
+        saved=saved,
     )
     try:
         return execution.run()
     except _Stuck:
         return None
+
+
+def crossing_bytes(graph: TrainingGraph) -> list[int]:
+    """Return, per forward op, the bytes that a cut just before it would save.
+
+    Counts the storages that an earlier forward op writes and the op itself or a later
+    forward op reads; resident storages are not counted.
+    """
+    changes = [0] * (graph.forward_count + 1)
+    for storage, producer in enumerate(graph.producers):
+        if producer is None or producer >= graph.forward_count:
+            continue
+        readers = [
+            op for op in graph.consumers[storage] if op < graph.forward_count
+        ]
+        if readers:
+            changes[producer + 1] += graph.storages[storage].size_bytes
+            changes[readers[-1] + 1] -= graph.storages[storage].size_bytes
+    return list(accumulate(changes))[: graph.forward_count]
+
+
+def narrow_cuts(graph: TrainingGraph, segment_bytes: int) -> list[int]:
+    """Return forward ops before which to cut, each where little crosses.
+
+    Parameters
+    ----------
+    graph
+        The graph whose forward ops are cut.
+    segment_bytes
+        The cut is made at the narrowest place of the second half of the ops that
+        together write more than this.
+    """
+    crossing = crossing_bytes(graph)
+    cuts: list[int] = []
+    start, written_bytes = 0, 0
+    op = 0
+    while op < graph.forward_count:
+        written_bytes += sum(graph.storages[s].size_bytes for s in graph.ops[op].writes)
+        op += 1
+        if written_bytes > segment_bytes and op < graph.forward_count:
+            middle = (start + op + 1) // 2
+            start = min(range(op, middle - 1, -1), key=crossing.__getitem__)
+            cuts.append(start)
+            op, written_bytes = start, 0
+    return cuts
+
+
+def saved_at(graph: TrainingGraph, cuts: Sequence[int]) -> frozenset[int]:
+    """Return the storages written before one of ``cuts`` and read in forward after."""
+    saved: set[int] = set()
+    for storage, producer in enumerate(graph.producers):
+        if producer is None or producer >= graph.forward_count:
+            continue
+        next_cut = bisect_right(cuts, producer)
+        if next_cut < len(cuts) and any(
+            cuts[next_cut] <= op < graph.forward_count
+            for op in graph.consumers[storage]
+        ):
+            saved.add(storage)
+    return frozenset(saved)
 
 
 def _feasible(
