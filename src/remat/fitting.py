@@ -8,7 +8,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from remat.bounds import cost_bound_ns
 from remat.capture.joint_program import JointProgram, map_nodes, set_costs
 from remat.capture.surroundings import (
     Surroundings,
@@ -19,28 +18,22 @@ from remat.capture.surroundings import (
 )
 from remat.capture.tracing import check_batch, compiled_entry, raise_capture_error
 from remat.errors import (
-    BudgetError,
     CaptureError,
     PlanMismatchError,
     SolverUnsuitableError,
 )
-from remat.floor import smallest_budget
 from remat.graph import Role, TrainingGraph
-from remat.liveness import schedule_from_order, store_all_order
-from remat.planning import solve, solve_portfolio
-from remat.platform import Platform, single_device
-from remat.problem import Limits, Problem, Result
+from remat.graph_planning import chosen_solvers, plan_graph
+from remat.platform import Platform
 from remat.profile.cache import CostCache
+from remat.profile.estimate import estimate_operators, measure_rates
 from remat.profile.operators import OperatorCall, OperatorCost, profile_operators
 from remat.profile.outside import loss_bytes, optimizer_bytes
-from remat.profile.estimate import estimate_operators, measure_rates
 from remat.runtime.backend import PlannedBackend, StoppedBeforeRunningError
 from remat.schedule import Schedule
 from remat.simulator import simulate
-from remat.solvers import AUTO, SOLVERS
-from remat.solvers.base import ProgressCallback, Solver, ignore_progress
-from remat.training_plan import Plan, contributors
-from remat.units import format_bytes, parse_budget
+from remat.solvers.base import ProgressCallback, ignore_progress
+from remat.training_plan import Plan
 
 Costs = Literal["measured", "estimated"]
 Loss = Callable[[Any], torch.Tensor]
@@ -69,10 +62,7 @@ class PlanRequest:
         if self.budget is None and self.given_plan is None:
             msg = "give a budget, for example budget='8 GiB' (or plan=, a saved plan)"
             raise ValueError(msg)
-        if self.solver != "auto" and self.solver not in SOLVERS:
-            names = ", ".join(["auto", *SOLVERS])
-            msg = f"unknown solver {self.solver!r}; there are {names}"
-            raise SolverUnsuitableError(msg)
+        chosen_solvers(self.solver)
         if self.platform is not None and len(self.platform.devices) > 1:
             msg = (
                 f"the platform has {len(self.platform.devices)} devices, but this "
@@ -142,7 +132,16 @@ class Planner:
         if self.request.given_plan is not None:
             return accept_plan(program, self.request.given_plan)
         graph = with_costs(program, self.request)
-        return plan_graph(graph, program.fingerprint, self.request)
+        return plan_graph(
+            graph,
+            budget=self.request.budget or 0,
+            fingerprint=program.fingerprint,
+            solver=self.request.solver,
+            time_limit=self.request.time_limit,
+            seed=self.request.seed,
+            progress=self.request.progress,
+            settings={"torch": torch.__version__, "costs": self.request.costs},
+        )
 
 
 def with_costs(program: JointProgram, request: PlanRequest) -> TrainingGraph:
@@ -192,76 +191,6 @@ def _check_aliases(
                 f"says it does not; this cannot be planned safely ({op.source})"
             )
             raise CaptureError(msg)
-
-
-def plan_graph(graph: TrainingGraph, fingerprint: str, request: PlanRequest) -> Plan:
-    """Solve and judge: return a plan for ``graph`` within the requested budget.
-
-    Raises
-    ------
-    BudgetError
-        If no schedule fits; it names the smallest budget with a known schedule.
-    """
-    kind = graph.device_kinds[0]
-    plain = schedule_from_order(graph, store_all_order(graph))
-    unlimited = single_device(kind=kind)
-    plain_peak = simulate(graph, unlimited, plain).peak_bytes[0]
-    budget_bytes = parse_budget(request.budget or 0, whole_bytes=plain_peak)
-    problem = Problem(graph=graph, platform=single_device(budget_bytes, kind=kind))
-    limits = Limits.after(request.time_limit, request.seed)
-    solvers: list[Solver] = (
-        [make() for make in AUTO]
-        if request.solver == "auto"
-        else [SOLVERS[request.solver]()]
-    )
-    result = (
-        solve(problem, solvers[0], limits=limits, on_progress=request.progress)
-        if len(solvers) == 1
-        else solve_portfolio(
-            problem, solvers, limits=limits, on_progress=request.progress
-        )
-    )
-    if result.schedule is None:
-        raise_budget_error(graph, budget_bytes, result, request)
-    return Plan(
-        graph=graph,
-        platform=problem.platform,
-        schedule=result.schedule,
-        solver=result.solver,
-        status=result.status,
-        bound_ns=max(result.bound_ns, cost_bound_ns(problem)),
-        fingerprint=fingerprint,
-        settings={
-            "torch": torch.__version__,
-            "costs": request.costs,
-            "solver": request.solver,
-            "seed": request.seed,
-            "candidates": list(result.candidates),
-            "solve_s": round(result.elapsed_s, 3),
-        },
-    )
-
-
-def raise_budget_error(
-    graph: TrainingGraph, budget_bytes: int, result: Result, request: PlanRequest
-) -> None:
-    """Raise the error that names the smallest budget and what it consists of."""
-    request.progress("looking for the smallest budget", 0.0)
-    floor_bytes, schedule = smallest_budget(graph)
-    trace = simulate(graph, single_device(kind=graph.device_kinds[0]), schedule)
-    parts = contributors(graph, schedule, trace.peak_step())[:6]
-    listing = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts)
-    hint = (
-        f"raise the budget to at least {floor_bytes} bytes, or shrink the batch"
-        if budget_bytes < floor_bytes
-        else f"solver {result.solver} finds none ({result.message}); use solver='auto'"
-    )
-    msg = (
-        f"no schedule fits in {format_bytes(budget_bytes)} ({budget_bytes:_} bytes): "
-        f"the smallest budget that works is {format_bytes(floor_bytes)} "
-        f"({floor_bytes:_} bytes), made of {listing}; {hint}"
-    )
-    raise BudgetError(msg, budget_bytes=budget_bytes, required_bytes=floor_bytes)
 
 
 def accept_plan(program: JointProgram, plan: Plan) -> Plan:

@@ -1,0 +1,266 @@
+"""Plan a training graph within a budget, or within several; never imports torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from remat.bounds import cost_bound_ns
+from remat.errors import BudgetError, SolverUnsuitableError, UnitError
+from remat.floor import smallest_budget
+from remat.graph import TrainingGraph
+from remat.liveness import schedule_from_order, store_all_order
+from remat.planning import solve, solve_portfolio
+from remat.platform import Platform, single_device
+from remat.problem import Limits, Problem, Result, Status
+from remat.simulator import simulate
+from remat.solvers import AUTO, SOLVERS
+from remat.solvers.base import ProgressCallback, Solver, ignore_progress
+from remat.training_plan import Plan, contributors
+from remat.units import format_bytes, parse_budget
+
+
+def chosen_solvers(name: str) -> list[Solver]:
+    """Return the solvers that ``name`` stands for: one, or the portfolio of ``auto``.
+
+    Raises
+    ------
+    SolverUnsuitableError
+        If there is no solver of that name.
+    """
+    if name == "auto":
+        return [make() for make in AUTO]
+    if name not in SOLVERS:
+        names = ", ".join(["auto", *SOLVERS])
+        msg = f"unknown solver {name!r}; there are {names}"
+        raise SolverUnsuitableError(msg)
+    return [SOLVERS[name]()]
+
+
+def plain_peak_bytes(graph: TrainingGraph) -> int:
+    """Return the peak of the step without rematerialisation: what 100 % means."""
+    plain = schedule_from_order(graph, store_all_order(graph))
+    return simulate(graph, _platform(graph), plain).peak_bytes[0]
+
+
+def plan_graph(  # noqa: PLR0913 - every option that a user has
+    graph: TrainingGraph,
+    *,
+    budget: int | str,
+    fingerprint: str = "",
+    solver: str = "auto",
+    time_limit: float | None = None,
+    seed: int = 0,
+    progress: ProgressCallback = ignore_progress,
+    settings: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Solve and judge: return a plan for ``graph`` within the budget.
+
+    Parameters
+    ----------
+    graph
+        A training step, for one device.
+    budget
+        Bytes, a size such as ``"8 GiB"``, or a percentage of the predicted peak
+        without rematerialisation.
+    fingerprint
+        Identifies the traced step that the graph is of; empty for a graph that was
+        not captured here. Such a plan cannot be installed on a model.
+    solver, time_limit, seed, progress
+        As for :func:`remat.fit`.
+    settings
+        What else the plan was made with, for people.
+
+    Raises
+    ------
+    BudgetError
+        If no schedule fits; it names the smallest budget with a known schedule.
+    SolverUnsuitableError
+        If the solver is unknown or cannot treat the graph.
+    UnitError
+        If the budget is not a positive size.
+    """
+    budget_bytes = parse_budget(budget, whole_bytes=plain_peak_bytes(graph))
+    limits = Limits.after(time_limit, seed)
+    result = _solve(graph, budget_bytes, chosen_solvers(solver), limits, progress)
+    if result.schedule is None:
+        raise_budget_error(graph, budget_bytes, result, progress)
+    return Plan(
+        graph=graph,
+        platform=_platform(graph, budget_bytes),
+        schedule=result.schedule,
+        solver=result.solver,
+        status=result.status,
+        bound_ns=result.bound_ns,
+        fingerprint=fingerprint,
+        settings=_settings(settings or {}, solver, seed, result),
+    )
+
+
+def _platform(graph: TrainingGraph, budget_bytes: int | None = None) -> Platform:
+    return single_device(budget_bytes, kind=graph.device_kinds[0])
+
+
+def _settings(
+    settings: Mapping[str, Any], solver: str, seed: int, result: Result
+) -> dict[str, Any]:
+    return {
+        **settings,
+        "solver": solver,
+        "seed": seed,
+        "candidates": list(result.candidates),
+        "solve_s": round(result.elapsed_s, 3),
+    }
+
+
+def _solve(
+    graph: TrainingGraph,
+    budget_bytes: int,
+    solvers: Sequence[Solver],
+    limits: Limits,
+    progress: ProgressCallback = ignore_progress,
+) -> Result:
+    problem = Problem(graph=graph, platform=_platform(graph, budget_bytes))
+    if len(solvers) == 1:
+        return solve(problem, solvers[0], limits=limits, on_progress=progress)
+    return solve_portfolio(problem, solvers, limits=limits, on_progress=progress)
+
+
+def raise_budget_error(
+    graph: TrainingGraph,
+    budget_bytes: int,
+    result: Result,
+    progress: ProgressCallback = ignore_progress,
+) -> NoReturn:
+    """Raise the error that names the smallest budget and what it consists of.
+
+    Raises
+    ------
+    BudgetError
+        Always.
+    """
+    progress("looking for the smallest budget", 0.0)
+    floor_bytes, schedule = smallest_budget(graph)
+    trace = simulate(graph, _platform(graph), schedule)
+    parts = contributors(graph, schedule, trace.peak_step())[:6]
+    listing = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts)
+    hint = (
+        f"raise the budget to at least {floor_bytes} bytes, or shrink the batch"
+        if budget_bytes < floor_bytes
+        else f"solver {result.solver} finds none ({result.message}); use solver='auto'"
+    )
+    msg = (
+        f"no schedule fits in {format_bytes(budget_bytes)} ({budget_bytes:_} bytes): "
+        f"the smallest budget that works is {format_bytes(floor_bytes)} "
+        f"({floor_bytes:_} bytes), made of {listing}; {hint}"
+    )
+    raise BudgetError(msg, budget_bytes=budget_bytes, required_bytes=floor_bytes)
+
+
+def trade_off(  # noqa: PLR0913 - every option that a user has
+    graph: TrainingGraph,
+    budgets: Sequence[int | str] | int,
+    *,
+    fingerprint: str = "",
+    solver: str = "auto",
+    time_limit: float | None = None,
+    seed: int = 0,
+    progress: ProgressCallback = ignore_progress,
+    settings: Mapping[str, Any] | None = None,
+) -> tuple[Plan, ...]:
+    """Plan a graph at several budgets: time against memory.
+
+    More budget is never slower: a schedule found for less is taken where it is cheaper
+    than what the solver finds for more. Every plan knows the smallest budget.
+
+    Parameters
+    ----------
+    graph, fingerprint, solver, time_limit, seed, settings
+        As for :func:`plan_graph`; the time limit is for each budget.
+    budgets
+        The budgets, or how many to spread evenly from the smallest that works to the
+        peak without rematerialisation (at least 2). The smallest that works is always
+        added; smaller ones are left out.
+    progress
+        Called with the budget in turn and the share of budgets that are done.
+
+    Returns
+    -------
+    tuple of Plan
+        One per budget, by increasing budget.
+
+    Raises
+    ------
+    SolverUnsuitableError
+        If the solver is unknown or cannot treat the graph.
+    UnitError
+        If a budget is not a positive size, or fewer than 2 points are asked for.
+    """
+    solvers = chosen_solvers(solver)
+    whole_bytes = plain_peak_bytes(graph)
+    # Wrong sizes are refused before the search begins.
+    sizes = (
+        spread_budgets(0, whole_bytes, budgets)
+        if isinstance(budgets, int)
+        else {parse_budget(budget, whole_bytes=whole_bytes) for budget in budgets}
+    )
+    progress("smallest budget", 0.0)
+    floor_bytes, schedule = smallest_budget(graph)
+    if isinstance(budgets, int):
+        sizes = spread_budgets(floor_bytes, whole_bytes, budgets)
+    sizes = {size for size in sizes if size > floor_bytes} | {floor_bytes}
+    best = Plan(
+        graph=graph,
+        platform=_platform(graph, floor_bytes),
+        schedule=schedule,
+        solver="smallest_budget",
+        status=Status.FEASIBLE,
+        bound_ns=cost_bound_ns(Problem(graph=graph, platform=_platform(graph))),
+        fingerprint=fingerprint,
+        smallest_budget_bytes=floor_bytes,
+        settings=settings or {},
+    )
+    plans: list[Plan] = []
+    for position, size in enumerate(sorted(sizes)):
+        progress(f"budget {format_bytes(size)}", position / len(sizes))
+        result = _solve(graph, size, solvers, Limits.after(time_limit, seed))
+        if result.schedule is None or (result.cost_ns or 0) > best.cost_ns:
+            # What fits in less fits here. What was proved for less is not proved here.
+            best = replace(
+                best,
+                platform=_platform(graph, size),
+                status=Status.FEASIBLE,
+                bound_ns=cost_bound_ns(Problem(graph=graph, platform=_platform(graph))),
+            )
+        else:
+            best = replace(
+                best,
+                platform=_platform(graph, size),
+                schedule=result.schedule,
+                solver=result.solver,
+                status=result.status,
+                bound_ns=result.bound_ns,
+                settings=_settings(settings or {}, solver, seed, result),
+            )
+        plans.append(best)
+    progress("done", 1.0)
+    return tuple(plans)
+
+
+def spread_budgets(low_bytes: int, high_bytes: int, count: int) -> set[int]:
+    """Return ``count`` budgets evenly spaced from the lowest to the highest.
+
+    Raises
+    ------
+    UnitError
+        If fewer than 2 are asked for.
+
+    Examples
+    --------
+    >>> sorted(spread_budgets(10, 40, 4))
+    [10, 20, 30, 40]
+    """
+    if count < 2:
+        msg = f"a curve has at least 2 points, from smallest to largest; got {count}"
+        raise UnitError(msg)
+    span = max(0, high_bytes - low_bytes)
+    return {low_bytes + span * i // (count - 1) for i in range(count)}
