@@ -69,6 +69,22 @@ class Recording:
         return peak
 
 
+def check_no_profiler() -> None:
+    """Check that no torch profiler is recording: only one can.
+
+    Raises
+    ------
+    ProfileError
+        If one is.
+    """
+    if torch.autograd._profiler_enabled():
+        msg = (
+            "a torch profiler is already recording, and only one can: leave its block "
+            "before measuring memory"
+        )
+        raise ProfileError(msg)
+
+
 class AllocationRecorder:
     """Record the allocations on one kind of device.
 
@@ -106,12 +122,7 @@ class AllocationRecorder:
         ProfileError
             If another torch profiler is recording in this process.
         """
-        if torch.autograd._profiler_enabled():
-            msg = (
-                "a torch profiler is already recording, and only one can: leave its "
-                "block before measuring memory"
-            )
-            raise ProfileError(msg)
+        check_no_profiler()
         self._profile = profile(
             activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from remat.errors import ProfileError
 
@@ -180,17 +181,7 @@ def _storage_bytes(tensor: torch.Tensor) -> int:
 
 def tensors_in(item: Any) -> list[torch.Tensor]:
     """Return the tensors nested in ``item``, in order."""
-    match item:
-        case torch.Tensor():
-            return [item]
-        case list() | tuple():
-            items = cast("Sequence[Any]", item)
-            return [tensor for inner in items for tensor in tensors_in(inner)]
-        case dict():
-            pairs = cast("Mapping[Any, Any]", item)
-            return [t for inner in pairs.values() for t in tensors_in(inner)]
-        case _:
-            return []
+    return [leaf for leaf in tree_leaves(item) if isinstance(leaf, torch.Tensor)]
 
 
 class ArgumentMaker:
@@ -201,10 +192,10 @@ class ArgumentMaker:
     Parameters
     ----------
     fill
-        Which values the tensors hold.
+        Which values the tensors hold; ``None`` for whatever the memory holds.
     """
 
-    def __init__(self, fill: Fill = FILLS[0]) -> None:
+    def __init__(self, fill: Fill | None = FILLS[0]) -> None:
         self._fill = fill
         self._generator = torch.Generator().manual_seed(0)
         self._pools: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
@@ -259,26 +250,28 @@ class ArgumentMaker:
         needed = _extent(like) + int(like.storage_offset())
         count = max(needed, _storage_bytes(like) // like.element_size())
         block = torch.empty(count, dtype=like.dtype, device=like.device)
-        if not (like.dtype.is_floating_point or like.dtype.is_complex):
-            if like.dtype is torch.bool:
-                self._tile(block)
-            else:
-                block.fill_(self._fill.integer)
+        is_float = like.dtype.is_floating_point or like.dtype.is_complex
+        if self._fill is None:
+            return block
+        if is_float or like.dtype is torch.bool:
+            self._tile(block, self._fill)
         else:
-            self._tile(block)
+            block.fill_(self._fill.integer)
         return block
 
-    def _tile(self, block: torch.Tensor) -> None:
+    def _tile(self, block: torch.Tensor, fill: Fill) -> None:
         # Drawing every value would take longer than most operators.
-        pool = self._pool(block.dtype, block.device)
+        pool = self._pool(block.dtype, block.device, fill)
         whole = block.numel() - block.numel() % _POOL_COUNT
         block[:whole].view(-1, _POOL_COUNT).copy_(pool)
         block[whole:].copy_(pool[: block.numel() - whole])
 
-    def _pool(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def _pool(
+        self, dtype: torch.dtype, device: torch.device, fill: Fill
+    ) -> torch.Tensor:
         key = (dtype, device)
         if key not in self._pools:
-            values = self._fill.floats(_POOL_COUNT, self._generator)
+            values = fill.floats(_POOL_COUNT, self._generator)
             if dtype is torch.bool:
                 values = values > values.median()
             self._pools[key] = values.to(device=device, dtype=dtype)

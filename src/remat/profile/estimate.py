@@ -19,13 +19,17 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from remat.errors import ProfileError
-from remat.profile.arguments import target_name, tensors_in
+from remat.profile.arguments import (
+    ArgumentMaker,
+    describe,
+    target_name,
+    tensors_in,
+)
 from remat.profile.cache import CostCache
 from remat.profile.operators import OperatorCall, OperatorCost
 
@@ -142,8 +146,17 @@ def estimate_operators(
     ProfileError
         If an operator cannot be traced on fake tensors.
     """
+    known: dict[str, OperatorCost] = {}
+    costs: list[OperatorCost] = []
     with _disable_current_modes(), torch.no_grad():
-        return [_estimate(call, rates) for call in calls]
+        for call in calls:
+            description = describe(call.target, call.args, call.kwargs)
+            cost = known.get(description.text) if description.is_complete else None
+            if cost is None:
+                cost = _estimate(call, rates)
+                known[description.text] = cost
+            costs.append(cost)
+    return costs
 
 
 def _estimate(call: OperatorCall, rates: Rates) -> OperatorCost:
@@ -194,18 +207,12 @@ def _mutates(call: OperatorCall) -> bool:
 
 def _trace(call: OperatorCall) -> tuple[OperatorCall, object]:
     """Return the call on fake tensors only, and its fake outputs."""
-    inputs = tensors_in([call.args, dict(call.kwargs)])
-    mode = next((t.fake_mode for t in inputs if isinstance(t, FakeTensor)), None)
-    mode = mode or FakeTensorMode()
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
-
-    args, kwargs = tree_map_only(
-        torch.Tensor, fake, (tuple(call.args), dict(call.kwargs))
-    )
     try:
-        with mode:
+        with FakeTensorMode():
+            # Made anew: the caller's tensors may belong to several fake modes.
+            maker = ArgumentMaker(fill=None)
+            args = maker.make(tuple(call.args))
+            kwargs = maker.make(dict(call.kwargs))
             outputs = call.target(*args, **kwargs)
     # Any operator may raise anything on fake tensors; nothing else is in the block.
     except Exception as error:

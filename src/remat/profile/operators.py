@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.errors import ProfileError
-from remat.profile.allocations import record_allocations
+from remat.profile.allocations import check_no_profiler, record_allocations
 from remat.profile.arguments import (
     FILLS,
     ArgumentMaker,
@@ -120,6 +120,7 @@ def profile_operators(
         If an operator cannot run alone; the message names it, its arguments and the
         error.
     """
+    check_no_profiler()
     descriptions = [describe(c.target, c.args, c.kwargs) for c in calls]
     keys = [
         _key(description, position) for position, description in enumerate(descriptions)

@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from remat.errors import CaptureError
 from remat.profile.arguments import tensors_in
@@ -278,24 +279,15 @@ def loss_bytes(
 
 
 def _fake_like(item: Any, *, needs_grad: bool) -> Any:
-    match item:
-        case torch.Tensor():
-            fake = torch.empty_strided(
-                item.shape, item.stride(), dtype=item.dtype, device=item.device
-            )
-            is_float = item.dtype.is_floating_point or item.dtype.is_complex
-            return fake.requires_grad_(needs_grad and is_float)
-        case list() | tuple():
-            items = cast("Sequence[Any]", item)
-            made = [_fake_like(inner, needs_grad=needs_grad) for inner in items]
-            if hasattr(item, "_fields"):
-                return cast("Any", type(item))(*made)
-            return type(item)(made)
-        case dict():
-            pairs = cast("dict[Any, Any]", item)
-            return {
-                key: _fake_like(value, needs_grad=needs_grad)
-                for key, value in pairs.items()
-            }
-        case _:
-            return item
+    """Return ``item`` with its tensors made again, fake; also inside model outputs."""
+
+    def fake_leaf(leaf: object) -> object:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        fake = torch.empty_strided(
+            leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device
+        )
+        is_float = leaf.dtype.is_floating_point or leaf.dtype.is_complex
+        return fake.requires_grad_(needs_grad and is_float)
+
+    return tree_map(fake_leaf, item)

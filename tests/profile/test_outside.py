@@ -1,0 +1,221 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+
+from remat.errors import CaptureError
+from remat.profile import loss_bytes, memory_growth, optimizer_bytes
+
+# A number in a tensor operation is boxed: a few bytes, not predicted.
+BOXED_BYTES = 16
+
+
+def params() -> list[torch.nn.Parameter]:
+    made = [torch.nn.Parameter(torch.rand(s)) for s in ((200, 100), (200,), (50, 200))]
+    for param in made:
+        param.grad = torch.rand_like(param)
+    return made
+
+
+def held_bytes(optimizer: torch.optim.Optimizer) -> int:
+    return sum(
+        value.numel() * value.element_size()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD, momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "SGD, Nesterov": lambda p: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
+    "SGD, foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "Adam": torch.optim.Adam,
+    "Adam, decay": lambda p: torch.optim.Adam(p, weight_decay=0.1),
+    "Adam, AMSGrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "Adam, tensor rate": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1)),
+    "AdamW": torch.optim.AdamW,
+    "AdamW, foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "Adagrad": torch.optim.Adagrad,
+    "Adadelta": torch.optim.Adadelta,
+    "Adamax": torch.optim.Adamax,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "Rprop": torch.optim.Rprop,
+    "Adafactor": torch.optim.Adafactor,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_prediction_is_what_the_optimizer_uses(name):
+    optimizer = OPTIMIZERS[name](params())
+    state_bytes, workspace_bytes = optimizer_bytes(optimizer)
+    # RAdam changes its formula after some steps.
+    for _ in range(10):
+        optimizer.step()
+    assert state_bytes == held_bytes(optimizer)
+    used = memory_growth(optimizer.step)
+    assert used.retained_bytes == 0
+    assert workspace_bytes <= used.peak_bytes + BOXED_BYTES
+    assert workspace_bytes >= used.peak_bytes - BOXED_BYTES
+
+
+@pytest.mark.parametrize("name", ["SGD, momentum", "Adam", "Adagrad", "RMSprop"])
+def test_prediction_does_not_depend_on_steps_already_made(name):
+    optimizer = OPTIMIZERS[name](params())
+    before = optimizer_bytes(optimizer)
+    optimizer.step()
+    assert optimizer_bytes(optimizer) == before
+
+
+def test_the_optimizer_is_not_touched():
+    trained = params()
+    optimizer = torch.optim.AdamW(trained)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    values = [p.detach().clone() for p in trained]
+    grads = [p.grad for p in trained]
+    groups = [dict(group) for group in optimizer.param_groups]
+    random_state = torch.get_rng_state()
+    optimizer_bytes(optimizer)
+    assert calls == []
+    assert len(optimizer.state) == 0
+    assert optimizer.param_groups == groups
+    assert all(torch.equal(p, v) for p, v in zip(trained, values, strict=True))
+    assert all(p.grad is g for p, g in zip(trained, grads, strict=True))
+    assert torch.equal(torch.get_rng_state(), random_state)
+    optimizer.step()
+    scheduler.step()
+    assert calls == ["pre"]
+
+
+def test_parameters_without_gradients_need_no_gradient_to_be_predicted():
+    trained = params()
+    for param in trained:
+        param.grad = None
+    assert optimizer_bytes(torch.optim.Adam(trained))[0] > 0
+
+
+def test_frozen_parameters_have_no_state():
+    trained = params()
+    optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+    trained[0].requires_grad_(False)
+    assert optimizer_bytes(optimizer)[0] == (200 + 50 * 200) * 4
+    assert optimizer_bytes(optimizer, [trained[1]])[0] == 200 * 4
+
+
+def test_settings_of_each_group_hold():
+    trained = params()
+    optimizer = torch.optim.SGD(
+        [
+            {"params": trained[:1], "momentum": 0.9},
+            {"params": trained[1:], "momentum": 0.0},
+        ],
+        lr=0.1,
+    )
+    assert optimizer_bytes(optimizer)[0] == 200 * 100 * 4
+
+
+def test_a_step_that_needs_a_closure_is_refused():
+    with pytest.raises(CaptureError, match=r"LBFGS.*closure"):
+        optimizer_bytes(torch.optim.LBFGS(params()))
+
+
+def test_an_optimizer_of_the_users_own_is_traced():
+    class Own(torch.optim.Optimizer):
+        def __init__(self, trained):
+            super().__init__(trained, {"rate": 0.1})
+            self.extra = "kept"
+
+        @torch.no_grad()
+        def step(self, closure: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+            if self.extra != "kept":
+                raise AttributeError("extra")
+            for group in self.param_groups:
+                for param in group["params"]:
+                    state = self.state[param]
+                    state.setdefault("mean", torch.zeros_like(param))
+                    param.sub_(state["mean"] * group["rate"])
+
+    state_bytes, workspace_bytes = optimizer_bytes(Own(params()))
+    assert state_bytes == sum(p.numel() * 4 for p in params())
+    assert workspace_bytes == 200 * 100 * 4
+
+
+targets = torch.zeros(64, dtype=torch.long)
+values = torch.rand(64, 1000)
+LOSSES: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] = {
+    "cross entropy": (functional.cross_entropy, (targets,)),
+    "closure": (lambda out: functional.cross_entropy(out, targets), ()),
+    "smoothing": (
+        lambda out: functional.cross_entropy(out, targets, label_smoothing=0.1),
+        (),
+    ),
+    "squares": (functional.mse_loss, (values,)),
+    "smooth": (functional.smooth_l1_loss, (values,)),
+    "binary": (functional.binary_cross_entropy_with_logits, (values,)),
+    "sum": (lambda out: out.sum(), ()),
+    "power": (lambda out: (out**2).mean(), ()),
+    "divergence": (lambda out, t: functional.kl_div(out.log_softmax(-1), t), (values,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:reduction.*'mean' divides:UserWarning")
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_is_predicted_on_fake_tensors(name):
+    loss_fn, args = LOSSES[name]
+    outputs = torch.rand(64, 1000, requires_grad=True)
+    predicted = loss_bytes(loss_fn, outputs, *args)
+
+    def real() -> None:
+        loss_fn(outputs, *args).backward()
+
+    real()
+    outputs.grad = None
+    used = memory_growth(real)
+    gradient_bytes = outputs.numel() * 4
+    assert used.retained_bytes == gradient_bytes
+    assert predicted == pytest.approx(used.peak_bytes - gradient_bytes, abs=BOXED_BYTES)
+
+
+def test_outputs_may_be_fake_and_nested():
+    with FakeTensorMode():
+        outputs = {
+            "logits": torch.empty(64, 1000),
+            "count": torch.empty(3, dtype=torch.int64),
+        }
+    flat = torch.empty(64, 1000)
+    expected = loss_bytes(functional.cross_entropy, flat, targets)
+    assert (
+        loss_bytes(
+            lambda out: functional.cross_entropy(out["logits"], targets), outputs
+        )
+        == expected
+    )
+    assert flat.grad is None
+
+
+def test_a_loss_that_reads_values_is_refused():
+    def branches(out: torch.Tensor) -> torch.Tensor:
+        return out.sum() if out.max() > 0 else out.mean()
+
+    loss_bytes(branches, values)
+
+    def counts(out: torch.Tensor) -> torch.Tensor:
+        return out[out > 0].sum()
+
+    with pytest.raises(CaptureError, match="cannot be predicted"):
+        loss_bytes(counts, values)
+
+
+def test_a_loss_without_gradient_is_refused():
+    with pytest.raises(CaptureError, match="cannot be predicted"):
+        loss_bytes(lambda out: out.detach().sum(), values)
