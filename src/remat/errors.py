@@ -5,6 +5,9 @@ built-in type that fits it, so that callers who do not know this package still c
 what they expect.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 
 class RematError(Exception):
     """Base class of every error that this package raises on purpose."""
@@ -41,6 +44,15 @@ class BudgetError(RematError, ValueError):
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.required_bytes = required_bytes
+
+    def __reduce__(self) -> tuple[Callable[..., "BudgetError"], tuple[str]]:
+        # Without it, what multiprocessing sends back cannot be unpickled.
+        make = partial(
+            type(self),
+            budget_bytes=self.budget_bytes,
+            required_bytes=self.required_bytes,
+        )
+        return make, (str(self),)
 
 
 class CaptureError(RematError, RuntimeError):

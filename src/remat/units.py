@@ -22,7 +22,8 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
-_SIZE = re.compile(r"\s*([+-]?\d[\d_]*(?:\.\d+)?)\s*([A-Za-z]*|%)\s*\Z")
+# Bounded, because Python refuses to read integers of thousands of digits.
+_SIZE = re.compile(r"\s*([+-]?\d[\d_]{0,60}(?:\.\d{1,60})?)\s*([A-Za-z]*|%)\s*\Z")
 
 
 def parse_budget(budget: int | str, *, whole_bytes: int | None = None) -> int:
@@ -72,7 +73,8 @@ def _parse(text: str, whole_bytes: int | None) -> Fraction:
     match = _SIZE.match(text)
     known = "B, kB, MB, GB, TB, KiB, MiB, GiB, TiB or %"
     if match is None:
-        msg = f"{text!r} is not a size; write a number and a unit ({known})"
+        shown = text if len(text) <= 40 else f"{text[:37]}..."
+        msg = f"{shown!r} is not a size; write a number and a unit ({known})"
         raise UnitError(msg)
     number = Fraction(match[1].replace("_", ""))
     if match[2] == "%":
@@ -117,10 +119,13 @@ def format_bytes(size_bytes: int) -> str:
     >>> format_bytes(512), format_bytes(1536), format_bytes(-3 * 2**30)
     ('512 B', '1.50 KiB', '-3.00 GiB')
     """
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size_bytes} B" if unit == "B" else f"{size:.2f} {unit}"
+    if abs(size_bytes) < 1024:
+        return f"{size_bytes} B"
+    size = size_bytes / 1024
+    for unit in ("KiB", "MiB", "GiB"):
+        # Compared as printed: what would read 1024.00 MiB is 1.00 GiB.
+        if round(abs(size), 2) < 1024:
+            return f"{size:.2f} {unit}"
         size /= 1024
     return f"{size:.2f} TiB"
 
@@ -133,7 +138,10 @@ def format_ns(time_ns: int) -> str:
     >>> format_ns(999), format_ns(1_500), format_ns(2_500_000), format_ns(10**10)
     ('999 ns', '1.50 us', '2.50 ms', '10.00 s')
     """
-    for factor, unit in ((10**9, "s"), (10**6, "ms"), (10**3, "us")):
-        if abs(time_ns) >= factor:
+    if abs(time_ns) < 1000:
+        return f"{time_ns} ns"
+    for factor, unit in ((10**3, "us"), (10**6, "ms")):
+        # Compared as printed: what would read 1000.00 ms is 1.00 s.
+        if round(abs(time_ns) / factor, 2) < 1000:
             return f"{time_ns / factor:.2f} {unit}"
-    return f"{time_ns} ns"
+    return f"{time_ns / 10**9:.2f} s"
