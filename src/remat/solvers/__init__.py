@@ -4,6 +4,7 @@ from remat.solvers.base import Solver as Solver
 from remat.solvers.chen import ChenGreedy as ChenGreedy
 from remat.solvers.chen import ChenSqrt as ChenSqrt
 from remat.solvers.greedy_eviction import GreedyEviction as GreedyEviction
+from remat.solvers.min_cut_retention import MinCutRetention as MinCutRetention
 from remat.solvers.store_all import StoreAll as StoreAll
 
 SOLVERS: dict[str, type[Solver]] = {
@@ -11,5 +12,6 @@ SOLVERS: dict[str, type[Solver]] = {
     "chen-sqrt": ChenSqrt,
     "chen-greedy": ChenGreedy,
     "greedy-eviction": GreedyEviction,
+    "min-cut-retention": MinCutRetention,
 }
 """Name on the command line and in ``solver=`` -> solver class."""

@@ -1,0 +1,1 @@
+"""Adapters to solver libraries; each imports its library when it is called."""
