@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -392,6 +393,12 @@ def test_every_rule_has_a_case():
     assert tested | {Rule.OVER_BUDGET} == set(Rule)
 
 
+def test_every_rule_is_in_the_written_semantics():
+    page = Path(__file__).parents[1] / "docs" / "semantics.md"
+    words = page.read_text(encoding="utf-8")
+    assert [rule.name for rule in Rule if f"`{rule.name}`" not in words] == []
+
+
 @pytest.mark.parametrize(
     ("steps", "facts"),
     [
@@ -522,6 +529,12 @@ def test_each_device_has_its_own_budget():
 def test_a_device_of_a_kind_without_costs_is_refused():
     with pytest.raises(InvalidGraphError, match="no costs for device kind 'tpu'"):
         run(PLAIN, single_device(kind="tpu"))
+
+
+def test_even_a_device_that_nothing_uses_must_have_costs():
+    platform = Platform(devices=(Device(), Device(name="spare", kind="tpu")))
+    with pytest.raises(InvalidGraphError, match="no costs for device kind 'tpu'"):
+        run(PLAIN, platform)
 
 
 def test_a_home_that_does_not_exist_is_refused():
