@@ -18,6 +18,7 @@ from remat.platform import Device, Link, Platform
 from remat.schedule import Boundary, Compute, Copy, Discard, Schedule
 from remat.serialisation import (
     VERSION,
+    document_kind,
     format_document,
     graph_from_json,
     graph_to_json,
@@ -39,6 +40,7 @@ from remat.serialisation import (
     save_schedule,
     schedule_from_json,
     schedule_to_json,
+    write_bytes,
     write_document,
 )
 from tests.strategies import Case, cases
@@ -633,3 +635,26 @@ def test_no_bytes_end_in_another_error(
     path.write_bytes(golden[:cut] + noise)
     with suppress(FileFormatError):
         load_schedule(path)
+
+
+def test_kind_of_a_document_is_read_without_its_payload(tmp_path: Path):
+    path = tmp_path / "some.json"
+    path.write_text(format_document("plan", {"anything": 1}), encoding="utf-8")
+    assert document_kind(path) == "plan"
+
+
+@pytest.mark.parametrize("text", ["[1]", "{}", '{"format": "remat"}', "{", '{"a": 1}'])
+def test_kind_of_anything_else_is_refused_with_its_name(tmp_path: Path, text: str):
+    path = tmp_path / "some.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(FileFormatError, match=r"some\.json: "):
+        document_kind(path)
+
+
+def test_bytes_are_written_whole_or_not_at_all(tmp_path: Path):
+    path = tmp_path / "picture.png"
+    write_bytes(path, b"\x89\r\n")
+    assert path.read_bytes() == b"\x89\r\n"
+    with pytest.raises(FileFormatError, match="cannot write"):
+        write_bytes(tmp_path / "missing" / "picture.png", b"")
+    assert [p.name for p in tmp_path.iterdir()] == ["picture.png"]

@@ -372,13 +372,30 @@ def write_document(
         If the file cannot be written: the folder is missing or may not be written,
         ``path`` is a folder or a device, the disk is full.
     """
-    text = format_document(kind, payload)
+    write_bytes(path, format_document(kind, payload).encode("utf-8"))
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a file as :func:`write_document` does: it is the old or the whole new one.
+
+    Parameters
+    ----------
+    path
+        Where to write; a link is followed, the folder must exist.
+    content
+        All of the new file.
+
+    Raises
+    ------
+    FileFormatError
+        If the file cannot be written.
+    """
     label = os.fspath(path)
     try:
         target = Path(path).resolve()
         is_special = target.exists() and not target.is_file()
         if not is_special:
-            _replace(target, text)
+            _replace(target, content)
     except _PATH_ERRORS as error:
         msg = f"cannot write {label!r}: {_reason(error)}"
         raise FileFormatError(msg) from error
@@ -387,18 +404,37 @@ def write_document(
         raise FileFormatError(msg)
 
 
-def _replace(target: Path, text: str) -> None:
+def _replace(target: Path, content: bytes) -> None:
     # Created by hand: tempfile would make the file readable by its owner alone, and
     # the move would carry that over to the document.
     temporary = target.with_name(f".{target.name[:80]}.{secrets.token_hex(6)}.tmp")
     try:
-        with temporary.open("x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with temporary.open("xb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def document_kind(path: str | os.PathLike[str]) -> str:
+    """Return what the document ``path`` says it is: ``"graph"``, ``"plan"``, ...
+
+    The payload is not looked at.
+
+    Raises
+    ------
+    FileFormatError
+        If the file cannot be read, is damaged, or is not a document of this package.
+    """
+    label = os.fspath(path)
+    text = _read_text(path, "file")
+    try:
+        return parse_text(_parse_envelope(text).get("kind"), "kind")
+    except FileFormatError as error:
+        msg = f"{label}: {error}"
+        raise FileFormatError(msg) from error
 
 
 def read_document(path: str | os.PathLike[str], kind: str) -> dict[str, object]:
@@ -411,18 +447,23 @@ def read_document(path: str | os.PathLike[str], kind: str) -> dict[str, object]:
         document of this package, is of another kind, or of an unknown version.
     """
     label = os.fspath(path)
+    text = _read_text(path, kind)
     try:
-        text = Path(path).read_bytes().decode("utf-8")
+        return parse_document(text, kind)
+    except FileFormatError as error:
+        msg = f"{label}: {error}"
+        raise FileFormatError(msg) from error
+
+
+def _read_text(path: str | os.PathLike[str], kind: str) -> str:
+    label = os.fspath(path)
+    try:
+        return Path(path).read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         msg = f"{label}: this is not a {FORMAT} {kind}: it is not UTF-8 text ({error})"
         raise FileFormatError(msg) from error
     except _PATH_ERRORS as error:
         msg = f"cannot read {label!r}: {_reason(error)}"
-        raise FileFormatError(msg) from error
-    try:
-        return parse_document(text, kind)
-    except FileFormatError as error:
-        msg = f"{label}: {error}"
         raise FileFormatError(msg) from error
 
 
@@ -490,14 +531,7 @@ def parse_document(text: str, kind: str) -> dict[str, object]:
     FileFormatError
         If the text is no document of kind ``kind`` and of a known version.
     """
-    document = _parse_json(text)
-    if not isinstance(document, dict) or "format" not in document:
-        msg = f"this is JSON, but not a {FORMAT} file: there is no key 'format'"
-        raise FileFormatError(msg)
-    fields = cast("dict[str, object]", document)
-    if fields["format"] != FORMAT:
-        msg = f"the format is {_show(fields['format'])}, not {FORMAT!r}"
-        raise FileFormatError(msg)
+    fields = _parse_envelope(text)
     if "version" not in fields:
         msg = "there is no key 'version'"
         raise FileFormatError(msg)
@@ -517,6 +551,18 @@ def parse_document(text: str, kind: str) -> dict[str, object]:
     if not isinstance(payload, dict):
         _refuse(payload, "payload", "an object")
     return cast("dict[str, object]", payload)
+
+
+def _parse_envelope(text: str) -> dict[str, object]:
+    document = _parse_json(text)
+    if not isinstance(document, dict) or "format" not in document:
+        msg = f"this is JSON, but not a {FORMAT} file: there is no key 'format'"
+        raise FileFormatError(msg)
+    fields = cast("dict[str, object]", document)
+    if fields["format"] != FORMAT:
+        msg = f"the format is {_show(fields['format'])}, not {FORMAT!r}"
+        raise FileFormatError(msg)
+    return fields
 
 
 def _parse_json(text: str) -> object:
