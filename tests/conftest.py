@@ -1,8 +1,17 @@
-"""What every test shares: tests marked ``gpu`` are skipped where there is no CUDA."""
+"""What every test shares: how hypothesis runs, and what is skipped without CUDA."""
 
 from collections.abc import Iterable
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A busy machine makes any example slow, and is no fault of the code under test.
+settings.register_profile(
+    "remat",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+settings.load_profile("remat")
 
 
 def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:

@@ -1,7 +1,7 @@
 """The judge: exact numbers on small schedules, every rule, and a second opinion."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
@@ -150,6 +150,15 @@ def test_copy_time_rounds_up():
         links=(Link(source=0, target=1, bytes_per_s=3 * 10**9, latency_ns=1),),
     )
     assert run([Copy(X, 0, 1)], slow).serial_ns == 1 + 34
+
+
+def test_what_was_found_cannot_be_changed_afterwards():
+    trace = run([])
+    assert trace.violation is not None
+    with pytest.raises(FrozenInstanceError):
+        trace.violation = None  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        trace.violation.step = 5  # type: ignore[misc]
 
 
 # --- overlapped execution -------------------------------------------------------------
