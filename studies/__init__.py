@@ -1,0 +1,1 @@
+"""Scientific comparisons: models, budgets and peers, recorded as JSON lines."""
