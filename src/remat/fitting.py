@@ -112,21 +112,25 @@ class Planner:
         )
 
     def loss_workspace_bytes(self, program: JointProgram) -> int:
-        """Return what the caller's loss may need beyond outputs and their gradients.
+        """Return what the caller's loss may need beyond the outputs.
 
         Without a description of the loss, a scalar output is taken for the loss itself,
-        and other outputs are taken to need twice their own size.
+        and other outputs are taken to need three times their own size: a copy, the
+        gradient, and one value in between.
         """
+        graph = program.graph
         if self.request.loss is not None and self.model is not None:
             args, kwargs = self.batch
             outputs = fake_outputs(self.model, args, kwargs)
-            return loss_bytes(self.request.loss, outputs)
+            # The gradients of the outputs exist before the judge counts them.
+            gradients = sum(graph.storages[s].size_bytes for s in graph.tangents)
+            return loss_bytes(self.request.loss, outputs) + gradients
         sizes = [
-            program.graph.storages[s].size_bytes
-            for s in program.graph.forward_outputs
-            if program.graph.storages[s].role is Role.OUTPUT
+            graph.storages[s].size_bytes
+            for s in graph.forward_outputs
+            if graph.storages[s].role is Role.OUTPUT
         ]
-        return 0 if any(size <= 8 for size in sizes) else 2 * sum(sizes)
+        return 0 if any(size <= 8 for size in sizes) else 3 * sum(sizes)
 
     def make_plan(self, program: JointProgram) -> Plan:
         if self.request.given_plan is not None:

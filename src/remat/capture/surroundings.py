@@ -14,6 +14,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from remat.capture.joint_program import InputSpec, JointProgram
 from remat.graph import Op, Phase, Role, Storage, TrainingGraph
 
+SCALARS_BYTES = 512
+"""Set aside for the loss and other scalars that the caller and autograd hold."""
+
 _ITEM = re.compile(r"\['([^']*)'\]")
 
 
@@ -122,7 +125,16 @@ def add_surroundings(
     both are external: they occupy memory, but nothing in the traced graph runs them.
     """
     graph = program.graph
-    storages = [*graph.storages, *_missing_residents(graph, surroundings)]
+    storages = [
+        *graph.storages,
+        *_missing_residents(graph, surroundings),
+        Storage(
+            name="scalars of loss and autograd",
+            size_bytes=SCALARS_BYTES,
+            role=Role.OUTPUT,
+            is_resident=True,
+        ),
+    ]
     forward = graph.forward_count
     held = tuple(
         s for s in graph.forward_outputs if graph.storages[s].role is Role.OUTPUT

@@ -15,3 +15,6 @@ SOLVERS: dict[str, type[Solver]] = {
     "min-cut-retention": MinCutRetention,
 }
 """Name on the command line and in ``solver=`` -> solver class."""
+
+AUTO: tuple[type[Solver], ...] = (StoreAll, MinCutRetention, GreedyEviction)
+"""What ``solver="auto"`` runs, in this order, until the bound on every cost is met."""
