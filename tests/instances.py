@@ -474,7 +474,15 @@ def once_only() -> Instance:
     x = net.input("x", KIB)
     for layer in range(3):
         noise = net.one(f"noise{layer}", [x], 8 * KIB, 50, once=RNG_REASON)
-        x = net.one(f"mix{layer}", [x, noise], 8 * KIB, 20 * KIB, saves_inputs=True)
+        x = net.one(
+            f"mix{layer}",
+            [x, noise],
+            8 * KIB,
+            20 * KIB,
+            saves_inputs=True,
+            parameter_bytes=KIB,
+            constant=[noise],
+        )
         x = net.one(f"tanh{layer}", [x], 8 * KIB, KIB, saves_outputs=[0])
     return net.instance(net.one("loss", [x], 4, KIB, saves_inputs=True))
 

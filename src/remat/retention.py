@@ -271,7 +271,7 @@ class RetentionTable:
             self._undo.append(("bytes", (start, stop, size_bytes)))
 
     def _is_unread(self, position: int) -> bool:
-        """Whether no output of the run is read and the run is not there for an effect."""
+        """Whether no output of the run is read, and it is not there for an effect."""
         index = self._ops[position]
         if index == BOUNDARY or any(copy.uses for copy in self._made[position]):
             return False
@@ -362,8 +362,9 @@ def improve_order(
     limits = limits or Limits()
     table = RetentionTable(graph, order, kind_index)
     table.drop_unread_runs()
-    while table.keep_instead_of_recompute(
-        budget_bytes, limits, length_exponent
-    ) and not limits.is_over:
+    while (
+        table.keep_instead_of_recompute(budget_bytes, limits, length_exponent)
+        and not limits.is_over
+    ):
         pass
     return table.order()

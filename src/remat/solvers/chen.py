@@ -26,6 +26,7 @@ References
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import isqrt
 from typing import ClassVar
 
@@ -168,6 +169,64 @@ def greedy_starts(graph: TrainingGraph, segment_bytes: int) -> list[int]:
     return starts
 
 
+def crossing_bytes(graph: TrainingGraph) -> list[int]:
+    """Return, per forward op, the bytes that a cut just before it would save.
+
+    Counts the storages that an earlier forward op writes and the op itself or a later
+    forward op reads; resident storages are not counted.
+    """
+    changes = [0] * (graph.forward_count + 1)
+    for storage, producer in enumerate(graph.producers):
+        if producer is None or producer >= graph.forward_count:
+            continue
+        readers = [op for op in graph.consumers[storage] if op < graph.forward_count]
+        if readers:
+            changes[producer + 1] += graph.storages[storage].size_bytes
+            changes[readers[-1] + 1] -= graph.storages[storage].size_bytes
+    return list(accumulate(changes))[: graph.forward_count]
+
+
+def narrow_cuts(graph: TrainingGraph, segment_bytes: int) -> list[int]:
+    """Return forward ops before which to cut, each where little crosses.
+
+    Parameters
+    ----------
+    graph
+        The graph whose forward ops are cut.
+    segment_bytes
+        The cut is made at the narrowest place of the second half of the ops that
+        together write more than this.
+    """
+    crossing = crossing_bytes(graph)
+    cuts: list[int] = []
+    start, written_bytes = 0, 0
+    op = 0
+    while op < graph.forward_count:
+        written_bytes += sum(graph.storages[s].size_bytes for s in graph.ops[op].writes)
+        op += 1
+        if written_bytes > segment_bytes and op < graph.forward_count:
+            middle = (start + op + 1) // 2
+            start = min(range(op, middle - 1, -1), key=crossing.__getitem__)
+            cuts.append(start)
+            op, written_bytes = start, 0
+    return cuts
+
+
+def saved_at(graph: TrainingGraph, cuts: Sequence[int]) -> frozenset[int]:
+    """Return the storages written before one of ``cuts`` and read in forward after."""
+    saved: set[int] = set()
+    for storage, producer in enumerate(graph.producers):
+        if producer is None or producer >= graph.forward_count:
+            continue
+        next_cut = bisect_right(cuts, producer)
+        if next_cut < len(cuts) and any(
+            cuts[next_cut] <= op < graph.forward_count
+            for op in graph.consumers[storage]
+        ):
+            saved.add(storage)
+    return frozenset(saved)
+
+
 @dataclass(frozen=True, slots=True)
 class ChenSqrt:
     """Save at every sqrt(n)-th op, recompute in between.
@@ -178,7 +237,9 @@ class ChenSqrt:
     **Complexity** linear in the graph.
     """
 
-    schedule_class: ClassVar[str] = "segments of the forward order, each recomputed once"
+    schedule_class: ClassVar[str] = (
+        "segments of the forward order, each recomputed once"
+    )
     is_exact: ClassVar[bool] = False
 
     def solve(
@@ -214,7 +275,9 @@ class ChenGreedy:
         Halvings between the best b of the grid and the next larger one.
     """
 
-    schedule_class: ClassVar[str] = "segments of the forward order, each recomputed once"
+    schedule_class: ClassVar[str] = (
+        "segments of the forward order, each recomputed once"
+    )
     is_exact: ClassVar[bool] = False
 
     grid_count: int = 24

@@ -1,554 +1,72 @@
-"""GreedyEviction: execute the graph within a limit, evicting what is cheapest to lose.
+"""GreedyEviction: execute within a limit, then keep what there is room for.
 
-The ops run in graph order. Before each run, storages are evicted until the run fits;
-a read that is not live is recomputed first, with the ancestors that are not live
-either. The victim has the smallest
+Each candidate is made in two steps. First the graph is executed in its own order within
+a limit, and what is cheapest to lose is evicted when memory is short (see
+:mod:`remat.eviction`). Then the runs that the memory still free can do without are
+taken out of the resulting order, best value first (see :mod:`remat.retention`).
 
-    time to recompute it / (its bytes ^ a x its distance to the next use ^ b),
+Several candidates are made, because no rule is best on every graph: eviction rules with
+different exponents; limits below the budget, since leaving room for the second step is
+often better than filling it in the first; and executions whose forward pass saves
+only what crosses some narrow cuts of the graph, as per-block checkpointing would. The
+cheapest candidate is returned.
 
-where the future is known: the remaining uses are those of the graph's own order. The
-time to recompute counts the op and a share of its ancestors that are not live. An
-ancestor that the rest of the step will use in its own right is recomputed sooner or
-later anyway, hence the share; one that nobody else needs counts in full.
-
-This is the shape of dynamic tensor rematerialisation [1]_ with Belady's knowledge of
-the future [2]_ in the place of staleness. Two things are ours: the order that results
-is then *improved* (see :mod:`remat.retention`), and several exponents and limits below
-the budget are tried, because leaving room for the improvement is often better than
-filling it greedily.
-
-An op that may run once is never lost while it is needed: its outputs are evicted only
-when they have no use left and everything computed from them is live; what was computed
-from them is then kept in their place.
-
-References
-----------
-.. [1] M. Kirisame et al. Dynamic tensor rematerialization. ICLR 2021.
-.. [2] L. A. Belady. A study of replacement algorithms for a virtual-storage computer.
-   IBM Systems Journal 5(2), 1966.
+Known to be improvable: the two steps only remove recomputation; nothing yet trades one
+kept storage for another, and the order of the ops is always the graph's own.
 """
 
-from array import array
-from bisect import bisect_right
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import ClassVar
 
-import numpy as np
-
-from remat.bounds import cost_bound_ns, peak_bound_bytes, required_ops
+from remat.bounds import cost_bound_ns, peak_bound_bytes
+from remat.eviction import EvictionRule, evicting_order
 from remat.graph import TrainingGraph
-from remat.liveness import BOUNDARY, schedule_from_order, store_all_order
+from remat.liveness import schedule_from_order, store_all_order
 from remat.problem import Limits, Problem, Proposal, Status, StopReason
 from remat.retention import RetentionTable, improve_order
 from remat.solvers.base import ProgressCallback, single_device_kind_index
+from remat.solvers.chen import narrow_cuts, saved_at
 from remat.units import format_bytes
-
-END = -2
-"""Marks the end of the step, where the final outputs are used."""
-
-_NEVER = float("inf")
-_CLOSURE_LIMIT = 256
-_RETRY_LIMIT = 12
-_LAST_RESORT = 1e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvictionRule:
-    """How victims are scored.
+class Candidate:
+    """How one candidate schedule is made.
 
     Parameters
     ----------
-    size_exponent, distance_exponent
-        Exponents of the bytes and of the distance to the next use, at least 0.
-    ancestor_share
-        Share, 0 to 1, of the cost of ancestors that are not live but will be used
-        again anyway.
-    spare_share
-        Share, 0 to 1, of the cost of a storage without uses of its own, as long as
-        everything that could be recomputed from it is live.
+    rule
+        How victims are chosen.
     limit_percent
         The limit kept to while executing, as a percentage of the way from the lower
         bound on the peak to the budget, 0 to 100.
+    segment_count
+        If given, forward saves only what crosses cuts that make about as many
+        segments of equal bytes, and drops the rest at once.
     """
 
-    size_exponent: float = 1.0
-    distance_exponent: float = 1.0
-    ancestor_share: float = 0.5
-    spare_share: float = 0.01
+    rule: EvictionRule
     limit_percent: int = 100
+    segment_count: int | None = None
 
 
-RULES = (
-    EvictionRule(),
-    EvictionRule(distance_exponent=0.0, ancestor_share=0.0),
-    EvictionRule(distance_exponent=0.5, ancestor_share=1.0),
-    EvictionRule(ancestor_share=1.0, limit_percent=70),
-    EvictionRule(distance_exponent=0.0, ancestor_share=1.0),
-    EvictionRule(distance_exponent=0.5, ancestor_share=0.0, limit_percent=85),
-    EvictionRule(distance_exponent=2.0, ancestor_share=1.0),
+CANDIDATES = (
+    Candidate(rule=EvictionRule(distance_exponent=0.5, ancestor_share=1.0)),
+    Candidate(rule=EvictionRule(distance_exponent=0.0, ancestor_share=0.0)),
+    Candidate(
+        rule=EvictionRule(distance_exponent=0.0, ancestor_share=1.0), segment_count=8
+    ),
+    Candidate(
+        rule=EvictionRule(distance_exponent=1.0, ancestor_share=1.0), limit_percent=70
+    ),
+    Candidate(rule=EvictionRule(distance_exponent=0.0, ancestor_share=1.0)),
+    Candidate(
+        rule=EvictionRule(distance_exponent=0.0, ancestor_share=1.0), segment_count=32
+    ),
+    Candidate(rule=EvictionRule(distance_exponent=1.0, ancestor_share=0.5)),
 )
-"""The rules that are tried, in this order."""
-
-
-class _Stuck(Exception):  # noqa: N818 - control flow inside this module
-    """The execution cannot go on within the limit."""
-
-
-class _Execution:
-    """Executes a graph in its own order within a limit, and notes what it runs."""
-
-    def __init__(
-        self,
-        graph: TrainingGraph,
-        kind_index: int,
-        limit_bytes: int,
-        rule: EvictionRule,
-        *,
-        run_limit: int,
-        saved: Container[int] | None = None,
-    ) -> None:
-        self.rule = rule
-        self.saved = saved
-        self.limit_bytes = limit_bytes
-        self.run_limit = run_limit
-        self.order: list[int] = []
-        self.now = 0
-        self.storages = graph.storages
-        self.is_resident = [s.is_resident for s in graph.storages]
-        self.size = [s.size_bytes for s in graph.storages]
-        self.reads = [self.transient(op.reads) for op in graph.ops]
-        self.writes = [op.writes for op in graph.ops]
-        self.cost = [op.cost_ns[kind_index] or 0 for op in graph.ops]
-        self.workspace = [op.workspace_bytes[kind_index] for op in graph.ops]
-        self.producers = graph.producers
-        self.consumers = graph.consumers
-        self.may_rerun = [op.is_recomputable and not op.is_ordered for op in graph.ops]
-        self.used_bytes = sum(s.size_bytes for s in graph.storages if s.is_resident)
-        self.base = self.base_steps(graph)
-        self.uses = self.remaining_uses(graph)
-        self.make_arrays()
-
-    def transient(self, storages: Sequence[int]) -> tuple[int, ...]:
-        return tuple(s for s in storages if not self.is_resident[s])
-
-    @staticmethod
-    def base_steps(graph: TrainingGraph) -> list[int]:
-        required = required_ops(graph)
-        steps = [
-            op for op in store_all_order(graph) if op == BOUNDARY or op in required
-        ]
-        return [*steps, END]
-
-    def remaining_uses(self, graph: TrainingGraph) -> list[list[int]]:
-        """Return per storage the base steps that read it, the next one last."""
-        uses: list[list[int]] = [[] for _ in graph.storages]
-        self.boundary_step = self.base.index(BOUNDARY)
-        self.boundary_reads = self.transient(graph.forward_outputs)
-        self.boundary_writes = graph.tangents
-        self.final_reads = self.transient(graph.final_outputs)
-        for step in range(len(self.base) - 1, -1, -1):
-            for storage in self.reads_of(self.base[step]):
-                uses[storage].append(step)
-        return uses
-
-    def reads_of(self, op: int) -> tuple[int, ...]:
-        if op == BOUNDARY:
-            return self.boundary_reads
-        return self.final_reads if op == END else self.reads[op]
-
-    def writes_of(self, op: int) -> tuple[int, ...]:
-        if op == BOUNDARY:
-            return self.boundary_writes
-        return () if op == END else self.writes[op]
-
-    def make_arrays(self) -> None:
-        """Share each byte or number between a fast sequence and a NumPy view."""
-        count = len(self.size)
-        self.live = bytearray(count)
-        self.pinned = bytearray(count)
-        self.evictable = bytearray(
-            producer is not None and self.may_rerun[producer]
-            for producer in self.producers
-        )
-        self.next_use = array(
-            "d", [float(u[-1]) if u else _NEVER for u in self.uses]
-        )
-        self.wanted = array("q", [0]) * count
-        self.price = array("d", [0.0]) * count
-        self.live_view = np.frombuffer(self.live, dtype=np.uint8)
-        self.pinned_view = np.frombuffer(self.pinned, dtype=np.uint8)
-        self.evictable_view = np.frombuffer(self.evictable, dtype=np.uint8)
-        self.next_use_view = np.frombuffer(self.next_use)
-        self.wanted_view = np.frombuffer(self.wanted, dtype=np.int64)
-        self.price_view = np.frombuffer(self.price)
-        sizes = np.array(self.size, dtype=np.float64)
-        self.weight_view = np.maximum(sizes, 1.0) ** self.rule.size_exponent
-        self.stale: set[int] = set()
-
-    def run(self) -> list[int]:
-        """Return the order of all runs.
-
-        Raises
-        ------
-        _Stuck
-            If the limit is too small for this rule.
-        """
-        for step, op in enumerate(self.base):
-            self.now = step
-            self.demand(op)
-            self.after_base(op)
-        return self.order
-
-    def after_base(self, op: int) -> None:
-        for storage in self.reads_of(op):
-            uses = self.uses[storage]
-            uses.pop()
-            if uses:
-                self.next_use[storage] = float(uses[-1])
-            else:
-                self.stale.add(storage)
-        if self.saved is not None and op >= 0 and self.now < self.boundary_step:
-            for storage in (*self.reads[op], *self.writes[op]):
-                self.drop_early(storage)
-
-    def drop_early(self, storage: int) -> None:
-        """Drop a storage that forward is done with, unless it is to be saved."""
-        if (
-            self.saved is not None
-            and storage not in self.saved
-            and self.live[storage]
-            and self.evictable[storage]
-            and not (self.uses[storage] and self.uses[storage][-1] <= self.boundary_step)
-        ):
-            self.drop(storage)
-
-    def use_of_others(self, storage: int) -> tuple[float, bool]:
-        """Return when something computed from ``storage`` is used next, and if lost.
-
-        For a storage without uses of its own. What is lost, and has a use, makes the
-        storage needed; what is live and has a use might be lost later.
-        """
-        lost_use, live_use = _NEVER, _NEVER
-        seen = {storage}
-        pending = [storage]
-        while pending and len(seen) < _CLOSURE_LIMIT:
-            source = pending.pop()
-            for op in self.consumers[source]:
-                if not self.may_rerun[op]:
-                    continue
-                for output in self.writes[op]:
-                    uses = self.uses[output]
-                    if self.live[output]:
-                        if uses and source == storage:
-                            live_use = min(live_use, uses[-1])
-                    elif uses:
-                        lost_use = min(lost_use, uses[-1])
-                    elif output not in seen:
-                        seen.add(output)
-                        pending.append(output)
-        is_needed = lost_use < _NEVER
-        return (lost_use if is_needed else live_use), is_needed
-
-    def demand(self, target: int) -> None:
-        """Run ``target`` after whatever it reads that is not live."""
-        stack = [target]
-        self.want(target, 1)
-        retries: dict[int, int] = {}
-        while stack:
-            op = stack[-1]
-            missing = [s for s in self.reads_of(op) if not self.live[s]]
-            if missing:
-                retries[op] = retries.get(op, 0) + 1
-                if retries[op] > _RETRY_LIMIT:
-                    raise _Stuck
-                for ancestor in sorted(self.missing_ancestors(missing), reverse=True):
-                    self.want(ancestor, 1)
-                    stack.append(ancestor)
-                continue
-            stack.pop()
-            self.want(op, -1)
-            if op == target or not self.has_what_is_wanted(op):
-                self.execute(op)
-
-    def want(self, op: int, change: int) -> None:
-        for storage in self.reads_of(op):
-            self.wanted[storage] += change
-
-    def has_what_is_wanted(self, op: int) -> bool:
-        return all(self.live[s] or not self.wanted[s] for s in self.writes[op])
-
-    def missing_ancestors(self, missing: list[int]) -> set[int]:
-        found: set[int] = set()
-        pending = list(missing)
-        while pending:
-            op = self.producers[pending.pop()]
-            if op is None or not self.may_rerun[op]:
-                raise _Stuck
-            if op not in found:
-                found.add(op)
-                pending.extend(s for s in self.reads[op] if not self.live[s])
-        return found
-
-    def execute(self, op: int) -> None:
-        if op == END:
-            return
-        if len(self.order) >= self.run_limit:
-            raise _Stuck
-        writes = self.writes_of(op)
-        needed = sum(self.size[s] for s in writes)
-        needed += 0 if op == BOUNDARY else self.workspace[op]
-        excess = self.used_bytes + needed - self.limit_bytes
-        if excess > 0:
-            reads = self.reads_of(op)
-            for storage in reads:
-                self.pinned[storage] = 1
-            self.evict(excess)
-            for storage in reads:
-                self.pinned[storage] = 0
-        self.order.append(op)
-        for storage in writes:
-            if not self.live[storage]:
-                self.live[storage] = 1
-                self.used_bytes += self.size[storage]
-                self.mark_stale(storage)
-
-    def mark_stale(self, storage: int) -> None:
-        """Note whose price changes with the liveness of ``storage``."""
-        self.stale.add(storage)
-        self.mark_around(storage, self.ancestors_of)
-        self.mark_around(storage, self.results_of)
-
-    def ancestors_of(self, storage: int) -> Sequence[int]:
-        producer = self.producers[storage]
-        return () if producer is None else self.reads[producer]
-
-    def results_of(self, storage: int) -> list[int]:
-        return [s for op in self.consumers[storage] for s in self.writes[op]]
-
-    def mark_around(
-        self, storage: int, neighbours: Callable[[int], Sequence[int]]
-    ) -> None:
-        """Mark the first live storages in one direction, looking through lost ones."""
-        seen: set[int] = set()
-        pending = [storage]
-        while pending and len(seen) < _CLOSURE_LIMIT:
-            for other in neighbours(pending.pop()):
-                if self.live[other]:
-                    self.stale.add(other)
-                elif other not in seen:
-                    seen.add(other)
-                    pending.append(other)
-
-    def update_price(self, storage: int) -> None:
-        op = self.producers[storage]
-        if op is None:
-            return
-        is_paid = any(not self.live[s] and self.uses[s] for s in self.writes[op])
-        price = 1.0 + (0 if is_paid else self.cost[op])
-        seen = {op}
-        pending = [s for s in self.reads[op] if not self.live[s]]
-        while pending and len(seen) < _CLOSURE_LIMIT:
-            lost = pending.pop()
-            ancestor = self.producers[lost]
-            if ancestor is None or ancestor in seen:
-                continue
-            seen.add(ancestor)
-            share = self.rule.ancestor_share if self.uses[lost] else 1.0
-            price += share * self.cost[ancestor]
-            pending.extend(s for s in self.reads[ancestor] if not self.live[s])
-        if not self.uses[storage]:
-            self.next_use[storage], is_needed = self.use_of_others(storage)
-            price *= 1.0 if is_needed else self.rule.spare_share
-        self.price[storage] = price
-
-    def evict(self, excess_bytes: int) -> None:
-        """Evict the cheapest victims until ``excess_bytes`` are free.
-
-        Raises
-        ------
-        _Stuck
-            If everything that may go has gone and it is not enough.
-        """
-        candidates = np.flatnonzero(
-            self.live_view & self.evictable_view & (self.pinned_view ^ 1)
-        )
-        self.stale.update(
-            candidates[self.next_use_view[candidates] <= self.now].tolist()
-        )
-        for storage in self.stale:
-            if self.live[storage]:
-                self.update_price(storage)
-        self.stale.clear()
-        distance = np.maximum(self.next_use_view[candidates] - self.now, 1.0)
-        if self.rule.distance_exponent == 0.0:
-            distance = np.where(np.isinf(distance), distance, 1.0)
-        elif self.rule.distance_exponent != 1.0:
-            distance **= self.rule.distance_exponent
-        scores = (
-            self.price_view[candidates]
-            * np.where(self.wanted_view[candidates] > 0, _LAST_RESORT, 1.0)
-            / self.weight_view[candidates]
-            / distance
-        )
-        for index in np.argsort(scores, kind="stable"):
-            if excess_bytes <= 0:
-                return
-            storage = int(candidates[index])
-            if self.size[storage]:
-                excess_bytes -= self.size[storage]
-                self.drop(storage)
-        if excess_bytes > 0:
-            self.lose_what_runs_once(excess_bytes)
-
-    def drop(self, storage: int) -> None:
-        self.live[storage] = 0
-        self.used_bytes -= self.size[storage]
-        self.mark_stale(storage)
-
-    def lose_what_runs_once(self, excess_bytes: int) -> None:
-        """Evict values that cannot come back and that nothing depends on any more.
-
-        Raises
-        ------
-        _Stuck
-            If that is not enough.
-        """
-        for storage in np.flatnonzero(
-            self.live_view & (self.evictable_view ^ 1) & (self.pinned_view ^ 1)
-        ).tolist():
-            if excess_bytes <= 0:
-                return
-            if self.size[storage] and self.can_lose(storage):
-                for op in self.consumers[storage]:
-                    self.freeze(op)
-                excess_bytes -= self.size[storage]
-                self.drop(storage)
-        if excess_bytes > 0:
-            raise _Stuck
-
-    def can_lose(self, storage: int) -> bool:
-        if self.uses[storage] or self.wanted[storage]:
-            return False
-        return not self.use_of_others(storage)[1]
-
-    def freeze(self, op: int) -> None:
-        """Make ``op`` one that may not run again."""
-        self.may_rerun[op] = False
-        for output in self.writes[op]:
-            self.evictable[output] = 0
-
-
-def evicting_order(
-    graph: TrainingGraph,
-    limit_bytes: int,
-    *,
-    kind_index: int = 0,
-    rule: EvictionRule | None = None,
-    runs_per_op: int = 8,
-    saved: Container[int] | None = None,
-) -> list[int] | None:
-    """Return an order whose peak is at most ``limit_bytes``, or ``None``.
-
-    Parameters
-    ----------
-    graph
-        The graph to execute.
-    limit_bytes
-        Most bytes at any moment, resident bytes included.
-    kind_index
-        Position of the device's kind in the ops' costs.
-    rule
-        How victims are chosen; by default the first of :data:`RULES`.
-    runs_per_op
-        Give up once the runs exceed this multiple of the graph's ops.
-    saved
-        If given, forward drops everything else as soon as it has read it for the
-        last time, instead of waiting until memory is short.
-
-    Returns
-    -------
-    list[int] | None
-        Op indices and the boundary, for :func:`remat.liveness.schedule_from_order`;
-        ``None`` when the rule does not get by with the limit.
-
-    Notes
-    -----
-    Time O(runs x live storages), at the speed of vectorised arithmetic.
-    """
-    execution = _Execution(
-        graph,
-        kind_index,
-        limit_bytes,
-        rule or RULES[0],
-        run_limit=runs_per_op * len(graph.ops),
-        saved=saved,
-    )
-    try:
-        return execution.run()
-    except _Stuck:
-        return None
-
-
-def crossing_bytes(graph: TrainingGraph) -> list[int]:
-    """Return, per forward op, the bytes that a cut just before it would save.
-
-    Counts the storages that an earlier forward op writes and the op itself or a later
-    forward op reads; resident storages are not counted.
-    """
-    changes = [0] * (graph.forward_count + 1)
-    for storage, producer in enumerate(graph.producers):
-        if producer is None or producer >= graph.forward_count:
-            continue
-        readers = [
-            op for op in graph.consumers[storage] if op < graph.forward_count
-        ]
-        if readers:
-            changes[producer + 1] += graph.storages[storage].size_bytes
-            changes[readers[-1] + 1] -= graph.storages[storage].size_bytes
-    return list(accumulate(changes))[: graph.forward_count]
-
-
-def narrow_cuts(graph: TrainingGraph, segment_bytes: int) -> list[int]:
-    """Return forward ops before which to cut, each where little crosses.
-
-    Parameters
-    ----------
-    graph
-        The graph whose forward ops are cut.
-    segment_bytes
-        The cut is made at the narrowest place of the second half of the ops that
-        together write more than this.
-    """
-    crossing = crossing_bytes(graph)
-    cuts: list[int] = []
-    start, written_bytes = 0, 0
-    op = 0
-    while op < graph.forward_count:
-        written_bytes += sum(graph.storages[s].size_bytes for s in graph.ops[op].writes)
-        op += 1
-        if written_bytes > segment_bytes and op < graph.forward_count:
-            middle = (start + op + 1) // 2
-            start = min(range(op, middle - 1, -1), key=crossing.__getitem__)
-            cuts.append(start)
-            op, written_bytes = start, 0
-    return cuts
-
-
-def saved_at(graph: TrainingGraph, cuts: Sequence[int]) -> frozenset[int]:
-    """Return the storages written before one of ``cuts`` and read in forward after."""
-    saved: set[int] = set()
-    for storage, producer in enumerate(graph.producers):
-        if producer is None or producer >= graph.forward_count:
-            continue
-        next_cut = bisect_right(cuts, producer)
-        if next_cut < len(cuts) and any(
-            cuts[next_cut] <= op < graph.forward_count
-            for op in graph.consumers[storage]
-        ):
-            saved.add(storage)
-    return frozenset(saved)
+"""The candidates that are made, in this order."""
 
 
 def _feasible(
@@ -574,6 +92,17 @@ def _nothing_fits(
     )
 
 
+def _saved(graph: TrainingGraph, segment_count: int | None) -> frozenset[int] | None:
+    if segment_count is None:
+        return None
+    written_bytes = sum(
+        graph.storages[storage].size_bytes
+        for op in graph.ops[: graph.forward_count]
+        for storage in op.writes
+    )
+    return saved_at(graph, narrow_cuts(graph, written_bytes // segment_count))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GreedyEviction:
     """Evict by cost over bytes and distance; then keep what there is room for.
@@ -582,20 +111,20 @@ class GreedyEviction:
     storing everything, on any graph.
 
     **Complexity** about 2 s for 2 000 ops and one budget; see
-    :func:`evicting_order` and :func:`remat.retention.improve_order`.
+    :func:`remat.eviction.evicting_order` and :func:`remat.retention.improve_order`.
 
     Parameters
     ----------
-    rules
-        The rules to try, in this order; the cheapest schedule is returned.
+    candidates
+        How candidates are made, in this order; the cheapest schedule is returned.
     runs_per_op
-        A rule gives up once the runs exceed this multiple of the ops.
+        A candidate is given up once the runs exceed this multiple of the ops.
     """
 
     schedule_class: ClassVar[str] = "any op any number of times, on one device"
     is_exact: ClassVar[bool] = False
 
-    rules: tuple[EvictionRule, ...] = RULES
+    candidates: tuple[Candidate, ...] = CANDIDATES
     runs_per_op: int = 8
 
     def solve(
@@ -619,25 +148,27 @@ class GreedyEviction:
             return _nothing_fits(budget, f"every schedule needs {format_bytes(bound)}")
         best: tuple[int, int, list[int]] | None = None
         stop_reason = StopReason.COMPLETED
-        for index, rule in enumerate(self.rules):
+        for index, candidate in enumerate(self.candidates):
             if limits.is_over:
                 stop_reason = StopReason.TIME_LIMIT
                 break
-            on_progress("evicting", index / len(self.rules))
-            limit = bound + (budget - bound) * rule.limit_percent // 100
+            on_progress("evicting", index / len(self.candidates))
             order = evicting_order(
-                graph, limit, kind_index=kind, rule=rule, runs_per_op=self.runs_per_op
+                graph,
+                bound + (budget - bound) * candidate.limit_percent // 100,
+                kind_index=kind,
+                rule=candidate.rule,
+                runs_per_op=self.runs_per_op,
+                saved=_saved(graph, candidate.segment_count),
+                limits=limits,
             )
             if order is None:
                 continue
-            table = RetentionTable(
-                graph,
-                improve_order(graph, order, budget, kind_index=kind, limits=limits),
-                kind,
-            )
-            found = (table.cost_ns, table.peak_bytes, table.order())
+            order = improve_order(graph, order, budget, kind_index=kind, limits=limits)
+            table = RetentionTable(graph, order, kind)
+            found = (table.cost_ns, table.peak_bytes, order)
             if best is None or found[:2] < best[:2]:
                 best = found
         if best is None:
-            return _nothing_fits(budget, "no eviction rule gets by", stop_reason)
+            return _nothing_fits(budget, "no candidate gets by", stop_reason)
         return _feasible(problem, best[2], stop_reason)

@@ -1,0 +1,129 @@
+"""The smallest budget for which a schedule is known.
+
+Between what every schedule needs (:func:`remat.bounds.peak_bound_bytes`) and what
+storing everything takes lies the smallest budget that the solvers at hand can honour.
+It is found by bisection. Solvers are heuristics at that end, so a budget that one fails
+need not be impossible: the answer is a budget that works, with the schedule that proves
+it, and not a proof that nothing smaller does.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from remat.bounds import peak_bound_bytes
+from remat.errors import SolverFault
+from remat.graph import TrainingGraph
+from remat.planning import solve
+from remat.platform import single_device
+from remat.problem import Limits, Problem, Result
+from remat.schedule import Schedule
+from remat.simulator import Trace
+from remat.solvers.base import Solver
+from remat.solvers.greedy_eviction import CANDIDATES, GreedyEviction
+from remat.solvers.store_all import StoreAll
+
+FLOOR_SOLVERS: tuple[Solver, ...] = (
+    GreedyEviction(candidates=CANDIDATES[1:2]),
+    GreedyEviction(candidates=CANDIDATES[4:5]),
+    GreedyEviction(candidates=CANDIDATES[2:3]),
+)
+"""Cheap solvers that get by with little memory; a later one runs if earlier ones fail."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Floor:
+    """The smallest budget for which a schedule is known, with the proof that it works.
+
+    Parameters
+    ----------
+    budget_bytes
+        The peak of ``schedule``, resident bytes included.
+    schedule, trace
+        The schedule and its replay.
+    bound_bytes
+        Proved: no schedule on one device gets by with less.
+    """
+
+    budget_bytes: int
+    schedule: Schedule
+    trace: Trace
+    bound_bytes: int
+
+
+def smallest_budget(
+    graph: TrainingGraph,
+    *,
+    kind: str = "cpu",
+    solvers: Sequence[Solver] = FLOOR_SOLVERS,
+    limits: Limits | None = None,
+    tolerance_percent: int = 1,
+) -> Floor:
+    """Return the smallest budget that bisection finds a schedule for.
+
+    Parameters
+    ----------
+    graph
+        The graph to train on one device.
+    kind
+        The device's kind.
+    solvers
+        Asked in turn at each budget, until one answers with a schedule.
+    limits
+        When to stop; the best found by then is returned.
+    tolerance_percent
+        Stop once the budgets that worked and that failed are this close, in percent
+        of the smaller, at least 0.
+
+    Raises
+    ------
+    SolverFault
+        If the simulator refutes an answer.
+    SolverUnsuitableError
+        If a solver cannot treat this graph.
+
+    Notes
+    -----
+    Asks about log2(100 / tolerance_percent) times, plus twice.
+    """
+    limits = limits or Limits()
+    bound_bytes = peak_bound_bytes(graph, kind)
+    best = _answer(graph, kind, None, [StoreAll()], Limits())
+    if best is None:
+        msg = f"StoreAll found no schedule for graph {graph.name!r} without a budget"
+        raise SolverFault(msg)
+    # Everything below ``failed_bytes`` counts as impossible; the bound proves the start.
+    failed_bytes = bound_bytes - 1
+    guess_bytes = bound_bytes
+    while not limits.is_over:
+        found = _answer(graph, kind, guess_bytes, solvers, limits)
+        if found is None:
+            failed_bytes = guess_bytes
+        else:
+            best = found
+        if best[1].peak_bytes[0] - failed_bytes <= max(
+            1, failed_bytes * tolerance_percent // 100
+        ):
+            break
+        guess_bytes = (failed_bytes + best[1].peak_bytes[0]) // 2
+    schedule, trace = best
+    return Floor(
+        budget_bytes=trace.peak_bytes[0],
+        schedule=schedule,
+        trace=trace,
+        bound_bytes=bound_bytes,
+    )
+
+
+def _answer(
+    graph: TrainingGraph,
+    kind: str,
+    budget_bytes: int | None,
+    solvers: Sequence[Solver],
+    limits: Limits,
+) -> tuple[Schedule, Trace] | None:
+    problem = Problem(graph=graph, platform=single_device(budget_bytes, kind))
+    for solver in solvers:
+        result: Result = solve(problem, solver, limits=limits)
+        if result.schedule is not None and result.trace is not None:
+            return result.schedule, result.trace
+    return None
