@@ -115,8 +115,9 @@ class _BrokenRuleError(Exception):
 class _Span:
     """Bytes on a device from ``start_ns`` up to, not including, ``end_ns``.
 
-    They hold a value from ``ready_ns`` on; ``busy_until_ns`` is when the last step
-    that fills or reads them ends.
+    They hold a value from ``ready_ns`` on; ``busy_until_ns`` is when the last copy
+    that fills or reads them ends. Ops need no such note: they hold up the queue in
+    which the end of the bytes waits as well.
     """
 
     device: int
@@ -229,11 +230,6 @@ class _Replay:
         self.spans.append(span)
         self.live[device][storage] = span
 
-    def use(self, storage: int, device: int, end_ns: int) -> None:
-        span = self.live[device].get(storage)
-        if span is not None:
-            span.busy_until_ns = max(span.busy_until_ns, end_ns)
-
     def compute(self, step: Compute) -> None:
         self.check_device(step.device)
         if not 0 <= step.op < len(self.graph.ops):
@@ -267,8 +263,6 @@ class _Replay:
         end = start + cost
         workspace = op.workspace_bytes[kind]
         self.spans.append(_Span(step.device, workspace, start, start, end, end))
-        for storage in op.reads:
-            self.use(storage, step.device, end)
         for storage in op.writes:
             self.make_live(storage, step.device, start, end)
         self.device_free_ns[step.device] = end
@@ -350,7 +344,9 @@ class _Replay:
         start = max(self.link_free_ns.get(pair, 0), ready)
         end = start + link.copy_ns(size)
         self.link_free_ns[pair] = end
-        self.use(step.storage, step.source, end)
+        read = self.live[step.source].get(step.storage)
+        if read is not None:
+            read.busy_until_ns = max(read.busy_until_ns, end)
         self.make_live(step.storage, step.target, start, end)
         self.serial_ns += link.copy_ns(size)
 
