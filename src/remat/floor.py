@@ -27,7 +27,7 @@ FLOOR_SOLVERS: tuple[Solver, ...] = (
     GreedyEviction(candidates=CANDIDATES[4:5]),
     GreedyEviction(candidates=CANDIDATES[2:3]),
 )
-"""Cheap solvers that get by with little memory; a later one runs if earlier ones fail."""
+"""Cheap solvers that get by with little memory, each for when those before fail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ def smallest_budget(
     if best is None:
         msg = f"StoreAll found no schedule for graph {graph.name!r} without a budget"
         raise SolverFault(msg)
-    # Everything below ``failed_bytes`` counts as impossible; the bound proves the start.
+    # Up to ``failed_bytes`` everything counts as impossible; so far that is proved.
     failed_bytes = bound_bytes - 1
     guess_bytes = bound_bytes
     while not limits.is_over:

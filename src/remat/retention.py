@@ -12,9 +12,10 @@ well. Each accepted change makes the schedule cheaper and keeps it within the bu
 so the improvement is monotone. The judge has the last word on the result.
 """
 
-from bisect import bisect_left
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -74,7 +75,7 @@ class RetentionTable:
         self._runs_of: list[list[int]] = [[] for _ in graph.ops]
         self._made: list[list[_Copy]] = []
         self._read: list[list[_Copy]] = []
-        self._undo: list[tuple[str, tuple[object, ...]]] = []
+        self._undo: list[Callable[[], None]] = []
         self._collect()
         self._used_bytes = self._timeline()
 
@@ -246,7 +247,7 @@ class RetentionTable:
             old.uses.extend(new.uses)
             for use in new.uses:
                 self._redirect(use, new, old)
-            self._undo.append(("split", (old, new, new.uses)))
+            self._undo.append(partial(self._split, old, new, new.uses))
             new.uses = []
         self._take_out(position)
         bytes_ = self._used_bytes
@@ -268,7 +269,7 @@ class RetentionTable:
     def _add(self, start: int, stop: int, size_bytes: int) -> None:
         if start < stop and size_bytes:
             self._used_bytes[start:stop] += size_bytes
-            self._undo.append(("bytes", (start, stop, size_bytes)))
+            self._undo.append(partial(self._shrink, start, stop, size_bytes))
 
     def _is_unread(self, position: int) -> bool:
         """Whether no output of the run is read, and it is not there for an effect."""
@@ -288,33 +289,28 @@ class RetentionTable:
             if not self._is_in[current]:
                 continue
             self._is_in[current] = False
-            self._undo.append(("run", (current,)))
+            self._undo.append(partial(self._put_back, current))
             size = sum(self._size[copy.storage] for copy in self._made[current])
             size += self._workspace(self._ops[current])
             self._add(current, current + 1, -size)
             for copy in self._read[current]:
                 end = copy.end
                 copy.uses.pop(bisect_left(copy.uses, current))
-                self._undo.append(("use", (copy, current)))
+                self._undo.append(partial(insort, copy.uses, current))
                 self._add(copy.end + 1, end + 1, -self._size[copy.storage])
                 if self._is_in[copy.birth] and self._is_unread(copy.birth):
                     pending.append(copy.birth)
 
     def _roll_back(self) -> None:
-        for action, details in reversed(self._undo):
-            match action, details:
-                case "bytes", (int(start), int(stop), int(size_bytes)):
-                    self._used_bytes[start:stop] -= size_bytes
-                case "run", (int(position),):
-                    self._is_in[position] = True
-                case "use", (_Copy() as copy, int(position)):
-                    copy.uses.insert(bisect_left(copy.uses, position), position)
-                case "split", (_Copy() as old, _Copy() as new, list() as uses):
-                    self._split(old, new, uses)
-                case _:
-                    msg = f"unknown change {action!r}"
-                    raise AssertionError(msg)
+        for undo in reversed(self._undo):
+            undo()
         self._undo.clear()
+
+    def _shrink(self, start: int, stop: int, size_bytes: int) -> None:
+        self._used_bytes[start:stop] -= size_bytes
+
+    def _put_back(self, position: int) -> None:
+        self._is_in[position] = True
 
     def _split(self, old: _Copy, new: _Copy, uses: list[int]) -> None:
         del old.uses[len(old.uses) - len(uses) :]
