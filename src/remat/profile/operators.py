@@ -9,7 +9,7 @@ tensor, and every other argument.
 import statistics
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -220,12 +220,13 @@ def _measure_operator(
         return call.target(*args, **kwargs)
 
     is_cuda = "cuda" in device_types
-    # The first run pays for what is made once: compiled primitives, library handles.
-    run()
-    sizes, aliases_input, growth_bytes = _memory_of(
-        run, (args, kwargs), is_cuda=is_cuda
-    )
-    times = _time_cuda(run) if is_cuda else _time_cpu(run)
+    with torch.cuda.device(_cuda_device(args, kwargs)) if is_cuda else nullcontext():
+        # The first run pays for what is made once: compiled primitives, handles.
+        run()
+        sizes, aliases_input, growth_bytes = _memory_of(
+            run, (args, kwargs), is_cuda=is_cuda
+        )
+        times = _time_cuda(run) if is_cuda else _time_cpu(run)
     median = statistics.median(times)
     return OperatorCost(
         cost_ns=round(median),
@@ -236,6 +237,14 @@ def _measure_operator(
         samples=len(times),
         spread_ns=round(statistics.median(abs(t - median) for t in times)),
     )
+
+
+def _cuda_device(args: object, kwargs: Mapping[str, object]) -> torch.device:
+    """Return the CUDA device that a call works on."""
+    devices = [tensor.device for tensor in tensors_in([args, kwargs])]
+    devices += [d for d in kwargs.values() if isinstance(d, torch.device)]
+    on_cuda = [device for device in devices if device.type == "cuda"]
+    return on_cuda[0] if on_cuda else torch.device("cuda")
 
 
 def _memory_of(
