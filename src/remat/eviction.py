@@ -102,7 +102,7 @@ class _Execution:
         self.workspace = [op.workspace_bytes[kind_index] for op in graph.ops]
         self.producers = graph.producers
         self.consumers = graph.consumers
-        self.may_rerun = [op.is_recomputable and not op.is_ordered for op in graph.ops]
+        self.may_rerun = [op.is_recomputable for op in graph.ops]
         self.used_bytes = sum(s.size_bytes for s in graph.storages if s.is_resident)
         self.base = self.base_steps(graph)
         self.uses = self.remaining_uses(graph)

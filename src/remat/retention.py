@@ -227,7 +227,7 @@ class RetentionTable:
         if index == BOUNDARY:
             return False
         op = self._graph.ops[index]
-        if op.is_ordered or not op.writes:
+        if (op.is_ordered or not op.writes) and self._previous_run(position) is None:
             return False
         return all(readers.issuperset(copy.uses) for copy in self._made[position])
 

@@ -78,16 +78,13 @@ class _Segments:
             producer is None
             or producer >= graph.forward_count
             or (keeps_last and self.segment(producer) == len(starts) - 1)
-            or not self.may_run_again(producer)
+            or not graph.ops[producer].is_recomputable
             or self.is_read_beyond(storage, producer)
             for storage, producer in enumerate(graph.producers)
         ]
 
     def segment(self, op: int) -> int:
         return bisect_right(self.starts, op) - 1
-
-    def may_run_again(self, op: int) -> bool:
-        return self.graph.ops[op].is_recomputable and not self.graph.ops[op].is_ordered
 
     def is_read_beyond(self, storage: int, producer: int) -> bool:
         return any(
