@@ -86,5 +86,9 @@ class FileFormatError(RematError, ValueError):
     """A file is missing, damaged, of another kind or version, or cannot be written."""
 
 
+class UsageError(RematError, ValueError):
+    """A command was called with something that does not exist or does not fit."""
+
+
 class MissingDependencyError(RematError, ImportError):
     """An optional package is absent; the message names the extra to install."""

@@ -169,8 +169,8 @@ def trade_off(  # noqa: PLR0913 - every option that a user has
 ) -> tuple[Plan, ...]:
     """Plan a graph at several budgets: time against memory.
 
-    More budget is never slower: a schedule found for less is taken where it is cheaper
-    than what the solver finds for more. Every plan knows the smallest budget.
+    More budget is never slower and less never takes more memory: each budget gets the
+    cheapest of all the schedules found that fits. Every plan knows the smallest budget.
 
     Parameters
     ----------
@@ -207,33 +207,26 @@ def trade_off(  # noqa: PLR0913 - every option that a user has
     floor_bytes, schedule = smallest_budget(graph)
     if isinstance(budgets, int):
         sizes = spread_budgets(floor_bytes, whole_bytes, budgets)
-    sizes = {size for size in sizes if size > floor_bytes} | {floor_bytes}
-    best = Plan(
+    ordered = sorted({size for size in sizes if size > floor_bytes} | {floor_bytes})
+    unlimited = Problem(graph=graph, platform=_platform(graph))
+    smallest = Plan(
         graph=graph,
         platform=_platform(graph, floor_bytes),
         schedule=schedule,
         solver="smallest_budget",
         status=Status.FEASIBLE,
-        bound_ns=cost_bound_ns(Problem(graph=graph, platform=_platform(graph))),
+        bound_ns=cost_bound_ns(unlimited),
         fingerprint=fingerprint,
         smallest_budget_bytes=floor_bytes,
         settings=settings or {},
     )
-    plans: list[Plan] = []
-    for position, size in enumerate(sorted(sizes)):
-        progress(f"budget {format_bytes(size)}", position / len(sizes))
+    found: dict[int, Plan] = {}
+    for position, size in enumerate(ordered):
+        progress(f"budget {format_bytes(size)}", position / len(ordered))
         result = _solve(graph, size, solvers, Limits.after(time_limit, seed))
-        if result.schedule is None or (result.cost_ns or 0) > best.cost_ns:
-            # What fits in less fits here. What was proved for less is not proved here.
-            best = replace(
-                best,
-                platform=_platform(graph, size),
-                status=Status.FEASIBLE,
-                bound_ns=cost_bound_ns(Problem(graph=graph, platform=_platform(graph))),
-            )
-        else:
-            best = replace(
-                best,
+        if result.schedule is not None:
+            found[size] = replace(
+                smallest,
                 platform=_platform(graph, size),
                 schedule=result.schedule,
                 solver=result.solver,
@@ -241,9 +234,24 @@ def trade_off(  # noqa: PLR0913 - every option that a user has
                 bound_ns=result.bound_ns,
                 settings=_settings(settings or {}, solver, seed, result),
             )
-        plans.append(best)
     progress("done", 1.0)
-    return tuple(plans)
+    return tuple(_best_within(size, [*found.values(), smallest]) for size in ordered)
+
+
+def _best_within(budget_bytes: int, plans: Sequence[Plan]) -> Plan:
+    """Return the cheapest plan that fits, as a plan for the budget."""
+    fitting = [plan for plan in plans if plan.peak_bytes <= budget_bytes]
+    best = min(fitting, key=lambda plan: (plan.cost_ns, plan.peak_bytes))
+    if best.budget_bytes == budget_bytes:
+        return best
+    # What was proved for another budget is not proved for this one.
+    platform = _platform(best.graph, budget_bytes)
+    return replace(
+        best,
+        platform=platform,
+        status=Status.FEASIBLE,
+        bound_ns=cost_bound_ns(Problem(graph=best.graph, platform=platform)),
+    )
 
 
 def spread_budgets(low_bytes: int, high_bytes: int, count: int) -> set[int]:

@@ -1,0 +1,8 @@
+"""``python -m remat``: the same as the ``remat`` command."""
+
+import sys
+
+from remat.cli.entry import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,3 @@
+"""The ``remat`` command."""
+
+from remat.cli.entry import main as main

@@ -1,0 +1,170 @@
+"""What the subcommands share: their shape, exit codes, options, output."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+from remat.units import parse_budget
+
+
+class ExitCode(IntEnum):
+    """What the exit status of the command says."""
+
+    OK = 0
+    INFEASIBLE = 1
+    USAGE = 2
+    UNKNOWN = 3
+    BROKEN_PROMISE = 4
+    FAULT = 70
+    INTERRUPTED = 130
+    PIPE_CLOSED = 141
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A subcommand.
+
+    Parameters
+    ----------
+    name
+        The word after ``remat``.
+    summary
+        One line for the list of commands.
+    description
+        What it does, for its own help.
+    examples
+        Lines to copy, without a prompt.
+    add_arguments
+        Adds its arguments to its parser.
+    run
+        Does the work, prints data on the output stream, and returns the exit code.
+    """
+
+    name: str
+    summary: str
+    description: str
+    examples: tuple[str, ...]
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], ExitCode]
+
+
+WORKLOAD_HELP = """\
+where the training step comes from:
+  FACTORY is module:callable or path/to/script.py:callable; without :callable the
+  function remat_workload is taken. Called without arguments, it returns (model, args),
+  (model, args, kwargs), or a mapping or object with model, args, kwargs, optimizer and
+  loss (all but model may be left out). loss takes the model's outputs and returns the
+  scalar whose gradient is taken. The script is loaded, not run as __main__; words after
+  -- are its sys.argv.
+"""
+
+
+def add_workload(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
+    """Add the argument that names the training step."""
+    parser.add_argument(
+        "factory",
+        metavar="FACTORY",
+        nargs="?" if is_optional else None,
+        help="module:callable or script.py:callable that returns the training step",
+    )
+
+
+def add_graph(parser: argparse.ArgumentParser) -> None:
+    """Add the option that takes the training step from a file instead."""
+    parser.add_argument(
+        "--graph",
+        metavar="FILE",
+        help="plan the graph in this graph or plan file instead (needs no torch)",
+    )
+
+
+def add_budget(parser: argparse._ActionsContainer, *, is_required: bool = True) -> None:
+    """Add the budget."""
+    parser.add_argument(
+        "--budget",
+        required=is_required,
+        metavar="SIZE",
+        help="most bytes during the whole step: 8GiB, 900MB, a number of bytes, or "
+        "60%% of the predicted peak without remat",
+    )
+
+
+def add_solving(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how a schedule is found."""
+    group = parser.add_argument_group("planning")
+    group.add_argument(
+        "--solver",
+        default="auto",
+        metavar="NAME",
+        help="auto (the best of several, the default), or one by name",
+    )
+    group.add_argument(
+        "--time-limit",
+        type=_positive_seconds,
+        metavar="SECONDS",
+        help="most time to search for a schedule (default: none)",
+    )
+    group.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of solvers that randomise (default: 0)",
+    )
+    group.add_argument(
+        "--estimated",
+        action="store_true",
+        help="estimate the time of operators instead of measuring each of them alone",
+    )
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what is printed."""
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--json", action="store_true", help="print data as JSON on the output stream"
+    )
+    group.add_argument(
+        "--quiet", action="store_true", help="no progress bars and notes"
+    )
+    group.add_argument(
+        "--debug", action="store_true", help="show the traceback of an error"
+    )
+
+
+def _positive_seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds > 0:
+        msg = f"{text} is not a positive number of seconds"
+        raise argparse.ArgumentTypeError(msg)
+    return seconds
+
+
+def check_budget(text: str) -> None:
+    """Refuse what is not a size, before anything slow is done.
+
+    Raises
+    ------
+    UnitError
+        If it is not a positive size.
+    """
+    # Any whole will do: whether the size makes sense is found when it is known.
+    parse_budget(text, whole_bytes=2**62)
+
+
+def print_json(data: object) -> None:
+    """Print data for programs."""
+    print(json.dumps(data, indent=2))
+
+
+def note(options: argparse.Namespace, message: str) -> None:
+    """Say something to people that is not data."""
+    if not options.quiet:
+        print(f"remat: {message}", file=sys.stderr)
+
+
+def warn(message: str) -> None:
+    """Say what is wrong, whether or not notes are wanted."""
+    print(f"remat: {message}", file=sys.stderr)

@@ -1,0 +1,10 @@
+"""The subcommands, one file each, and the explicit tuple of them."""
+
+from remat.cli.base import Command
+from remat.cli.commands.curve import CURVE
+from remat.cli.commands.fit import FIT
+from remat.cli.commands.plan import PLAN
+from remat.cli.commands.show import SHOW
+from remat.cli.commands.verify import VERIFY
+
+COMMANDS: tuple[Command, ...] = (FIT, PLAN, VERIFY, SHOW, CURVE)

@@ -1,0 +1,141 @@
+"""``remat curve``: time against memory, as a table and as a picture."""
+
+import argparse
+
+from remat.cli.base import (
+    WORKLOAD_HELP,
+    Command,
+    ExitCode,
+    add_graph,
+    add_output,
+    add_solving,
+    add_workload,
+    note,
+    print_json,
+)
+from remat.cli.base import check_budget as check_size
+from remat.cli.planning import check_source, load_graph_of, plan_workload
+from remat.errors import UsageError
+from remat.graph_planning import chosen_solvers, trade_off
+from remat.report.progress import progress_bar
+from remat.report.tables import curve_table, print_table
+from remat.training_plan import Plan
+
+_POINTS = 7
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``remat curve``."""
+    add_workload(parser, is_optional=True)
+    add_graph(parser)
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument(
+        "--budgets",
+        metavar="SIZES",
+        help="budgets separated by commas, for example 100%%,80%%,60%% or 8GiB,6GiB",
+    )
+    either.add_argument(
+        "--points",
+        type=int,
+        default=_POINTS,
+        metavar="N",
+        help="spread N budgets from the smallest that works to 100%% "
+        f"(default: {_POINTS})",
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw the curve (png, pdf, svg)")
+    add_solving(parser)
+    add_output(parser)
+
+
+def run(options: argparse.Namespace) -> ExitCode:
+    """Capture and profile once, plan for each budget, print the table."""
+    check_source(options)
+    budgets = _budgets(options)
+    chosen_solvers(options.solver)
+    if options.plot:
+        # Imports matplotlib; a wrong name shows before the work.
+        from remat.report.figures import check_figure_path  # noqa: PLC0415
+
+        check_figure_path(options.plot)
+    if options.graph is None:
+        # One plan without a limit gives the graph with all its costs.
+        plan = plan_workload(options, budget="100%", solver="store-all")
+        graph, fingerprint, settings = plan.graph, plan.fingerprint, plan.settings
+    else:
+        graph, fingerprint, settings = load_graph_of(options.graph), "", {}
+    with progress_bar(is_quiet=options.quiet) as progress:
+        plans = trade_off(
+            graph,
+            budgets,
+            fingerprint=fingerprint,
+            solver=options.solver,
+            time_limit=options.time_limit,
+            seed=options.seed,
+            progress=progress,
+            settings=settings,
+        )
+    if options.json:
+        print_json(_facts(plans))
+    else:
+        print_table(curve_table(plans))
+    if options.plot:
+        from remat.report.figures import save_figure, trade_off_curve  # noqa: PLC0415
+
+        save_figure(trade_off_curve(plans), options.plot)
+        note(options, f"drew the curve in {options.plot}")
+    return ExitCode.OK
+
+
+def _budgets(options: argparse.Namespace) -> list[str] | int:
+    if options.budgets is None:
+        if options.points < 2:
+            msg = f"--points is {options.points}; a curve has at least 2"
+            raise UsageError(msg)
+        return options.points
+    sizes = [size.strip() for size in options.budgets.split(",") if size.strip()]
+    if not sizes:
+        msg = f"--budgets {options.budgets!r} names no budget, for example 100%,80%,60%"
+        raise UsageError(msg)
+    for size in sizes:
+        check_size(size)
+    return sizes
+
+
+def _facts(plans: tuple[Plan, ...]) -> dict[str, object]:
+    keys = (
+        "budget_bytes",
+        "peak_bytes",
+        "cost_ns",
+        "overhead",
+        "bound_ns",
+        "gap",
+        "status",
+        "solver",
+        "recomputed_op_count",
+    )
+    first = plans[0]
+    return {
+        "name": first.graph.name,
+        "baseline_peak_bytes": first.baseline_peak_bytes,
+        "baseline_cost_ns": first.baseline_cost_ns,
+        "smallest_budget_bytes": first.smallest_budget_bytes,
+        "points": [{key: plan.summary()[key] for key in keys} for plan in plans],
+    }
+
+
+CURVE = Command(
+    name="curve",
+    summary="time against memory, as a table and a picture",
+    description=(
+        "Plan a training step, or a graph file, at several budgets from the smallest "
+        "that works to the peak without remat, and print what each costs in time. The "
+        "model is traced and its operators are timed once.\n\n" + WORKLOAD_HELP
+    ),
+    examples=(
+        "remat curve train.py --plot curve.png",
+        "remat curve project.models:small_gpt --budgets 100%,80%,60%,50%",
+        "remat curve --graph graph.json --points 12 --json",
+    ),
+    add_arguments=add_arguments,
+    run=run,
+)

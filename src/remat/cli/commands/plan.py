@@ -1,0 +1,89 @@
+"""``remat plan``: plan a training step or a graph file, and run nothing."""
+
+import argparse
+
+from remat.cli.base import (
+    WORKLOAD_HELP,
+    Command,
+    ExitCode,
+    add_budget,
+    add_graph,
+    add_output,
+    add_solving,
+    add_workload,
+    check_budget,
+    note,
+    print_json,
+)
+from remat.cli.planning import check_source, load_graph_of, plan_workload
+from remat.graph_planning import plan_graph
+from remat.report.progress import progress_bar
+from remat.serialisation import save_graph, save_schedule
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``remat plan``."""
+    add_workload(parser, is_optional=True)
+    add_graph(parser)
+    add_budget(parser)
+    parser.add_argument("--output", metavar="FILE", help="write the plan here")
+    parser.add_argument(
+        "--save-graph", metavar="FILE", help="write the training graph here"
+    )
+    parser.add_argument(
+        "--save-schedule", metavar="FILE", help="write the schedule alone here"
+    )
+    add_solving(parser)
+    add_output(parser)
+
+
+def run(options: argparse.Namespace) -> ExitCode:
+    """Make the plan, print it, write what was asked for."""
+    check_source(options)
+    check_budget(options.budget)
+    if options.graph is None:
+        plan = plan_workload(options)
+    else:
+        graph = load_graph_of(options.graph)
+        with progress_bar(is_quiet=options.quiet) as progress:
+            plan = plan_graph(
+                graph,
+                budget=options.budget,
+                solver=options.solver,
+                time_limit=options.time_limit,
+                seed=options.seed,
+                progress=progress,
+            )
+    if options.json:
+        print_json(plan.summary())
+    else:
+        print(plan)
+    if options.output:
+        plan.save(options.output)
+        note(options, f"wrote the plan to {options.output}")
+    if options.save_graph:
+        save_graph(options.save_graph, plan.graph)
+        note(options, f"wrote the graph to {options.save_graph}")
+    if options.save_schedule:
+        save_schedule(options.save_schedule, plan.schedule)
+        note(options, f"wrote the schedule to {options.save_schedule}")
+    return ExitCode.OK
+
+
+PLAN = Command(
+    name="plan",
+    summary="plan a training step within a budget, without running it",
+    description=(
+        "Plan a training step, or a graph file, within a budget of bytes: which results "
+        "to keep and which to compute again. Nothing of the step is run; the operators "
+        "are timed one by one.\n\n" + WORKLOAD_HELP
+    ),
+    examples=(
+        "remat plan train.py --budget 8GiB --output plan.json",
+        "remat plan project.models:small_gpt --budget 60% --estimated",
+        "remat plan train.py --budget 100% --save-graph graph.json",
+        "remat plan --graph graph.json --budget 900MB --json",
+    ),
+    add_arguments=add_arguments,
+    run=run,
+)

@@ -1,0 +1,74 @@
+"""What several subcommands do: find the training step, and plan it."""
+
+import argparse
+
+import remat
+from remat.errors import FileFormatError, UsageError
+from remat.graph import TrainingGraph
+from remat.report.progress import progress_bar
+from remat.serialisation import document_kind, load_graph
+from remat.training_plan import Plan, load_plan
+
+
+def check_source(options: argparse.Namespace) -> None:
+    """Refuse both or neither of a factory and a graph file.
+
+    Raises
+    ------
+    UsageError
+        If not exactly one of them is given.
+    """
+    if (options.factory is None) is (options.graph is None):
+        found = "both are given" if options.graph else "none is given"
+        msg = f"give either FACTORY or --graph FILE; {found}"
+        raise UsageError(msg)
+    if options.graph is not None and options.estimated:
+        msg = "--estimated has no effect with --graph: the file holds the costs"
+        raise UsageError(msg)
+
+
+def load_graph_of(path: str) -> TrainingGraph:
+    """Return the graph in a graph file or in a plan file.
+
+    Raises
+    ------
+    FileFormatError
+        If the file is neither, or damaged.
+    """
+    kind = document_kind(path)
+    if kind == "plan":
+        return load_plan(path).graph
+    if kind == "graph":
+        return load_graph(path)
+    msg = f"{path}: the file holds a {kind}, but a graph or a plan is needed"
+    raise FileFormatError(msg)
+
+
+def plan_workload(
+    options: argparse.Namespace,
+    *,
+    budget: str | None = None,
+    solver: str | None = None,
+) -> Plan:
+    """Plan the step that the factory builds; install nothing.
+
+    ``budget`` and ``solver`` replace what the options say.
+    """
+    # Imports torch, which plans of graph files do without.
+    from remat.cli.workload import load_workload  # noqa: PLC0415
+
+    workload = load_workload(options.factory, options.script_arguments)
+    with progress_bar(is_quiet=options.quiet) as progress:
+        return remat.plan(
+            workload.model,
+            workload.args,
+            workload.kwargs,
+            budget=budget or options.budget,
+            optimizer=workload.optimizer,
+            loss=workload.loss,
+            solver=solver or options.solver,
+            time_limit=options.time_limit,
+            seed=options.seed,
+            costs="estimated" if options.estimated else "measured",
+            progress=progress,
+        )

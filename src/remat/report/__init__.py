@@ -1,0 +1,1 @@
+"""What people see: figures, tables, progress bars. Nothing here decides anything."""

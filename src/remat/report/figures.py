@@ -1,0 +1,258 @@
+"""Figures: memory over one training step, and time against memory.
+
+Every function draws on given axes, or on new ones, and returns them; nothing is shown
+or kept open. The numbers are computed in :mod:`remat.report.timelines` and by
+:class:`~remat.training_plan.Plan`.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from remat.errors import UsageError
+from remat.graph import TrainingGraph
+from remat.report.timelines import Timeline, plain_timeline, planned_timeline
+from remat.serialisation import write_bytes
+from remat.training_plan import Plan
+from remat.units import format_bytes
+
+# Okabe and Ito's palette, which people with any colour vision can tell apart. Line
+# styles differ too, so that figures survive printing in grey.
+_GREY, _BLUE, _ORANGE, _GREEN, _RED = (
+    "#7f7f7f",
+    "#0072b2",
+    "#e69f00",
+    "#009e73",
+    "#d55e00",
+)
+_CYCLE = (
+    (_GREY, "-"),
+    (_BLUE, "-"),
+    (_ORANGE, "--"),
+    (_GREEN, "-."),
+)
+_SUFFIXES = (".png", ".pdf", ".svg")
+
+
+def memory_timeline(plan: Plan | TrainingGraph, ax: Axes | None = None) -> Axes:
+    """Draw the predicted memory over one step, with and without the plan.
+
+    Parameters
+    ----------
+    plan
+        A plan, or a graph, of which only the plain step is drawn.
+    ax
+        Where to draw; by default on a new figure.
+    """
+    if isinstance(plan, TrainingGraph):
+        timelines = {"without remat": plain_timeline(plan)}
+        ax = compare_timelines(timelines, ax=ax)
+        ax.set_title(f"{plan.name}: predicted memory of one training step")
+        return ax
+    timelines = {
+        "without remat": plain_timeline(plan.graph),
+        "planned": planned_timeline(plan),
+    }
+    ax = compare_timelines(timelines, budget_bytes=plan.budget_bytes, ax=ax)
+    ax.set_title(f"{plan.graph.name}: predicted memory of one training step")
+    return ax
+
+
+def compare_timelines(
+    timelines: Mapping[str, Timeline],
+    *,
+    budget_bytes: int | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw several timelines over each other, and the budget as a line.
+
+    Parameters
+    ----------
+    timelines
+        By name; drawn in this order, the second one filled.
+    budget_bytes
+        The budget, or ``None`` for no line.
+    ax
+        Where to draw; by default on a new figure.
+    """
+    ax = ax or _new_axes()
+    top_bytes = max([budget_bytes or 0, *(t.peak_bytes for t in timelines.values())])
+    factor, unit = _memory_unit(top_bytes)
+    end_ns = max((t.end_ns for t in timelines.values()), default=0)
+    per_unit, time_unit = _time_unit(end_ns)
+    for position, (name, timeline) in enumerate(timelines.items()):
+        colour, style = _CYCLE[position % len(_CYCLE)]
+        points = _closed(timeline)
+        times = [time_ns / per_unit for time_ns, _ in points]
+        sizes = [size / factor for _, size in points]
+        if position == 1:
+            ax.fill_between(times, sizes, step="post", color=colour, alpha=0.15, lw=0)
+        ax.step(
+            times,
+            sizes,
+            where="post",
+            color=colour,
+            linestyle=style,
+            linewidth=1.3,
+            label=f"{name}: peak {format_bytes(timeline.peak_bytes)}",
+        )
+        if timeline.boundary_ns is not None:
+            at = timeline.boundary_ns / per_unit
+            ax.plot(
+                [at, at], [0, 0.03], transform=ax.get_xaxis_transform(), color=colour
+            )
+            ax.annotate(
+                "backward" if position == 0 else "",
+                (at, 0.035),
+                xycoords=("data", "axes fraction"),
+                ha="center",
+                fontsize="small",
+                color=colour,
+            )
+    if budget_bytes is not None:
+        ax.axhline(
+            budget_bytes / factor,
+            color=_RED,
+            linestyle=(0, (6, 2)),
+            linewidth=1.6,
+            label=f"budget: {format_bytes(budget_bytes)}",
+        )
+    ax.set_xlim(0, end_ns / per_unit or 1)
+    ax.set_ylim(0, 1.08 * top_bytes / factor or 1)
+    ax.set_xlabel(f"time ({time_unit})")
+    ax.set_ylabel(f"memory ({unit})")
+    _legend_below(ax)
+    return ax
+
+
+def trade_off_curve(plans: Sequence[Plan], ax: Axes | None = None) -> Axes:
+    """Draw time against memory for plans of one graph at several budgets.
+
+    Parameters
+    ----------
+    plans
+        At least one, by increasing budget.
+    ax
+        Where to draw; by default on a new figure.
+
+    Raises
+    ------
+    UsageError
+        If there is no plan.
+    """
+    if not plans:
+        msg = "a curve needs at least one plan; got none"
+        raise UsageError(msg)
+    ax = ax or _new_axes()
+    baseline = plans[0]
+    largest = max(baseline.baseline_peak_bytes, *(p.peak_bytes for p in plans), 1)
+    factor, unit = _memory_unit(largest)
+    # Between two points the schedule for the smaller budget is the one that fits.
+    peaks = [plan.peak_bytes / factor for plan in plans]
+    slowdowns = [1 + plan.overhead for plan in plans]
+    plain = baseline.baseline_peak_bytes / factor
+    ax.step(
+        [*peaks, max(plain, *peaks)],
+        [*slowdowns, slowdowns[-1]],
+        where="post",
+        color=_BLUE,
+        linewidth=1.3,
+    )
+    ax.plot(peaks, slowdowns, "o", color=_BLUE, label="planned")
+    ax.plot(plain, 1.0, "s", color=_GREY, label="without remat")
+    smallest = baseline.smallest_budget_bytes
+    if smallest is not None:
+        ax.axvline(
+            smallest / factor,
+            color=_RED,
+            linestyle=(0, (6, 2)),
+            label=f"smallest budget: {format_bytes(smallest)}",
+        )
+    ax.set_xlim(0, 1.05 * max(plain, *peaks))
+    ax.set_ylim(bottom=min(0.98, *slowdowns))
+    ax.set_xlabel(f"peak memory of the whole step ({unit})")
+    ax.set_ylabel("time of operators / without remat")
+    ax.set_title(f"{baseline.graph.name}: time against memory")
+    _legend_below(ax)
+    return ax
+
+
+def check_figure_path(path: str | os.PathLike[str]) -> None:
+    """Refuse a file name that no figure can be written to, before work is done.
+
+    Raises
+    ------
+    UsageError
+        If the suffix is not that of a format that can be written.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in _SUFFIXES:
+        msg = (
+            f"cannot tell the format of the picture {os.fspath(path)!r}: its name ends "
+            f"with {suffix!r}; end it with {', '.join(_SUFFIXES)}"
+        )
+        raise UsageError(msg)
+
+
+def save_figure(ax: Axes, path: str | os.PathLike[str]) -> None:
+    """Write the figure of ``ax`` as PNG, PDF or SVG, by the suffix of ``path``.
+
+    The file is either the old one or the whole new one.
+
+    Raises
+    ------
+    UsageError
+        If the suffix is not that of a format that can be written.
+    FileFormatError
+        If the file cannot be written.
+    """
+    check_figure_path(path)
+    figure = ax.get_figure(root=True)
+    if figure is None:
+        msg = "the axes belong to no figure"
+        raise UsageError(msg)
+    picture = BytesIO()
+    figure.savefig(picture, format=Path(path).suffix[1:].lower(), dpi=150)
+    write_bytes(path, picture.getvalue())
+
+
+def _new_axes() -> Axes:
+    # Not through pyplot, which would keep the figure alive and choose a window system.
+    ax = Figure(figsize=(8, 4.5), layout="constrained").subplots()
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def _legend_below(ax: Axes) -> None:
+    # Below the axes it never hides data, whatever the curves do.
+    ax.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.14),
+        ncols=2,
+        frameon=False,
+        fontsize="small",
+    )
+
+
+def _closed(timeline: Timeline) -> list[tuple[int, int]]:
+    """Return the points with one more at the end, so that the last has a width."""
+    points = list(timeline.points)
+    return [*points, (timeline.end_ns, points[-1][1])] if points else []
+
+
+def _memory_unit(size_bytes: int) -> tuple[int, str]:
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size_bytes >= 1024**power:
+            return 1024**power, unit
+    return 1, "bytes"
+
+
+def _time_unit(time_ns: int) -> tuple[int, str]:
+    for factor, unit in ((10**9, "s"), (10**6, "ms"), (10**3, "us")):
+        if time_ns >= factor:
+            return factor, unit
+    return 1, "ns"

@@ -1,0 +1,89 @@
+"""Memory over time as numbers: what the figures draw."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from remat.graph import TrainingGraph
+from remat.liveness import schedule_from_order, store_all_order
+from remat.platform import Platform, single_device
+from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
+from remat.simulator import simulate
+from remat.training_plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """Bytes in use over one training step.
+
+    Parameters
+    ----------
+    points
+        Pairs of the time since the step began, in nanoseconds, and the bytes in use
+        from then on, by increasing time. Several may share one time.
+    end_ns
+        When the step ends.
+    boundary_ns
+        When forward gives way to backward, or ``None`` if it is not known.
+    """
+
+    points: tuple[tuple[int, int], ...]
+    end_ns: int
+    boundary_ns: int | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes in use at any time."""
+        return max((size for _, size in self.points), default=0)
+
+    @property
+    def peak_ns(self) -> int:
+        """The first time at which the most bytes are in use."""
+        return next((t for t, size in self.points if size == self.peak_bytes), 0)
+
+
+def measured_timeline(points: Sequence[tuple[int, int]]) -> Timeline:
+    """Return the timeline of a measurement: pairs of time in ns and bytes."""
+    return Timeline(points=tuple(points), end_ns=points[-1][0] if points else 0)
+
+
+def replayed_timeline(
+    graph: TrainingGraph, platform: Platform, schedule: Schedule
+) -> Timeline:
+    """Return the bytes on the first device over serial time when replayed.
+
+    Every step of the schedule gives one point, at its start.
+    """
+    trace = simulate(graph, platform, schedule)
+    points: list[tuple[int, int]] = []
+    now_ns, boundary_ns = 0, None
+    # A broken schedule is followed up to the step that breaks it.
+    for step, size in zip(schedule.steps, trace.timeline_bytes[0], strict=False):
+        points.append((now_ns, size))
+        if isinstance(step, Boundary):
+            boundary_ns = now_ns
+        now_ns += _duration_ns(graph, platform, step)
+    return Timeline(points=tuple(points), end_ns=now_ns, boundary_ns=boundary_ns)
+
+
+def _duration_ns(graph: TrainingGraph, platform: Platform, step: Step) -> int:
+    match step:
+        case Compute(op, device):
+            kind = graph.kind_index(platform.devices[device].kind)
+            return graph.ops[op].cost_ns[kind] or 0
+        case Copy(storage, source, target):
+            link = platform.link(source, target)
+            size_bytes = graph.storages[storage].size_bytes
+            return 0 if link is None else link.copy_ns(size_bytes)
+        case Discard() | Boundary():
+            return 0
+
+
+def planned_timeline(plan: Plan) -> Timeline:
+    """Return the predicted timeline of the planned step."""
+    return replayed_timeline(plan.graph, plan.platform, plan.schedule)
+
+
+def plain_timeline(graph: TrainingGraph) -> Timeline:
+    """Return the predicted timeline of the step without rematerialisation."""
+    schedule = schedule_from_order(graph, store_all_order(graph))
+    return replayed_timeline(graph, single_device(kind=graph.device_kinds[0]), schedule)
