@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from studies.networks import ResNet
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
-
-from studies.networks import ResNet
 
 TEXT_BYTES = 2_000_000
 DIGITS_SIDE = 64
@@ -196,10 +195,10 @@ def digit_batches(batch: int = 32, seed: int = 0) -> Iterator[tuple[Tensor, Tens
     # Imported here: the text task needs no scikit-learn.
     from sklearn.datasets import load_digits  # noqa: PLC0415
 
-    digits = load_digits()
+    pixels, classes = load_digits(return_X_y=True)
     # Pixels are integers from 0 to 16.
-    images = torch.from_numpy(digits.images).float().unsqueeze(1) / 8 - 1
-    labels = torch.from_numpy(digits.target).long()
+    images = torch.tensor(pixels).float().reshape(-1, 1, 8, 8) / 8 - 1
+    labels = torch.tensor(classes)
     generator = torch.Generator().manual_seed(seed)
     while True:
         chosen = torch.randint(len(images), (batch,), generator=generator)

@@ -12,7 +12,7 @@ Nothing is downloaded: configurations are written here and weights drawn at rand
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -154,9 +154,7 @@ def vgg19(options: Options = DEFAULT_OPTIONS) -> Workload:
     """Build VGG-19 (a plain chain of convolutions, dropout with p = 0.5)."""
     with _seeded(options.seed):
         if options.tiny:
-            model = VGG(
-                (1, 1), width=8, image=16, hidden=16, n_classes=N_CLASSES
-            )
+            model = VGG((1, 1), width=8, image=16, hidden=16, n_classes=N_CLASSES)
             return _images("vgg19", model, options, batch=2, side=16)
         model = VGG(
             width=16 * options.scale,
@@ -164,7 +162,7 @@ def vgg19(options: Options = DEFAULT_OPTIONS) -> Workload:
             hidden=512 * options.scale,
             n_classes=N_CLASSES,
         )
-        return _images("vgg19", model, options, batch=16 * options.scale, side=128)
+        return _images("vgg19", model, options, batch=24 * options.scale, side=128)
 
 
 def unet(options: Options = DEFAULT_OPTIONS) -> Workload:
@@ -188,7 +186,9 @@ def densenet121(options: Options = DEFAULT_OPTIONS) -> Workload:
         model = DenseNet(
             growth=16 * options.scale, n_classes=N_CLASSES, dropout=DROPOUT
         )
-        return _images("densenet121", model, options, batch=8 * options.scale, side=112)
+        return _images(
+            "densenet121", model, options, batch=10 * options.scale, side=112
+        )
 
 
 def gpt2(options: Options = DEFAULT_OPTIONS) -> Workload:
@@ -365,7 +365,7 @@ MODELS: dict[str, Callable[..., Workload]] = {
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def _seeded(seed: int) -> Generator[None, None, None]:
     """Seed the global CPU generator for the length of a block."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
@@ -396,7 +396,7 @@ def _logits(outputs: Any) -> Tensor:
     return outputs if isinstance(outputs, Tensor) else outputs.logits
 
 
-def _images(  # noqa: PLR0913 -- the batch is three numbers
+def _images(
     name: str,
     model: nn.Module,
     options: Options,
@@ -422,7 +422,7 @@ def _images(  # noqa: PLR0913 -- the batch is three numbers
     )
 
 
-def _text(  # noqa: PLR0913 -- the parts of a step
+def _text(
     name: str,
     model: nn.Module,
     inputs: dict[str, Tensor],
@@ -442,7 +442,7 @@ def _text(  # noqa: PLR0913 -- the parts of a step
     )
 
 
-def _workload(  # noqa: PLR0913 -- the parts of a step
+def _workload(
     name: str,
     model: nn.Module,
     inputs: dict[str, Tensor],

@@ -122,7 +122,7 @@ class VGG(nn.Module):
         Probability that a hidden unit is dropped.
     """
 
-    def __init__(  # noqa: PLR0913 -- the columns of the published table
+    def __init__(
         self,
         convolutions: tuple[int, ...] = VGG19_CONVOLUTIONS,
         width: int = 64,

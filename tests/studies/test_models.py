@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch.nn import Dropout
-
 from studies.models import MODELS, Options, Workload
+from torch.nn import Dropout
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -84,7 +83,5 @@ def test_optimizer_step_moves_parameters(name: str) -> None:
     run_step(workload)
     optimizer.step()
     after = list(workload.model.parameters())
-    moved = [
-        not torch.equal(old, new) for old, new in zip(before, after, strict=True)
-    ]
+    moved = [not torch.equal(old, new) for old, new in zip(before, after, strict=True)]
     assert any(moved)
