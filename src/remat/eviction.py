@@ -44,6 +44,7 @@ _PRICE_LIMIT = 24
 _CLOSURE_LIMIT = 64
 _RETRY_LIMIT = 12
 _LAST_RESORT = 1e12
+_LEAST_PRICE = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,8 +327,9 @@ class _Execution:
         if op is None:
             return
         is_paid = any(not self.live[s] and self.uses[s] for s in self.writes[op])
-        price = 1.0 + (0 if is_paid else self.cost[op])
-        price += self.ancestors_price(op)
+        price = self.ancestors_price(op) + (0 if is_paid else self.cost[op])
+        # Losing what is free to recompute still counts for more than losing nothing.
+        price = max(price, _LEAST_PRICE)
         if not self.uses[storage]:
             self.next_use[storage], is_needed = self.use_of_others(storage)
             price *= 1.0 if is_needed else self.rule.spare_share
@@ -366,6 +368,9 @@ class _Execution:
         _Stuck
             If everything that may go has gone and it is not enough.
         """
+        excess_bytes = self.lose_what_runs_once(excess_bytes, freely=True)
+        if excess_bytes <= 0:
+            return
         candidates = np.flatnonzero(
             self.live_view & self.evictable_view & (self.pinned_view ^ 1)
         )
@@ -396,34 +401,40 @@ class _Execution:
             if self.size[storage]:
                 excess_bytes -= self.size[storage]
                 self.drop(storage)
-        if excess_bytes > 0:
-            self.lose_what_runs_once(excess_bytes)
+        if self.lose_what_runs_once(excess_bytes, freely=False) > 0:
+            raise _Stuck
 
     def drop(self, storage: int) -> None:
         self.live[storage] = 0
         self.used_bytes -= self.size[storage]
         self.mark_stale(storage)
 
-    def lose_what_runs_once(self, excess_bytes: int) -> None:
+    def lose_what_runs_once(self, excess_bytes: int, *, freely: bool) -> int:
         """Evict values that cannot come back and that nothing depends on any more.
 
-        Raises
-        ------
-        _Stuck
-            If that is not enough.
+        With ``freely``, only where that gives back at least the bytes of what it
+        forces to stay: then keeping the results instead costs nothing at all.
         """
         for storage in np.flatnonzero(
             self.live_view & (self.evictable_view ^ 1) & (self.pinned_view ^ 1)
         ).tolist():
             if excess_bytes <= 0:
-                return
-            if self.size[storage] and self.can_lose(storage):
+                break
+            if (
+                self.size[storage]
+                and self.can_lose(storage)
+                and (not freely or self.frozen_bytes(storage) <= self.size[storage])
+            ):
                 for op in self.consumers[storage]:
                     self.freeze(op)
                 excess_bytes -= self.size[storage]
                 self.drop(storage)
-        if excess_bytes > 0:
-            raise _Stuck
+        return excess_bytes
+
+    def frozen_bytes(self, storage: int) -> int:
+        """Return the bytes that could be evicted until ``storage`` is lost."""
+        outputs = {s for op in self.consumers[storage] for s in self.writes[op]}
+        return sum(self.size[s] for s in outputs if self.uses[s] and self.evictable[s])
 
     def can_lose(self, storage: int) -> bool:
         if self.uses[storage] or self.wanted[storage]:

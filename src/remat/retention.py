@@ -205,7 +205,7 @@ class RetentionTable:
             for old, new in zip(self._made[previous], self._made[position], strict=True)
             if new.uses
         )
-        return self._saved_ns(position) / (kept + 1)
+        return self._saved_ns(position) / max(kept, 1)
 
     def _saved_ns(self, position: int) -> int:
         """Return the time of a run and of the runs that only it needs."""

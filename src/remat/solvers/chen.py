@@ -319,7 +319,7 @@ class ChenGreedy:
             return [0]
         low, high = max(1, *written), max(1, sum(written))
         last = self.grid_count - 1
-        values = [round(low * (high / low) ** (k / last)) for k in range(last)]
+        values = [int(low * (high / low) ** (k / last)) for k in range(last)]
         return sorted({0, *values, high})
 
 
