@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from remat.bounds import cost_bound_ns
 from remat.errors import BudgetError, SolverUnsuitableError, UnitError
-from remat.floor import smallest_budget
+from remat.floor import Floor, smallest_budget
 from remat.graph import TrainingGraph
 from remat.liveness import schedule_from_order, store_all_order
 from remat.planning import solve, solve_portfolio
@@ -82,16 +82,25 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
     budget_bytes = parse_budget(budget, whole_bytes=plain_peak_bytes(graph))
     limits = Limits.after(time_limit, seed)
     result = _solve(graph, budget_bytes, chosen_solvers(solver), limits, progress)
-    if result.schedule is None:
-        raise_budget_error(graph, budget_bytes, result, progress)
+    schedule, floor_bytes = result.schedule, None
+    if schedule is None:
+        progress("looking for the smallest budget", 0.0)
+        floor = smallest_budget(graph, kind=graph.device_kinds[0])
+        floor_bytes = floor.budget_bytes
+        if budget_bytes < floor_bytes or solver != "auto":
+            raise_budget_error(graph, budget_bytes, result, floor)
+        # What an error would have named as possible is not refused.
+        schedule = floor.schedule
+        result = replace(result, solver="smallest_budget", status=Status.FEASIBLE)
     return Plan(
         graph=graph,
         platform=_platform(graph, budget_bytes),
-        schedule=result.schedule,
+        schedule=schedule,
         solver=result.solver,
         status=result.status,
         bound_ns=result.bound_ns,
         fingerprint=fingerprint,
+        smallest_budget_bytes=floor_bytes,
         settings=_settings(settings or {}, solver, seed, result),
     )
 
@@ -126,10 +135,7 @@ def _solve(
 
 
 def raise_budget_error(
-    graph: TrainingGraph,
-    budget_bytes: int,
-    result: Result,
-    progress: ProgressCallback = ignore_progress,
+    graph: TrainingGraph, budget_bytes: int, result: Result, floor: Floor
 ) -> NoReturn:
     """Raise the error that names the smallest budget and what it consists of.
 
@@ -138,10 +144,8 @@ def raise_budget_error(
     BudgetError
         Always.
     """
-    progress("looking for the smallest budget", 0.0)
-    floor_bytes, schedule = smallest_budget(graph)
-    trace = simulate(graph, _platform(graph), schedule)
-    parts = contributors(graph, schedule, trace.peak_step())[:6]
+    floor_bytes = floor.budget_bytes
+    parts = contributors(graph, floor.schedule, floor.trace.peak_step())[:6]
     listing = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts)
     hint = (
         f"raise the budget to at least {floor_bytes} bytes, or shrink the batch"
@@ -204,7 +208,8 @@ def trade_off(  # noqa: PLR0913 - every option that a user has
         else {parse_budget(budget, whole_bytes=whole_bytes) for budget in budgets}
     )
     progress("smallest budget", 0.0)
-    floor_bytes, schedule = smallest_budget(graph)
+    floor = smallest_budget(graph, kind=graph.device_kinds[0])
+    floor_bytes = floor.budget_bytes
     if isinstance(budgets, int):
         sizes = spread_budgets(floor_bytes, whole_bytes, budgets)
     ordered = sorted({size for size in sizes if size > floor_bytes} | {floor_bytes})
@@ -212,7 +217,7 @@ def trade_off(  # noqa: PLR0913 - every option that a user has
     smallest = Plan(
         graph=graph,
         platform=_platform(graph, floor_bytes),
-        schedule=schedule,
+        schedule=floor.schedule,
         solver="smallest_budget",
         status=Status.FEASIBLE,
         bound_ns=cost_bound_ns(unlimited),

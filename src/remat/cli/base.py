@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
+from remat.solvers import SOLVERS
 from remat.units import parse_budget
 
 
@@ -34,7 +35,9 @@ class Command:
     summary
         One line for the list of commands.
     description
-        What it does, for its own help.
+        What it does, for its own help: a paragraph.
+    details
+        More for its own help, as it is laid out.
     examples
         Lines to copy, without a prompt.
     add_arguments
@@ -46,6 +49,7 @@ class Command:
     name: str
     summary: str
     description: str
+    details: str = ""
     examples: tuple[str, ...]
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], ExitCode]
@@ -99,7 +103,7 @@ def add_solving(parser: argparse.ArgumentParser) -> None:
         "--solver",
         default="auto",
         metavar="NAME",
-        help="auto (the best of several, the default), or one by name",
+        help=f"auto (the best of several, the default), {', '.join(SOLVERS)}",
     )
     group.add_argument(
         "--time-limit",

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 
@@ -49,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
         subparser = subparsers.add_parser(
             command.name,
             help=command.summary,
-            description=command.description,
+            description=f"{textwrap.fill(command.description, 79)}\n\n{command.details}",
             epilog=f"examples:\n{lines}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -68,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ``--`` are for the user's own script.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        make_parser().print_help(sys.stderr)
+        return ExitCode.USAGE
     own, rest = words, []
     if "--" in words:
         position = words.index("--")

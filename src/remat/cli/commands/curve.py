@@ -129,8 +129,9 @@ CURVE = Command(
     description=(
         "Plan a training step, or a graph file, at several budgets from the smallest "
         "that works to the peak without remat, and print what each costs in time. The "
-        "model is traced and its operators are timed once.\n\n" + WORKLOAD_HELP
+        "model is traced and its operators are timed once."
     ),
+    details=WORKLOAD_HELP,
     examples=(
         "remat curve train.py --plot curve.png",
         "remat curve project.models:small_gpt --budgets 100%,80%,60%,50%",

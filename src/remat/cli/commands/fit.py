@@ -182,8 +182,9 @@ FIT = Command(
     description=(
         "Plan your training step within a budget of bytes, train some steps by the "
         "plan, and print the plan with the measured peak. Exit code 4 says that the "
-        "measured peak is over the budget.\n\n" + WORKLOAD_HELP
+        "measured peak is over the budget."
     ),
+    details=WORKLOAD_HELP,
     examples=(
         "remat fit train.py --budget 8GiB",
         "remat fit train.py --budget 60% --steps 10 --save plan.json",

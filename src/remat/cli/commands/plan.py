@@ -76,8 +76,9 @@ PLAN = Command(
     description=(
         "Plan a training step, or a graph file, within a budget of bytes: which results "
         "to keep and which to compute again. Nothing of the step is run; the operators "
-        "are timed one by one.\n\n" + WORKLOAD_HELP
+        "are timed one by one."
     ),
+    details=WORKLOAD_HELP,
     examples=(
         "remat plan train.py --budget 8GiB --output plan.json",
         "remat plan project.models:small_gpt --budget 60% --estimated",

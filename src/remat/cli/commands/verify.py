@@ -87,8 +87,9 @@ VERIFY = Command(
         "Run your training step plainly and within a budget, and compare: outputs, "
         "gradients, buffers and random state bit for bit, the measured peak with the "
         "budget and the prediction, and time. The plain step runs too, so there must be "
-        "memory for it. Exit code 4 says that a promise is broken.\n\n" + WORKLOAD_HELP
+        "memory for it. Exit code 4 says that a promise is broken."
     ),
+    details=WORKLOAD_HELP,
     examples=(
         "remat verify train.py --budget 8GiB",
         "remat verify train.py:small --budget 60% -- --depth 12",
