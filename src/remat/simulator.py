@@ -413,13 +413,12 @@ class _Replay:
         ]
         events: list[list[tuple[int, int]]] = [[] for _ in peaks]
         for span in self.spans:
-            # A span of no duration is seen by serial execution alone.
-            if span.end_ns is None or span.end_ns > span.start_ns:
-                events[span.device].append((span.start_ns, span.size_bytes))
-                if span.end_ns is not None:
-                    events[span.device].append((span.end_ns, -span.size_bytes))
+            events[span.device].append((span.start_ns, span.size_bytes))
+            if span.end_ns is not None:
+                events[span.device].append((span.end_ns, -span.size_bytes))
         for device, changes in enumerate(events):
             used = peaks[device]
+            # Sorted, what ends at an instant comes before what starts there.
             for _, change in sorted(changes):
                 used += change
                 peaks[device] = max(peaks[device], used)
