@@ -150,6 +150,21 @@ def test_an_optimizer_of_the_users_own_is_traced():
     assert workspace_bytes == 200 * 100 * 4
 
 
+def test_state_made_on_construction_is_counted_and_not_touched():
+    class Early(torch.optim.SGD):
+        def __init__(self, trained: list[torch.nn.Parameter]) -> None:
+            super().__init__(trained, lr=0.1)
+            for param in trained:
+                self.state[param]["early"] = torch.ones(param.numel() * 2)
+
+    optimizer = Early(params())
+    state_bytes, workspace_bytes = optimizer_bytes(optimizer)
+    assert state_bytes == held_bytes(optimizer) == sum(8 * p.numel() for p in params())
+    assert workspace_bytes == 0
+    values = [state["early"] for state in optimizer.state.values()]
+    assert all(type(v) is torch.Tensor and bool((v == 1).all()) for v in values)
+
+
 targets = torch.zeros(64, dtype=torch.long)
 values = torch.rand(64, 1000)
 LOSSES: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] = {

@@ -7,11 +7,10 @@ steps of the same recording left allocated (tensors held by autograd alone); gro
 comes from the allocator's events. On CUDA both come from the allocator's statistics.
 
 See :mod:`remat.profile.allocations` for what the CPU's events do not contain. Compared
-with every call of ``malloc`` in the process, the growth that they show is 0.01 to 0.25 %
-of the peak too low for convolutional, attention and fully connected
-networks of tens to hundreds of megabytes, in float32 and under bfloat16 autocast, and
-0.2 MB too low for an LSTM. Buffers that libraries allocate once and keep are in neither
-figure.
+with every call of ``malloc`` in the process, the growth that they show is 0.01 to
+0.25 % of the peak too low for convolutional, attention and fully connected networks of
+tens to hundreds of megabytes, in float32 and under bfloat16 autocast, and 0.2 MB too
+low for an LSTM. Buffers that libraries allocate once and keep are in neither figure.
 
 The first time that a block older than a recording is released, torch itself may write
 one line about a "memory block of unknown size" to stderr; the measurement accounts for
@@ -27,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -290,7 +290,7 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the plain tensors that hold the bytes of ``tensor``."""
     if isinstance(tensor, FakeTensor | FunctionalTensor) or tensor.is_meta:
         return []
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if is_functorch_wrapped_tensor(tensor):
         return []
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
