@@ -1,0 +1,369 @@
+"""The contract that every solver keeps, as checks that any test runner can call.
+
+A package that brings its own solver runs the same checks as this one's:
+
+    @pytest.mark.parametrize("check", SolverContract.CHECKS)
+    def test_my_solver(check):
+        SolverContract(MySolver()).run(check, graph)
+
+Each check raises ``AssertionError`` with what was found and what was needed. Checks ask
+the solver at budgets between the proved bound on the peak and the store-all peak.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from remat.bounds import cost_bound_ns, peak_bound_bytes
+from remat.graph import Op, TrainingGraph
+from remat.planning import solve
+from remat.platform import single_device
+from remat.problem import Limits, Problem, Result, Status
+from remat.solvers.base import Solver
+from remat.solvers.store_all import StoreAll
+
+_SCALE = 4
+_QUICK_S = 5.0
+
+
+def budgets_between(graph: TrainingGraph, count: int = 4) -> list[int]:
+    """Return budgets from the bound on the peak to the store-all peak, in bytes.
+
+    Parameters
+    ----------
+    graph
+        The graph to train.
+    count
+        Number of budgets, at least 2; both ends are among them.
+    """
+    low = peak_bound_bytes(graph)
+    high = store_all_peak_bytes(graph)
+    found = {low + (high - low) * k // (count - 1) for k in range(count)}
+    return sorted({max(1, budget) for budget in found})
+
+
+def store_all_peak_bytes(graph: TrainingGraph) -> int:
+    """Return the peak of running every op once, in graph order."""
+    trace = solve(_problem(graph, None), StoreAll()).trace
+    if trace is None:
+        msg = f"graph {graph.name!r} has no store-all schedule"
+        raise AssertionError(msg)
+    return trace.peak_bytes[0]
+
+
+def scale_graph(
+    graph: TrainingGraph, *, bytes_factor: int = 1, ns_factor: int = 1
+) -> TrainingGraph:
+    """Return ``graph`` with all sizes, workspaces and costs multiplied."""
+
+    def scaled(op: Op) -> Op:
+        return replace(
+            op,
+            cost_ns=tuple(None if c is None else c * ns_factor for c in op.cost_ns),
+            workspace_bytes=tuple(w * bytes_factor for w in op.workspace_bytes),
+        )
+
+    return replace(
+        graph,
+        storages=tuple(
+            replace(s, size_bytes=s.size_bytes * bytes_factor) for s in graph.storages
+        ),
+        ops=tuple(scaled(op) for op in graph.ops),
+    )
+
+
+def rename_graph(graph: TrainingGraph) -> TrainingGraph:
+    """Return ``graph`` with other names for its ops and storages."""
+    return replace(
+        graph,
+        name=f"renamed {graph.name}",
+        storages=tuple(
+            replace(s, name=f"s{len(graph.storages) - i}")
+            for i, s in enumerate(graph.storages)
+        ),
+        ops=tuple(replace(op, name=f"o{i % 7}") for i, op in enumerate(graph.ops)),
+    )
+
+
+def _problem(graph: TrainingGraph, budget_bytes: int | None) -> Problem:
+    return Problem(
+        graph=graph, platform=single_device(budget_bytes, graph.device_kinds[0])
+    )
+
+
+def _require(holds: bool, message: str) -> None:  # noqa: FBT001 - reads like assert
+    if not holds:
+        raise AssertionError(message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolverContract:
+    """Checks of one solver; each takes a graph.
+
+    Parameters
+    ----------
+    solver
+        The solver to check.
+    recomputes_always
+        Whether the solver recomputes even where memory is ample (a baseline).
+    """
+
+    CHECKS: ClassVar[tuple[str, ...]] = (
+        "answers_are_valid",
+        "ample_budget_costs_no_more_than_storing_all",
+        "below_the_bound_there_is_no_schedule",
+        "unit_of_bytes_does_not_matter",
+        "unit_of_time_does_not_matter",
+        "names_do_not_matter",
+        "same_question_same_answer",
+        "input_is_left_alone",
+        "deadline_is_kept",
+        "exact_cost_falls_with_the_budget",
+    )
+
+    solver: Solver
+    recomputes_always: bool = False
+
+    def run(self, check: str, graph: TrainingGraph) -> None:
+        """Run the check of that name on ``graph``.
+
+        Raises
+        ------
+        AssertionError
+            If the solver breaks the contract.
+        KeyError
+            If there is no such check.
+        """
+        checks: dict[str, Callable[[TrainingGraph], None]] = {
+            "answers_are_valid": self.answers_are_valid,
+            "ample_budget_costs_no_more_than_storing_all": self.ample_budget,
+            "below_the_bound_there_is_no_schedule": self.below_the_bound,
+            "unit_of_bytes_does_not_matter": self.unit_of_bytes,
+            "unit_of_time_does_not_matter": self.unit_of_time,
+            "names_do_not_matter": self.names,
+            "same_question_same_answer": self.same_question,
+            "input_is_left_alone": self.input_unchanged,
+            "deadline_is_kept": self.deadline,
+            "exact_cost_falls_with_the_budget": self.exact_is_monotone,
+        }
+        checks[check](graph)
+
+    def ask(
+        self,
+        graph: TrainingGraph,
+        budget_bytes: int | None,
+        limits: Limits | None = None,
+    ) -> Result:
+        """Return the judged answer of the solver for one device."""
+        return solve(_problem(graph, budget_bytes), self.solver, limits=limits)
+
+    def answers_are_valid(self, graph: TrainingGraph) -> None:
+        """Check peak, cost, bound and status at several budgets."""
+        for budget in budgets_between(graph):
+            result = self.ask(graph, budget)
+            self.check_claims(result, budget)
+
+    def check_claims(self, result: Result, budget_bytes: int) -> None:
+        """Check what one answer claims against its own replay.
+
+        Raises
+        ------
+        AssertionError
+            If a claim does not hold.
+        """
+        _require(
+            result.status.has_schedule is (result.trace is not None),
+            f"status {result.status} with trace {result.trace is not None}",
+        )
+        if not self.solver.is_exact:
+            _require(
+                result.status in {Status.FEASIBLE, Status.UNKNOWN},
+                f"a solver that is not exact claims {result.status}",
+            )
+        if result.trace is None:
+            _require(bool(result.message), "no schedule, and no message says why")
+            return
+        peak, cost_ns = result.trace.peak_bytes[0], result.trace.serial_ns
+        _require(result.trace.is_valid, f"invalid: {result.trace.violation}")
+        _require(peak <= budget_bytes, f"peak {peak:_} over budget {budget_bytes:_}")
+        _require(
+            result.bound_ns <= cost_ns, f"bound {result.bound_ns:_} over {cost_ns:_}"
+        )
+        _require(
+            result.status is not Status.OPTIMAL or result.bound_ns == cost_ns,
+            f"OPTIMAL with bound {result.bound_ns:_} and cost {cost_ns:_}",
+        )
+
+    def ample_budget(self, graph: TrainingGraph) -> None:
+        """Check that nothing is recomputed when everything fits.
+
+        Raises
+        ------
+        AssertionError
+            If the answer is missing or costs more than storing everything.
+        """
+        peak = store_all_peak_bytes(graph)
+        plain = solve(_problem(graph, None), StoreAll()).cost_ns
+        for budget in (peak, None):
+            cost_ns = self.ask(graph, budget).cost_ns
+            if cost_ns is None and self.recomputes_always:
+                continue
+            _require(cost_ns is not None, f"no schedule with a budget of {budget}")
+            _require(
+                self.recomputes_always or (cost_ns or 0) <= (plain or 0),
+                f"cost {cost_ns} over the store-all cost {plain} at budget {budget}",
+            )
+
+    def below_the_bound(self, graph: TrainingGraph) -> None:
+        """Check the answer for a budget that is proved to be too small.
+
+        Raises
+        ------
+        AssertionError
+            If there is a schedule.
+        """
+        for budget in {1, max(1, peak_bound_bytes(graph) - 1)}:
+            result = self.ask(graph, budget)
+            _require(
+                result.status in {Status.INFEASIBLE, Status.UNKNOWN},
+                f"{result.status} with a budget of {budget:_} bytes",
+            )
+
+    def unit_of_bytes(self, graph: TrainingGraph) -> None:
+        """Check that multiplying sizes and budget leaves the schedule.
+
+        Raises
+        ------
+        AssertionError
+            If the cost differs.
+        """
+        larger = scale_graph(graph, bytes_factor=_SCALE)
+        for budget in budgets_between(graph, 3):
+            cost_ns = self.ask(graph, budget).cost_ns
+            other_ns = self.ask(larger, budget * _SCALE).cost_ns
+            _require(
+                cost_ns == other_ns,
+                f"cost {cost_ns} at {budget:_} bytes, but {other_ns} with all sizes "
+                f"times {_SCALE}",
+            )
+
+    def unit_of_time(self, graph: TrainingGraph) -> None:
+        """Check that multiplying all costs multiplies the cost.
+
+        Raises
+        ------
+        AssertionError
+            If it does not.
+        """
+        slower = scale_graph(graph, ns_factor=_SCALE)
+        for budget in budgets_between(graph, 3):
+            cost_ns = self.ask(graph, budget).cost_ns
+            other_ns = self.ask(slower, budget).cost_ns
+            _require(
+                other_ns == (None if cost_ns is None else cost_ns * _SCALE),
+                f"cost {cost_ns} at {budget:_} bytes, but {other_ns} with all costs "
+                f"times {_SCALE}",
+            )
+
+    def names(self, graph: TrainingGraph) -> None:
+        """Check that renaming changes nothing.
+
+        Raises
+        ------
+        AssertionError
+            If the schedule differs.
+        """
+        for budget in budgets_between(graph, 3):
+            first = self.ask(graph, budget).schedule
+            second = self.ask(rename_graph(graph), budget).schedule
+            _require(first == second, f"other names, other schedule at {budget:_}")
+
+    def same_question(self, graph: TrainingGraph) -> None:
+        """Check that asking twice gives one answer.
+
+        Raises
+        ------
+        AssertionError
+            If the schedules differ.
+        """
+        for budget in budgets_between(graph, 3):
+            first = self.ask(graph, budget, Limits(seed=3)).schedule
+            second = self.ask(graph, budget, Limits(seed=3)).schedule
+            _require(first == second, f"two schedules for budget {budget:_}")
+
+    def input_unchanged(self, graph: TrainingGraph) -> None:
+        """Check that solving leaves the problem as it was.
+
+        Raises
+        ------
+        AssertionError
+            If it does not.
+        """
+        problem = _problem(graph, budgets_between(graph, 3)[0])
+        before = repr(problem)
+        solve(problem, self.solver)
+        _require(repr(problem) == before, "the problem was changed")
+
+    def deadline(self, graph: TrainingGraph) -> None:
+        """Check that a deadline in the past ends the search at once.
+
+        Raises
+        ------
+        AssertionError
+            If it takes more than a few seconds or the answer is invalid.
+        """
+        budget = budgets_between(graph, 3)[0]
+        started = time.monotonic()
+        result = self.ask(graph, budget, Limits.after(0))
+        elapsed_s = time.monotonic() - started
+        _require(elapsed_s < _QUICK_S, f"took {elapsed_s:.1f} s with no time at all")
+        self.check_claims(result, budget)
+
+    def exact_is_monotone(self, graph: TrainingGraph) -> None:
+        """Check that an exact solver's cost never rises with the budget.
+
+        Raises
+        ------
+        AssertionError
+            If it does.
+        """
+        if not self.solver.is_exact:
+            return
+        costs = [self.ask(graph, budget).cost_ns for budget in budgets_between(graph)]
+        found = [cost for cost in costs if cost is not None]
+        _require(
+            costs[len(costs) - len(found) :] == found
+            and found == sorted(found, reverse=True),
+            f"costs over rising budgets: {costs}",
+        )
+
+    def check_optimum(
+        self, graph: TrainingGraph, budget_bytes: int, optimum_ns: int | None
+    ) -> None:
+        """Compare with the least cost over all schedules of one device.
+
+        Parameters
+        ----------
+        graph, budget_bytes
+            The question.
+        optimum_ns
+            The least cost, found by other means; ``None`` if no schedule fits.
+
+        Raises
+        ------
+        AssertionError
+            If the solver beats the optimum, or a bound or INFEASIBLE contradicts it.
+        """
+        result = self.ask(graph, budget_bytes)
+        if optimum_ns is None:
+            _require(result.cost_ns is None, "found a schedule where there is none")
+            return
+        _require(
+            result.cost_ns is None or result.cost_ns >= optimum_ns,
+            f"cost {result.cost_ns} below the optimum {optimum_ns}",
+        )
+        _require(
+            cost_bound_ns(_problem(graph, budget_bytes)) <= optimum_ns,
+            f"the bound on every schedule exceeds the optimum {optimum_ns}",
+        )

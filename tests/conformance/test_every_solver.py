@@ -1,0 +1,127 @@
+"""Every solver of the table keeps the contract, on every instance."""
+
+import os
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remat.bounds import peak_bound_bytes
+from remat.graph import TrainingGraph
+from remat.liveness import schedule_from_order, store_all_order
+from remat.platform import single_device
+from remat.problem import Problem
+from remat.simulator import simulate
+from remat.solvers import SOLVERS
+from remat.testing import SolverContract, budgets_between, scale_graph
+from tests.instances import INSTANCES
+from tests.oracles import brute_force_best
+from tests.strategies import graphs
+
+# Baselines that may recompute, or find nothing, where storing everything fits.
+RECOMPUTES_ALWAYS = {"chen-sqrt", "chen-greedy"}
+
+
+@cache
+def instance(name: str) -> TrainingGraph:
+    return INSTANCES[name]().graph
+
+
+def contract(solver: str) -> SolverContract:
+    return SolverContract(
+        solver=SOLVERS[solver](), recomputes_always=solver in RECOMPUTES_ALWAYS
+    )
+
+
+# The large instances ask for minutes where a small one shows the same.
+SMALL = ("mlp", "once-only", "awkward-0", "awkward-1", "awkward-2")
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_answers_are_valid(solver: str, name: str):
+    contract(solver).run("answers_are_valid", instance(name))
+
+
+@pytest.mark.parametrize("check", SolverContract.CHECKS[1:])
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_contract(solver: str, name: str, check: str):
+    contract(solver).run(check, instance(name))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "ample_budget_costs_no_more_than_storing_all",
+        "below_the_bound_there_is_no_schedule",
+        "deadline_is_kept",
+    ],
+)
+@pytest.mark.parametrize("name", ["resnet", "transformer", "densenet", "unet"])
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_contract_on_networks(solver: str, name: str, check: str):
+    contract(solver).run(check, instance(name))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@settings(max_examples=25)
+@given(graph=graphs(max_ops=5, sizes=st.integers(0, 9)), share=st.integers(0, 4))
+def test_no_solver_beats_the_optimum(solver: str, graph: TrainingGraph, share: int):
+    store_all = schedule_from_order(graph, store_all_order(graph))
+    high = simulate(graph, single_device(), store_all).peak_bytes[0]
+    low = peak_bound_bytes(graph)
+    budget = max(1, low + (high - low) * share // 4)
+    contract(solver).check_optimum(graph, budget, brute_force_best(graph, budget))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@settings(max_examples=25)
+@given(graph=graphs(max_ops=7))
+def test_answers_are_valid_on_any_graph(solver: str, graph: TrainingGraph):
+    contract(solver).run("answers_are_valid", graph)
+
+
+PRINT_SCHEDULE = """
+import sys
+from remat.planning import solve
+from remat.platform import single_device
+from remat.problem import Problem
+from remat.solvers import SOLVERS
+from remat.testing import budgets_between
+from tests.instances import INSTANCES
+graph = INSTANCES[sys.argv[2]]().graph
+for budget in budgets_between(graph, 3):
+    problem = Problem(graph=graph, platform=single_device(budget))
+    print(solve(problem, SOLVERS[sys.argv[1]]()).schedule)
+"""
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_another_hash_seed_gives_the_same_schedules(solver: str):
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", PRINT_SCHEDULE, solver, "awkward-2"],
+            env={
+                **os.environ,
+                "PYTHONHASHSEED": seed,
+                "PYTHONPATH": os.pathsep.join(["src", ".", *sys.path]),
+            },
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(outputs) == 1
+    assert "Compute" in outputs.pop()
+
+
+def test_problem_of_a_scaled_graph_has_scaled_budgets():
+    graph = instance("mlp")
+    scaled = scale_graph(graph, bytes_factor=3)
+    assert [3 * b for b in budgets_between(graph, 2)] == budgets_between(scaled, 2)
+    assert Problem(graph=scaled, platform=single_device()).budget_bytes is None

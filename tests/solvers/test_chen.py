@@ -1,0 +1,186 @@
+"""Chen's segments: the formula on chains, what is saved, and the search for b."""
+
+from math import isqrt
+
+import pytest
+
+from remat.graph import Op, Phase, Storage, TrainingGraph
+from remat.liveness import BOUNDARY, schedule_from_order
+from remat.planning import solve
+from remat.platform import single_device
+from remat.problem import Limits, Problem, Status, StopReason
+from remat.simulator import Trace, simulate
+from remat.solvers.chen import (
+    ChenGreedy,
+    ChenSqrt,
+    crossing_bytes,
+    greedy_starts,
+    narrow_cuts,
+    saved_at,
+    segment_order,
+    sqrt_starts,
+)
+from remat.testing import budgets_between, store_all_peak_bytes
+from tests.instances import INSTANCES, transformer_like
+
+
+def chain(length: int, *, size_bytes: int = 1) -> TrainingGraph:
+    """A chain whose op i reads x[i-1]; backward op i reads x[i] and the gradient."""
+    storages = [Storage(name="x0", size_bytes=0, is_resident=True)]
+    storages += [
+        Storage(name=f"x{i}", size_bytes=size_bytes) for i in range(1, length + 1)
+    ]
+    tangent = len(storages)
+    storages += [
+        Storage(name=f"g{i}", size_bytes=size_bytes) for i in range(length, -1, -1)
+    ]
+
+    def op(name: str, reads: tuple[int, ...], write: int, phase: Phase) -> Op:
+        return Op(
+            name=name,
+            reads=reads,
+            writes=(write,),
+            cost_ns=(1,),
+            workspace_bytes=(0,),
+            phase=phase,
+        )
+
+    forward = [op(f"f{i}", (i - 1,), i, Phase.FORWARD) for i in range(1, length + 1)]
+    backward = [
+        op(f"b{i}", (i, tangent + length - i), tangent + length - i + 1, Phase.BACKWARD)
+        for i in range(length, 0, -1)
+    ]
+    return TrainingGraph(
+        name=f"chain-{length}",
+        storages=tuple(storages),
+        ops=(*forward, *backward),
+        forward_outputs=(length,),
+        tangents=(tangent,),
+        final_outputs=(tangent + length,),
+    )
+
+
+def replay(graph: TrainingGraph, order: list[int]) -> Trace:
+    trace = simulate(graph, single_device(), schedule_from_order(graph, order))
+    assert trace.violation is None
+    return trace
+
+
+@pytest.mark.parametrize("root", [2, 3, 5, 10])
+def test_on_a_chain_of_squares_memory_is_twice_the_root(root: int):
+    # n = root^2 layers in root segments. When a segment is recomputed there are live:
+    # the borders before it (at most root - 1), its inside (root), and two gradients.
+    graph = chain(root * root)
+    trace = replay(graph, segment_order(graph, sqrt_starts(graph)))
+    assert trace.peak_bytes[0] <= 2 * root + 1
+    assert store_all_peak_bytes(graph) >= root * root
+
+
+@pytest.mark.parametrize("root", [2, 3, 5, 10])
+def test_on_a_chain_all_but_the_borders_and_the_last_segment_run_twice(root: int):
+    graph = chain(root * root)
+    trace = replay(graph, segment_order(graph, sqrt_starts(graph)))
+    assert trace.recomputed_ns == (root - 1) * (root - 1)
+
+
+def test_the_last_segment_may_be_recomputed_too():
+    graph = chain(9)
+    kept = replay(graph, segment_order(graph, [0, 3, 6]))
+    lost = replay(graph, segment_order(graph, [0, 3, 6], keeps_last=False))
+    assert lost.recomputed_ns == kept.recomputed_ns + 3
+
+
+def test_segments_are_recomputed_when_backward_reaches_them():
+    graph = chain(4)
+    assert segment_order(graph, [0, 2]) == [0, 1, 2, 3, BOUNDARY, 4, 5, 6, 0, 7]
+
+
+def test_one_segment_stores_everything():
+    graph = chain(5)
+    assert segment_order(graph, []) == [0, 1, 2, 3, 4, BOUNDARY, 5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 16, 17, 99])
+def test_sqrt_segments_are_about_the_root_long(length: int):
+    starts = sqrt_starts(chain(length))
+    assert starts[0] == 0
+    lengths = {b - a for a, b in zip(starts, starts[1:], strict=False)}
+    assert all(isqrt(length) <= one <= isqrt(length) + 1 for one in lengths)
+
+
+def test_greedy_segments_end_when_they_exceed_their_bytes():
+    graph = chain(7, size_bytes=10)
+    assert greedy_starts(graph, 0) == [0, 1, 2, 3, 4, 5, 6]
+    assert greedy_starts(graph, 9) == [0, 1, 2, 3, 4, 5, 6]
+    assert greedy_starts(graph, 10) == [0, 2, 4, 6]
+    assert greedy_starts(graph, 29) == [0, 3, 6]
+    assert greedy_starts(graph, 1_000) == [0]
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+@pytest.mark.parametrize("keeps_last", [True, False])
+def test_every_segmentation_is_a_valid_schedule(name: str, keeps_last: bool):
+    graph = INSTANCES[name]().graph
+    for segment_bytes in (0, 2**12, 2**17, 2**20):
+        starts = greedy_starts(graph, segment_bytes)
+        order = segment_order(graph, starts, keeps_last=keeps_last)
+        replay(graph, order)
+        assert max(order.count(op) for op in set(order)) <= 2
+
+
+@pytest.mark.parametrize("solver", [ChenSqrt(), ChenGreedy()])
+def test_what_does_not_fit_is_unknown_and_says_what_was_needed(
+    solver: ChenSqrt | ChenGreedy,
+):
+    graph = chain(16, size_bytes=1_000)
+    result = solve(Problem(graph=graph, platform=single_device(3_500)), solver)
+    assert result.status is Status.UNKNOWN
+    assert "or more; the budget is" in result.message
+
+
+def test_greedy_finds_the_cheapest_of_its_grid_and_better():
+    graph = INSTANCES["resnet"]().graph
+    for budget in budgets_between(graph, 5):
+        problem = Problem(graph=graph, platform=single_device(budget))
+        found = solve(problem, ChenGreedy()).cost_ns
+        root = solve(problem, ChenSqrt()).cost_ns
+        assert root is None or (found is not None and found <= root)
+        for segment_bytes in ChenGreedy().grid(graph):
+            order = segment_order(graph, greedy_starts(graph, segment_bytes))
+            trace = simulate(
+                graph, problem.platform, schedule_from_order(graph, order)
+            )
+            assert not trace.is_valid or (found or 0) <= trace.serial_ns
+
+
+def test_greedy_stops_at_the_deadline():
+    graph = chain(16)
+    problem = Problem(graph=graph, platform=single_device(100))
+    result = solve(problem, ChenGreedy(), limits=Limits.after(0))
+    assert result.stop_reason is StopReason.TIME_LIMIT
+    assert result.status is Status.UNKNOWN
+
+
+def test_crossing_bytes_count_what_is_read_later():
+    # Before op i of a chain, exactly x[i-1] crosses; x0 is resident.
+    assert crossing_bytes(chain(4, size_bytes=10)) == [0, 10, 10, 10]
+
+
+def test_narrow_cuts_find_the_blocks():
+    instance = transformer_like(6)
+    graph = instance.graph
+    written = sum(
+        graph.storages[s].size_bytes
+        for op in graph.ops[: graph.forward_count]
+        for s in op.writes
+    )
+    cuts = narrow_cuts(graph, written // 6)
+    crossing = crossing_bytes(graph)
+    least = min(crossing[start] for start in instance.block_starts[1:])
+    assert cuts
+    assert all(crossing[cut] <= least + 16 for cut in cuts)
+
+
+def test_saved_at_a_cut_is_what_crosses_it():
+    graph = chain(6)
+    assert saved_at(graph, [2, 4]) == {2, 4}
