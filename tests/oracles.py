@@ -11,12 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from remat.graph import Phase, TrainingGraph
+from remat.graph import Op, Phase, TrainingGraph
 from remat.platform import Platform
 from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
 from remat.simulator import Rule
 
 FOREVER = 1 << 80
+
+
+def is_effect(op: Op) -> bool:
+    """Whether running the op matters beyond what it writes."""
+    return op.is_ordered or not op.writes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,16 +188,21 @@ class History:
             yield Rule.SECOND_BOUNDARY
         if self.lacks(self.graph.forward_outputs):
             yield Rule.OUTPUT_MISSING
+        if any(self.graph.ops[i].phase is Phase.FORWARD for i in self.idle_effects()):
+            yield Rule.EFFECT_MISSING
+
+    def idle_effects(self) -> list[int]:
+        run = self.runs()
+        effects = [i for i, op in enumerate(self.graph.ops) if is_effect(op)]
+        return [index for index in effects if index not in run]
 
     def broken_by_ending(self) -> Iterator[Rule]:
         if Boundary() not in self.steps:
             yield Rule.NO_BOUNDARY
         if self.lacks(self.graph.final_outputs):
             yield Rule.FINAL_MISSING
-        run = self.runs()
-        for index, op in enumerate(self.graph.ops):
-            if index not in run and (op.is_ordered or op.writes == ()):
-                yield Rule.EFFECT_MISSING
+        if self.idle_effects():
+            yield Rule.EFFECT_MISSING
 
     # --- when ---------------------------------------------------------------------
 
@@ -421,7 +431,12 @@ class Search:
         for storage in state.live:
             lighter = State(state.live - {storage}, state.run, state.is_backward)
             yield Discard(storage), held, 0, lighter
-        if not state.is_backward and self.has(state, graph.forward_outputs):
+        is_forward_done = self.has(state, graph.forward_outputs) and all(
+            index in state.run
+            for index, op in enumerate(graph.ops)
+            if op.phase is Phase.FORWARD and is_effect(op)
+        )
+        if not state.is_backward and is_forward_done:
             live = state.live | set(graph.tangents)
             appearing = self.size(graph.tangents)
             yield Boundary(), held + appearing, 0, State(live, state.run, True)

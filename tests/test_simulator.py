@@ -372,8 +372,8 @@ BROKEN: list[tuple[Rule, Sequence[Step], int, str]] = [
     (
         Rule.EFFECT_MISSING,
         [*FORWARD[:2], Boundary(), Compute(BACK)],
-        4,
-        "op 2 'count' never runs",
+        2,
+        "op 2 'count' has not run in its pass",
     ),
 ]
 

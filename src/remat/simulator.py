@@ -38,7 +38,7 @@ class Rule(StrEnum):
     OUTPUT_MISSING = "a forward output is not live at the boundary"
     NO_BOUNDARY = "there is no boundary"
     FINAL_MISSING = "a final output is not live at the end"
-    EFFECT_MISSING = "an ordered op or an op without outputs never runs"
+    EFFECT_MISSING = "an ordered op or an op without outputs has not run in its pass"
     OVER_BUDGET = "more bytes are live than the device's budget"
 
 
@@ -364,6 +364,7 @@ class _Replay:
                     storage=storage,
                 )
             now = max(now, ready)
+        self.check_effects(range(self.graph.forward_count))
         self.is_backward = True
         appearing: dict[int, int] = {}
         for storage in self.graph.tangents:
@@ -384,10 +385,17 @@ class _Replay:
                     f"final output {self.name(storage)} is not live",
                     storage=storage,
                 )
-        for index, op in enumerate(self.graph.ops):
+        self.check_effects(range(len(self.graph.ops)))
+
+    def check_effects(self, ops: range) -> None:
+        """Check that what has an effect has happened in its own pass."""
+        for index in ops:
+            op = self.graph.ops[index]
             if (op.is_ordered or not op.writes) and index not in self.run:
                 self.fail(
-                    Rule.EFFECT_MISSING, f"op {index} {op.name!r} never runs", op=index
+                    Rule.EFFECT_MISSING,
+                    f"op {index} {op.name!r} has not run in its pass",
+                    op=index,
                 )
 
     def take(self, step: Step) -> None:
