@@ -3,39 +3,42 @@
 With a price on every byte that is kept from forward to backward, the choice between
 keeping a storage and recomputing it is a closure problem: a storage that backward reads
 must be kept or recomputed, and recomputing an op needs what it reads in the same way.
-A minimum cut solves it exactly (the cut formulation is that of PyTorch's partitioner,
-which has no prices over time, no budget and no search around it). Here:
+A minimum cut solves it exactly (see :mod:`remat.solvers.retention_cut`). PyTorch's
+partitioner poses the same cut with fixed weights; here it is one part of a search that
+knows the budget:
 
 1. prices are per position of the base order, so that only bytes at moments when memory
-   is tight cost anything; their level is bisected until the evaluated peak fits the
-   budget, and their distribution follows the timeline that results;
-2. each cut becomes a schedule by :mod:`remat.solvers.recompute_order`, whose evaluation
-   is exact, so that the working set of recomputation counts;
-3. cuts that do not fit are repaired at their fullest moment, releasing what costs least
-   time per byte there, a second recomputation included;
-4. memory that is left over is spent on keeping instead of recomputing.
+   is tight cost anything. Their level is bisected until the peak fits the budget, and
+   their distribution follows the timeline that results. Forward is also cut into
+   segments whose limits are kept for nothing, because the prices alone do not see that
+   recomputing everything at once needs memory too;
+2. each cut becomes a schedule by :mod:`remat.solvers.recompute_order`, whose cost and
+   peak are exact;
+3. an execution within the budget (:mod:`remat.eviction`) starts from what a cut keeps,
+   with one of several rules, and evicts where the cut alone does not fit, second
+   recomputations included; memory that is left over is spent on recomputing less
+   (:mod:`remat.retention`);
+4. with the effort that is left, what the best schedule keeps is changed a little at
+   random, and step 3 repeated.
 """
 
 import random
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, inf
 from typing import ClassVar
 
 from remat.bounds import cost_bound_ns, peak_bound_bytes
+from remat.eviction import EvictionRule, evicting_order
 from remat.graph import TrainingGraph
-from remat.liveness import BOUNDARY, schedule_from_order
+from remat.liveness import schedule_from_order
 from remat.problem import Limits, Problem, Proposal, Status, StopReason
-from remat.retention import improve_order
+from remat.retention import RetentionTable, improve_order
 from remat.solvers.base import ProgressCallback, single_device_kind_index
 from remat.solvers.recompute_order import (
-    KEEP,
-    RELEASE,
-    TRANSIENT,
     Evaluation,
-    UseTables,
     evaluate,
+    policies_of_order,
     use_tables,
 )
 from remat.solvers.retention_cut import RetentionCut
@@ -56,410 +59,250 @@ _FIRST_SHARPNESS = 10.0
 _SHARPNESS = 20.0
 """Prices fall by e where memory is 1/sharpness of the transient peak below it."""
 
-_REPAIRED = 3
-_TRIALS = 10
-_KEEPING_TRIALS = 6
-_JOINT = 4
-"""Repair: states repaired, moves evaluated a time, and moves made together."""
+_RULES = tuple(
+    EvictionRule(distance_exponent=distance, ancestor_share=share)
+    for distance, share in ((0.0, 0.5), (0.5, 1.0), (0.0, 1.0), (0.5, 0.0), (1.0, 1.0))
+)
+_LIMIT_PERCENTS = (100, 100, 90, 80)
+"""Executions take a rule and a limit (between floor and budget) from these."""
 
-_CLOSURE_OPS = 40
-"""Ops after which the estimate of a recomputation stops looking further."""
+_STARTS_SHARE = 0.5
+"""Share of the evaluations after which the best schedule is varied."""
 
-_FILL_TRIALS = 60
-"""Moves evaluated when spending memory that is left over."""
+_MOST_CHANGES = 4
+"""Storages that a variation keeps, or stops keeping, at most."""
 
-_FEWEST_EVALUATIONS = 600
+_EXECUTION_EVALUATIONS = 100
+"""About how many evaluations take as long as one execution with eviction."""
+
+_FEWEST_EVALUATIONS = 700
 _MOST_EVALUATIONS = 4000
 
 
 @dataclass(slots=True)
-class _Copy:
-    """One copy of a storage in an order: the steps that write it and read it."""
-
-    storage: int
-    birth: int
-    uses: list[int]
-
-
-def _copies(tables: UseTables, order: Sequence[int]) -> list[_Copy]:
-    latest: dict[int, _Copy] = {}
-    copies: list[_Copy] = []
-    for step, op in enumerate(order):
-        if op == BOUNDARY:
-            reads, writes = tables.reads_at[tables.boundary], tables.tangents
-        else:
-            reads, writes = tables.reads[op], tables.writes[op]
-        for storage in reads:
-            latest[storage].uses.append(step)
-        for storage in writes:
-            latest[storage] = copy = _Copy(storage, step, [])
-            copies.append(copy)
-    for storage in tables.final_outputs:
-        latest[storage].uses.append(len(order))
-    return copies
-
-
-@dataclass(slots=True)
 class _State:
-    """Policies and what they evaluate to."""
+    """What a cut keeps, and the exact evaluation of that."""
 
-    policies: bytearray
+    kept: frozenset[int]
     evaluation: Evaluation
-    excess: int
-
-    @property
-    def cost_ns(self) -> int:
-        return self.evaluation.cost_ns
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.evaluation.peak_bytes
+    excess_bytes: int
 
 
-_Move = tuple[int, int]
-"""An interval and the policy to give it."""
+def _rank(state: _State) -> tuple[int, int]:
+    return (state.excess_bytes, state.evaluation.cost_ns)
 
 
 class _Search:
-    """One run of the solver: evaluations, the best state that fits, the limits."""
+    """One run of the solver: the cheapest order that fits, and the effort left."""
 
     def __init__(
         self,
-        tables: UseTables,
-        cut: RetentionCut,
+        graph: TrainingGraph,
+        kind_index: int,
         budget_bytes: int,
+        floor_bytes: int,
         limits: Limits,
         evaluations: int,
     ) -> None:
-        self.tables = tables
-        self.cut = cut
+        self.graph = graph
+        self.kind_index = kind_index
+        self.tables = use_tables(graph, kind_index)
+        self.cut = RetentionCut(graph, self.tables)
         self.budget_bytes = budget_bytes
+        self.floor_bytes = floor_bytes
         self.limits = limits
+        self.evaluations = evaluations
         self.left = evaluations
-        self.random = random.Random(limits.seed)  # noqa: S311
-        self.best: _State | None = None
-        self.closest: _State | None = None
+        self.random = random.Random(limits.seed)  # noqa: S311 - not a secret
+        self.best_rank: tuple[float, float] = (inf, inf)
+        self.best_order: list[int] = []
         self.least_peak_bytes = -1
 
     @property
     def is_over(self) -> bool:
         return self.left <= 0 or self.limits.is_over
 
-    def try_policies(self, policies: bytearray) -> _State:
-        """Evaluate policies and remember them if they are the best so far."""
-        self.left -= 1
-        evaluation = evaluate(self.tables, policies)
-        peak = evaluation.peak_bytes
-        excess = 0
-        if peak > self.budget_bytes:
-            excess = sum(self.occupancy(evaluation, self.budget_bytes)) + 1
-            excess -= self.budget_bytes * (len(self.tables.base) + 1)
-        state = _State(policies, evaluation, excess)
-        if self.least_peak_bytes < 0 or peak < self.least_peak_bytes:
-            self.least_peak_bytes = peak
-        if excess:
-            if self.closest is None or excess < self.closest.excess:
-                self.closest = state
-        elif self.best is None or (state.cost_ns, peak) < (
-            self.best.cost_ns,
-            self.best.peak_bytes,
-        ):
-            self.best = state
-        return state
+    @property
+    def share_done(self) -> float:
+        return 1 - max(0, self.left) / self.evaluations
 
-    def occupancy(self, evaluation: Evaluation, floor_bytes: int = 0) -> list[int]:
-        """Return the most bytes per position of the base order, at least a floor."""
-        most = [floor_bytes] * (len(self.tables.base) + 1)
+    def adopt(self, order: list[int], cost_ns: int, peak_bytes: int) -> None:
+        """Remember an order if it fits and is the best so far."""
+        if self.least_peak_bytes < 0 or peak_bytes < self.least_peak_bytes:
+            self.least_peak_bytes = peak_bytes
+        if peak_bytes <= self.budget_bytes and (cost_ns, peak_bytes) < self.best_rank:
+            self.best_rank = (cost_ns, peak_bytes)
+            self.best_order = order
+
+    def try_kept(self, kept: frozenset[int]) -> _State:
+        """Evaluate what a cut keeps."""
+        self.left -= 1
+        found = evaluate(self.tables, self.cut.policies(kept))
+        self.adopt(found.order, found.cost_ns, found.peak_bytes)
+        return _State(kept, found, max(0, found.peak_bytes - self.budget_bytes))
+
+    def weights(self, evaluation: Evaluation, sharpness: float) -> list[float]:
+        """Return a distribution over base positions that favours the fullest."""
+        most = [0] * (len(self.tables.base) + 1)
         for position, used in zip(
             evaluation.positions, evaluation.timeline_bytes, strict=True
         ):
             most[position] = max(most[position], used)
-        return most
-
-    def weights(self, evaluation: Evaluation, sharpness: float) -> list[float]:
-        """Return a distribution over positions that favours the fullest ones."""
-        occupancy = self.occupancy(evaluation)
-        top = max(occupancy)
+        top = max(most)
         scale = sharpness / max(1, top - self.tables.resident_bytes)
-        raw = [exp((used - top) * scale) for used in occupancy]
+        raw = [exp((used - top) * scale) for used in most]
         total = sum(raw)
         return [value / total for value in raw]
 
     def bisect_price(
-        self, weights: list[float], rounds: int, free: frozenset[int]
-    ) -> _State | None:
-        """Bisect the price level; return the state closest to the budget."""
+        self, weights: list[float], segment_limits: frozenset[int]
+    ) -> list[_State]:
+        """Bisect the price level; return every state met, the last ones closest."""
         tables = self.tables
         scale = sum(tables.cost_ns) / max(1, sum(tables.size_bytes))
         low, high = scale / 1024, scale * 1024
         known: dict[frozenset[int], _State] = {}
-        for _ in range(rounds):
+        for _ in range(_ROUNDS):
             if self.is_over:
                 break
             level = (low * high) ** 0.5
-            kept = self.cut.kept([level * weight for weight in weights], free)
+            kept = self.cut.kept([level * w for w in weights], segment_limits)
             if kept not in known:
-                known[kept] = self.try_policies(self.cut.policies(kept))
-            if known[kept].excess:
+                known[kept] = self.try_kept(kept)
+            if known[kept].excess_bytes:
                 low = level
             else:
                 high = level
-        return min(
-            known.values(),
-            key=lambda state: abs(state.peak_bytes - self.budget_bytes),
-            default=None,
-        )
+        return list(known.values())
 
     def sweep(self, store_all: Evaluation) -> list[_State]:
-        """Bisect prices for several segmentations; return what came closest to fit."""
+        """Return the best state of each bisection, those that fit best first."""
         tables = self.tables
         total = sum(tables.output_bytes[op] for op in tables.base[: tables.boundary])
         first = self.weights(store_all, _FIRST_SHARPNESS)
-        found: list[tuple[int, int, int, frozenset[int], _State]] = []
+        found: list[tuple[_State, frozenset[int]]] = []
         seen: set[frozenset[int]] = set()
-        for index, count in enumerate(_SEGMENT_COUNTS):
-            free = frozenset[int]()
+        for count in _SEGMENT_COUNTS:
+            segment_limits = frozenset[int]()
             if count:
-                free = self.cut.separators(-(-total // count))
-            if free in seen:
+                segment_limits = self.cut.separators(-(-total // count))
+            if segment_limits in seen:
                 continue
-            seen.add(free)
-            before, self.best = self.best, None
-            state = self.bisect_price(first, _ROUNDS, free)
-            state = self.best or state
-            if state is not None:
-                found.append((state.excess, state.cost_ns, index, free, state))
-            self.best = min(
-                (s for s in (before, self.best) if s), key=_rank, default=None
-            )
-        found.sort(key=lambda entry: entry[:3])
-        ends = [entry[4] for entry in found]
-        for *_, free, nearest in found[:_REFINED]:
-            weights, state = first, nearest
+            seen.add(segment_limits)
+            states = self.bisect_price(first, segment_limits)
+            if states:
+                found.append((min(states, key=_rank), segment_limits))
+        found.sort(key=lambda entry: _rank(entry[0]))
+        ends = [state for state, _ in found]
+        for state, segment_limits in found[:_REFINED]:
+            weights, nearest = first, state
             for _ in range(_REWEIGHTINGS):
-                target = self.weights(state.evaluation, _SHARPNESS)
+                target = self.weights(nearest.evaluation, _SHARPNESS)
                 weights = [(a + b) / 2 for a, b in zip(weights, target, strict=True)]
-                state = self.bisect_price(weights, _ROUNDS, free) or state
-                ends.append(state)
-        return sorted(ends, key=_rank)
+                states = self.bisect_price(weights, segment_limits)
+                nearest = min(states, key=self.distance, default=nearest)
+                ends.extend(states)
+        unique = {state.kept: state for state in sorted(ends, key=_rank, reverse=True)}
+        return list(reversed(unique.values()))
 
-    def interval_at(self, storage: int, position: int) -> int:
-        """Return the interval of a storage that is open just before a position."""
-        tables = self.tables
-        interval = tables.first_interval[storage]
-        while tables.interval_end[interval] < position:
-            interval += 1
-        return interval
+    def distance(self, state: _State) -> int:
+        return abs(state.evaluation.peak_bytes - self.budget_bytes)
 
-    def relieving_moves(self, state: _State) -> list[_Move]:
-        """Return moves that may lower the fullest moment, the likeliest first."""
-        tables, evaluation = self.tables, state.evaluation
-        timeline, positions = evaluation.timeline_bytes, evaluation.positions
-        fullest = max(range(len(timeline)), key=timeline.__getitem__)
-        now = positions[fullest]
-        copies = _copies(tables, evaluation.order)
-        live_until: dict[int, list[_Copy]] = {}
-        for copy in copies:
-            live_until.setdefault(copy.storage, []).append(copy)
-        moves: list[tuple[float, _Move]] = []
-        for copy in copies:
-            if copy.birth >= fullest or not copy.uses or copy.uses[-1] <= fullest:
-                continue
-            following = next(use for use in copy.uses if use >= fullest)
-            later = positions[following] if following < len(positions) else now
-            size = tables.size_bytes[copy.storage]
-            if later == now or tables.is_pinned[copy.storage] or not size:
-                continue
-            interval = self.interval_at(copy.storage, now)
-            is_recomputed = positions[copy.birth] > tables.interval_start[interval]
-            policy = TRANSIENT if is_recomputed else RELEASE
-            if state.policies[interval] >= policy:
-                continue
-            cost = self.closure_ns(copy.storage, following, live_until)
-            moves.append((size / (1 + cost), (interval, policy)))
-        moves.sort(reverse=True)
-        chosen = [move for _, move in moves[:_TRIALS]]
-        return chosen + self.keeping_moves(state, copies, fullest)
-
-    def closure_ns(
-        self, storage: int, step: int, copies_of: dict[int, list[_Copy]]
-    ) -> int:
-        """Estimate the time to recompute a storage just before a step."""
-        tables = self.tables
-        pending = [storage]
-        ops: set[int] = set()
-        cost = 0
-        while pending and len(ops) < _CLOSURE_OPS:
-            op = tables.producer[pending.pop()]
-            if op in ops:
-                continue
-            ops.add(op)
-            cost += tables.cost_ns[op]
-            pending.extend(
-                s
-                for s in tables.reads[op]
-                if not tables.is_pinned[s]
-                and not any(
-                    copy.birth < step and copy.uses and copy.uses[-1] >= step
-                    for copy in copies_of.get(s, ())
-                )
-            )
-        return cost
-
-    def keeping_moves(
-        self, state: _State, copies: list[_Copy], fullest: int
-    ) -> list[_Move]:
-        """Return moves that keep something so that less is recomputed at once."""
-        tables, evaluation = self.tables, state.evaluation
-        positions, order = evaluation.positions, evaluation.order
-        now = positions[fullest]
-        start, stop = bisect_left(positions, now), bisect_right(positions, now)
-        # Bytes of what is computed for this position and that one step alone reads.
-        behind = [0] * (stop - start)
-        made: list[_Copy] = [c for c in copies if start <= c.birth < stop]
-        for copy in reversed(made):
-            if copy.birth == stop - 1 and order[copy.birth] == tables.base[now]:
-                continue
-            freed = behind[copy.birth - start]
-            if copy.uses and copy.uses[-1] >= fullest:
-                freed += tables.size_bytes[copy.storage]
-            inside = {use for use in copy.uses if use < stop}
-            if len(inside) == 1:
-                behind[inside.pop() - start] += freed
-        ranked = sorted(
-            (
-                tables.size_bytes[copy.storage] - behind[copy.birth - start],
-                copy.birth,
-                copy.storage,
-            )
-            for copy in made
-            if order[copy.birth] != BOUNDARY
+    def execute(
+        self, kept: frozenset[int] | None, rule: EvictionRule, limit_percent: int
+    ) -> None:
+        """Execute within a limit, forward keeping ``kept``; adopt what results."""
+        self.left -= _EXECUTION_EVALUATIONS
+        room = self.budget_bytes - self.floor_bytes
+        order = evicting_order(
+            self.graph,
+            self.floor_bytes + room * limit_percent // 100,
+            kind_index=self.kind_index,
+            rule=rule,
+            saved=kept,
+            limits=self.limits,
         )
-        moves: list[_Move] = []
-        for _, _, storage in ranked:
-            interval = self.interval_at(storage, now)
-            if state.policies[interval] and tables.interval_end[interval] >= now:
-                moves.append((interval, KEEP))
-            if len(moves) >= _KEEPING_TRIALS:
-                break
-        return moves
+        if order is not None:
+            self.improve(order)
 
-    def moved(self, state: _State, moves: Sequence[_Move]) -> _State:
-        policies = bytearray(state.policies)
-        for interval, policy in moves:
-            policies[interval] = policy
-        return self.try_policies(policies)
+    def improve(self, order: list[int]) -> None:
+        """Take out what memory lets an order do without, and adopt the rest."""
+        order = improve_order(
+            self.graph,
+            order,
+            self.budget_bytes,
+            kind_index=self.kind_index,
+            limits=self.limits,
+        )
+        table = RetentionTable(self.graph, order, self.kind_index)
+        self.adopt(order, table.cost_ns, table.peak_bytes)
 
-    def repair(self, state: _State, most_ns: float = inf) -> _State:
-        """Lower the fullest moments until the state fits, or nothing helps."""
-        while state.excess and not self.is_over:
-            trials: list[tuple[float, _Move, _State]] = []
-            for move in self.relieving_moves(state):
-                trial = self.moved(state, [move])
-                relief = state.excess - trial.excess
-                if relief > 0 and trial.cost_ns < most_ns:
-                    price = max(0, trial.cost_ns - state.cost_ns) + 1
-                    trials.append((relief / price, move, trial))
-                if self.is_over:
-                    break
-            if not trials:
-                break
-            trials.sort(key=lambda entry: entry[:2], reverse=True)
-            following = trials[0][2]
-            if following.excess and len(trials) > 1:
-                together = self.moved(state, [move for _, move, _ in trials[:_JOINT]])
-                if together.excess < following.excess and together.cost_ns < most_ns:
-                    following = together
-            state = following
-        return state
+    def execute_from(self, states: list[_State]) -> None:
+        """Execute from cuts and from nothing, the closest cuts more often."""
+        kept: list[frozenset[int] | None] = [state.kept for state in states]
+        kept.insert(min(2, len(kept)), None)
+        last = (1 - _STARTS_SHARE) * self.evaluations
+        for index, rule in enumerate(_RULES):
+            if self.left <= last or self.is_over:
+                return
+            self.execute(kept[min(index, len(kept) - 1)], rule, 100)
+        while self.left > last and not self.is_over:
+            chosen = kept[int(len(kept) * self.random.random() ** 2)]
+            self.execute(
+                chosen,
+                self.random.choice(_RULES),
+                self.random.choice(_LIMIT_PERCENTS),
+            )
 
-    def fill(self, state: _State) -> _State:
-        """Keep what is recomputed, dearest per byte first, while it fits."""
-        for move in self.saving_moves(state):
-            if self.is_over:
-                break
-            trial = self.moved(state, [move])
-            if not trial.excess and trial.cost_ns < state.cost_ns:
-                state = trial
-        return state
+    def vary_best(self) -> None:
+        """Execute from what the best order keeps, a few storages changed."""
+        policies = policies_of_order(self.tables, self.best_order)
+        kept = self.cut.kept_by(policies)
+        lost = [s for s in self.cut.storages if s not in kept]
+        held = sorted(kept)
+        gained = self.random.sample(lost, self.change_count(lost))
+        dropped = self.random.sample(held, self.change_count(held))
+        self.execute(
+            kept.union(gained).difference(dropped), self.random.choice(_RULES), 100
+        )
 
-    def saving_moves(self, state: _State) -> list[_Move]:
-        """Return the moves that keep a recomputed storage and seem to fit."""
-        tables, evaluation = self.tables, state.evaluation
-        order, positions = evaluation.order, evaluation.positions
-        timeline = evaluation.timeline_bytes
-        copies = _copies(tables, order)
-        saving = [0 if op == BOUNDARY else tables.cost_ns[op] for op in order]
-        previous: dict[int, _Copy] = {}
-        again: list[tuple[_Copy, _Copy]] = []
-        is_again = bytearray(len(order))
-        for copy in copies:
-            if copy.storage in previous:
-                again.append((previous[copy.storage], copy))
-                is_again[copy.birth] = 1
-            previous[copy.storage] = copy
-        for _, copy in reversed(again):
-            if len(copy.uses) == 1 and copy.uses[0] < len(order):
-                use = copy.uses[0]
-                if is_again[use]:
-                    saving[use] += saving[copy.birth]
-        ranked: list[tuple[float, _Move]] = []
-        for before, copy in again:
-            size = tables.size_bytes[copy.storage]
-            interval = self.interval_at(copy.storage, positions[copy.birth])
-            last = before.uses[-1] if before.uses else before.birth
-            tightest = max(timeline[last + 1 : copy.birth], default=0)
-            if (
-                state.policies[interval]
-                and copy.uses
-                and tightest + size // 2 <= self.budget_bytes
-            ):
-                ranked.append((saving[copy.birth] / (1 + size), (interval, KEEP)))
-        ranked.sort(reverse=True)
-        return [move for _, move in ranked[:_FILL_TRIALS]]
+    def change_count(self, storages: Sequence[int]) -> int:
+        return self.random.randrange(min(_MOST_CHANGES, len(storages)) + 1)
 
-    def exchange(self, state: _State) -> _State:
-        """Keep something at random, repair, fill; return the cheaper state."""
-        policies = state.policies
-        released = [i for i, policy in enumerate(policies) if policy]
-        if not released:
-            return state
-        count = 1 + self.random.randrange(3)
-        moves = [(self.random.choice(released), KEEP) for _ in range(count)]
-        trial = self.moved(state, moves)
-        if trial.cost_ns >= state.cost_ns:
-            return state
-        trial = self.repair(trial, state.cost_ns)
-        if trial.excess:
-            return state
-        trial = self.fill(trial)
-        return min(state, trial, key=_rank)
-
-
-def _rank(state: _State) -> tuple[int, int, int]:
-    return (state.excess, state.cost_ns, state.peak_bytes)
+    def run(self, store_all: Evaluation, on_progress: ProgressCallback) -> None:
+        """Spend the effort: cuts, executions from them, variations of the best."""
+        on_progress("minimum cuts", 0.0)
+        states = self.sweep(store_all)
+        if self.best_order:
+            self.improve(self.best_order)
+        on_progress("executions", self.share_done)
+        self.execute_from(states)
+        while self.best_order and not self.is_over:
+            on_progress("variations", self.share_done)
+            self.vary_best()
 
 
 @dataclass(frozen=True, slots=True)
 class MinCutRetention:
     """Keep across the boundary what a minimum cut says, then search around it.
 
+    **Guarantee** none on cost: the cut is exact for given prices, the search around it
+    is not. The peak is exact.
+
+    **Complexity** the number of evaluations is ``effort_ops`` over the number of ops,
+    within limits; an evaluation takes time linear in the reads and writes of the
+    order, and so does, in practice, a minimum cut.
+
     Parameters
     ----------
     effort_ops
-        Work to spend, in op runs simulated; about a microsecond or two each.
-
-    **Optimal among** nothing in general: the cut is exact for given prices, the
-    search around it is not.
-
-    **Complexity** a minimum cut takes about linear time on training graphs; the number
-    of evaluations is ``effort_ops`` over the number of ops, within limits.
+        Work to spend, in op runs evaluated: a microsecond or two each.
     """
 
-    effort_ops: int = 2_500_000
-
-    schedule_class: ClassVar[str] = "recomputation right before its use, in graph order"
+    schedule_class: ClassVar[str] = "any op any number of times, on one device"
     is_exact: ClassVar[bool] = False
+
+    effort_ops: int = 2_500_000
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback
@@ -471,75 +314,48 @@ class MinCutRetention:
         SolverUnsuitableError
             If an op cannot run on device 0, or a storage lives elsewhere.
         """
-        graph = problem.graph
-        kind_index = single_device_kind_index(problem)
+        graph, kind_index = problem.graph, single_device_kind_index(problem)
         tables = use_tables(graph, kind_index)
-        bound_ns = cost_bound_ns(problem)
         budget = problem.budget_bytes
         store_all = evaluate(tables, bytes(len(tables.interval_start)))
         if budget is None or store_all.peak_bytes <= budget:
-            return _proposal(graph, store_all.order, bound_ns, limits)
-        least = peak_bound_bytes(graph, problem.platform.devices[0].kind)
-        if least > budget:
+            return _proposal(problem, store_all.order, StopReason.COMPLETED)
+        floor = peak_bound_bytes(graph, problem.platform.devices[0].kind)
+        if floor > budget:
             return Proposal(
                 status=Status.UNKNOWN,
-                bound_ns=bound_ns,
-                message=f"every schedule needs {least:_} bytes; the budget is {budget:_}",
+                bound_ns=cost_bound_ns(problem),
+                message=(
+                    f"every schedule needs {floor:_} bytes; the budget is {budget:_}"
+                ),
             )
         count = max(_FEWEST_EVALUATIONS, self.effort_ops // len(tables.base))
-        cut = RetentionCut(graph, tables)
-        search = _Search(tables, cut, budget, limits, min(count, _MOST_EVALUATIONS))
-        _run(search, store_all, on_progress)
-        if search.best is None:
-            return Proposal(
-                status=Status.UNKNOWN,
-                bound_ns=bound_ns,
-                stop_reason=(
-                    StopReason.TIME_LIMIT if limits.is_over else StopReason.COMPLETED
-                ),
-                message=(
-                    f"the smallest peak found is {search.least_peak_bytes:_} bytes; the "
-                    f"budget is {budget:_}"
-                ),
-            )
-        order = search.best.evaluation.order
-        if not limits.is_over:
-            order = improve_order(
-                graph, order, budget, kind_index=kind_index, limits=limits
-            )
-        return _proposal(graph, order, bound_ns, limits)
-
-
-def _run(search: _Search, store_all: Evaluation, on_progress: ProgressCallback) -> None:
-    """Sweep prices, repair what nearly fits, then exchange until the effort is gone."""
-    most = search.left
-    on_progress("minimum cuts", 0.0)
-    ends = search.sweep(store_all)
-    for state in ends[:_REPAIRED]:
-        if state.excess:
-            on_progress("repair", 1 - search.left / most)
-            search.repair(state, search.best.cost_ns if search.best else inf)
-    state = search.best
-    if state is None:
-        return
-    state = search.fill(state)
-    while not search.is_over:
-        on_progress("exchange", 1 - search.left / most)
-        before = search.left
-        state = min(search.exchange(state), search.best or state, key=_rank)
-        if search.left == before:
-            break
+        search = _Search(
+            graph, kind_index, budget, floor, limits, min(count, _MOST_EVALUATIONS)
+        )
+        search.run(store_all, on_progress)
+        stop_reason = StopReason.TIME_LIMIT if limits.is_over else StopReason.COMPLETED
+        if search.best_order:
+            return _proposal(problem, search.best_order, stop_reason)
+        return Proposal(
+            status=Status.UNKNOWN,
+            bound_ns=cost_bound_ns(problem),
+            stop_reason=stop_reason,
+            message=(
+                f"the smallest peak found is {search.least_peak_bytes:_} bytes; the "
+                f"budget is {budget:_}"
+                if search.least_peak_bytes >= 0
+                else f"nothing was tried within the time limit for {budget:_} bytes"
+            ),
+        )
 
 
 def _proposal(
-    graph: TrainingGraph,
-    order: Sequence[int],
-    bound_ns: int,
-    limits: Limits,
+    problem: Problem, order: Sequence[int], stop_reason: StopReason
 ) -> Proposal:
     return Proposal(
         status=Status.FEASIBLE,
-        schedule=schedule_from_order(graph, order),
-        bound_ns=bound_ns,
-        stop_reason=StopReason.TIME_LIMIT if limits.is_over else StopReason.COMPLETED,
+        schedule=schedule_from_order(problem.graph, order),
+        bound_ns=cost_bound_ns(problem),
+        stop_reason=stop_reason,
     )

@@ -339,3 +339,64 @@ def _recompute(
         builder.step(op)
         for storage in writes[op]:
             is_live[storage] = policies[interval[storage]] != TRANSIENT
+
+
+def policies_of_order(tables: UseTables, order: Sequence[int]) -> bytearray:
+    """Return policies under which :func:`evaluate` comes close to a given order.
+
+    Parameters
+    ----------
+    tables
+        Made by :func:`use_tables`.
+    order
+        Op indices and the boundary: every required op at least once, first runs in
+        graph order except where they are delayed.
+
+    Returns
+    -------
+    bytearray
+        One policy an interval. What differs from ``order``: each storage missing for
+        an op is recomputed right before it, in graph order, and never earlier.
+
+    Notes
+    -----
+    Time O(reads and writes of the order).
+    """
+    policies = bytearray(len(tables.interval_start))
+    base = tables.base
+    place = {op: position for position, op in enumerate(base)}
+    is_pinned = tables.is_pinned
+    interval = list(tables.first_interval)
+    # Per storage: whether the latest copy was made since the interval opened, and how
+    # many copies made since then were read. A copy is counted at its first read.
+    is_new = bytearray(b"\x01") * len(tables.size_bytes)
+    is_read = bytearray(len(tables.size_bytes))
+
+    def read(storage: int) -> None:
+        if is_new[storage] and not is_read[storage] and not is_pinned[storage]:
+            current = interval[storage]
+            policies[current] = TRANSIENT if policies[current] else RELEASE
+        is_read[storage] = 1
+
+    def open_at(position: int) -> None:
+        for storage, opened in tables.opens_at[position]:
+            interval[storage] = opened
+            is_new[storage] = 0
+            is_read[storage] = 0
+
+    position = 0
+    for op in order:
+        target = place[op]
+        for storage in tables.reads_at[target] if op == BOUNDARY else tables.reads[op]:
+            read(storage)
+        if op != BOUNDARY:
+            for storage in tables.writes[op]:
+                is_new[storage] = 1
+                is_read[storage] = 0
+        if target >= position:
+            for skipped in range(position, target):
+                # A delayed op: its outputs appear within their first interval.
+                open_at(skipped)
+            open_at(target)
+            position = target + 1
+    return policies

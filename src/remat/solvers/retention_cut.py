@@ -181,6 +181,10 @@ class RetentionCut:
             and self._op_node[tables.producer[s]] in source_side
         )
 
+    def kept_by(self, policies: Sequence[int]) -> frozenset[int]:
+        """Return the storages that ``policies`` keep across the boundary."""
+        return frozenset(s for s in self.storages if not policies[self.crossing[s]])
+
     def policies(self, kept: frozenset[int]) -> bytearray:
         """Return the policies that keep ``kept`` across the boundary."""
         tables = self.tables
