@@ -93,14 +93,17 @@ def _rank(state: _State) -> tuple[int, int]:
 
 
 class _Search:
-    """One run of the solver: the cheapest order that fits, and the effort left."""
+    """One run of the solver: the cheapest order that fits, and the effort left.
+
+    ``floors`` are lower bounds on the peak in bytes and on the cost in nanoseconds.
+    """
 
     def __init__(
         self,
         graph: TrainingGraph,
         kind_index: int,
         budget_bytes: int,
-        floor_bytes: int,
+        floors: tuple[int, int],
         limits: Limits,
         evaluations: int,
     ) -> None:
@@ -109,7 +112,7 @@ class _Search:
         self.tables = use_tables(graph, kind_index)
         self.cut = RetentionCut(graph, self.tables)
         self.budget_bytes = budget_bytes
-        self.floor_bytes = floor_bytes
+        self.floor_bytes, self.bound_ns = floors
         self.limits = limits
         self.evaluations = evaluations
         self.left = evaluations
@@ -120,7 +123,9 @@ class _Search:
 
     @property
     def is_over(self) -> bool:
-        return self.left <= 0 or self.limits.is_over
+        return (
+            self.left <= 0 or self.best_rank[0] <= self.bound_ns or self.limits.is_over
+        )
 
     @property
     def share_done(self) -> float:
@@ -330,9 +335,9 @@ class MinCutRetention:
                 ),
             )
         count = max(_FEWEST_EVALUATIONS, self.effort_ops // len(tables.base))
-        search = _Search(
-            graph, kind_index, budget, floor, limits, min(count, _MOST_EVALUATIONS)
-        )
+        count = min(count, _MOST_EVALUATIONS)
+        floors = (floor, cost_bound_ns(problem))
+        search = _Search(graph, kind_index, budget, floors, limits, count)
         search.run(store_all, on_progress)
         stop_reason = StopReason.TIME_LIMIT if limits.is_over else StopReason.COMPLETED
         if search.best_order:
