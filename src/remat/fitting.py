@@ -1,14 +1,14 @@
 """Fit a model into a byte budget: capture, profile, solve, judge, install."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from remat.capture.joint_program import JointProgram, map_nodes, set_costs
+from remat.capture.joint_program import JointProgram
 from remat.capture.surroundings import (
     Surroundings,
     add_surroundings,
@@ -17,6 +17,7 @@ from remat.capture.surroundings import (
     resident_bytes,
 )
 from remat.capture.tracing import check_batch, compiled_entry, raise_capture_error
+from remat.costing import Costs, with_costs, with_known_costs
 from remat.errors import (
     CaptureError,
     PlanMismatchError,
@@ -25,9 +26,6 @@ from remat.errors import (
 from remat.graph import Role, TrainingGraph
 from remat.graph_planning import chosen_solvers, plan_graph
 from remat.platform import Platform
-from remat.profile.cache import CostCache
-from remat.profile.estimate import estimate_operators, measure_rates
-from remat.profile.operators import OperatorCall, OperatorCost, profile_operators
 from remat.profile.outside import loss_bytes, optimizer_bytes
 from remat.runtime.backend import PlannedBackend, StoppedBeforeRunningError
 from remat.schedule import Schedule
@@ -35,8 +33,9 @@ from remat.simulator import simulate
 from remat.solvers.base import ProgressCallback, ignore_progress
 from remat.training_plan import Plan
 
-Costs = Literal["measured", "estimated"]
 Loss = Callable[[Any], torch.Tensor]
+
+_SMALL_TENSORS_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +76,16 @@ class PlanRequest:
 class Planner:
     """Makes one plan per traced training step and remembers it."""
 
-    def __init__(self, model: nn.Module | None, request: PlanRequest) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None,
+        request: PlanRequest,
+        *,
+        counts_gradients: bool = True,
+    ) -> None:
         self.model = model
         self.request = request
+        self.counts_gradients = counts_gradients
         self.batch: Any = ()
         self.plans: dict[str, Plan] = {}
         self.latest: Plan | None = None
@@ -106,6 +112,7 @@ class Planner:
                 (self.batch, captured_tensors(request.loss)),
                 state_bytes,
                 program.device,
+                counts_gradients=self.counts_gradients,
             ),
             loss_workspace_bytes=self.loss_workspace_bytes(program),
             optimizer_workspace_bytes=step_bytes,
@@ -130,12 +137,14 @@ class Planner:
             for s in graph.forward_outputs
             if graph.storages[s].role is Role.OUTPUT
         ]
-        return 0 if any(size <= 8 for size in sizes) else 3 * sum(sizes)
+        if any(size <= 8 for size in sizes):
+            return 0
+        return 3 * sum(sizes) + _SMALL_TENSORS_BYTES
 
     def make_plan(self, program: JointProgram) -> Plan:
         if self.request.given_plan is not None:
             return accept_plan(program, self.request.given_plan)
-        graph = with_costs(program, self.request)
+        graph = with_costs(program, self.request.costs, self.request.progress)
         return plan_graph(
             graph,
             budget=self.request.budget or 0,
@@ -146,55 +155,6 @@ class Planner:
             progress=self.request.progress,
             settings={"torch": torch.__version__, "costs": self.request.costs},
         )
-
-
-def with_costs(program: JointProgram, request: PlanRequest) -> TrainingGraph:
-    """Return the program's graph with the cost and workspace of every operator."""
-    calls = [
-        (index, OperatorCall(node.target, *_fake_arguments(program, node)))
-        for index, node in program.calls()
-    ]
-    operators = [call for _, call in calls]
-    if request.costs == "measured":
-        costs = profile_operators(
-            operators, cache=CostCache(), on_progress=request.progress
-        )
-        _check_aliases(program, [i for i, _ in calls], costs)
-    else:
-        costs = estimate_operators(
-            operators, measure_rates(program.device, cache=CostCache())
-        )
-    return set_costs(
-        program.graph,
-        {
-            index: (cost.cost_ns, cost.workspace_bytes)
-            for (index, _), cost in zip(calls, costs, strict=True)
-        },
-    )
-
-
-def _fake_arguments(
-    program: JointProgram, node: torch.fx.Node
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def value(argument: torch.fx.Node) -> Any:
-        if argument.op == "get_attr":
-            return getattr(program.module, str(argument.target))
-        return argument.meta["val"]
-
-    return map_nodes(tuple(node.args), value), map_nodes(dict(node.kwargs), value)
-
-
-def _check_aliases(
-    program: JointProgram, indices: Sequence[int], costs: Sequence[OperatorCost]
-) -> None:
-    for index, cost in zip(indices, costs, strict=True):
-        if cost.aliases_input:
-            op = program.graph.ops[index]
-            msg = (
-                f"operator {op.name} returns a view of its input although its schema "
-                f"says it does not; this cannot be planned safely ({op.source})"
-            )
-            raise CaptureError(msg)
 
 
 def accept_plan(program: JointProgram, plan: Plan) -> Plan:
@@ -215,12 +175,7 @@ def accept_plan(program: JointProgram, plan: Plan) -> Plan:
             "another version; make a new plan with remat.fit(..., budget=...)"
         )
         raise PlanMismatchError(msg)
-    costs = {
-        index: (op.cost_ns[0] or 0, op.workspace_bytes[0])
-        for index, op in enumerate(plan.graph.ops)
-        if not op.is_external
-    }
-    graph = set_costs(program.graph, costs)
+    graph = with_known_costs(program.graph, plan.graph)
     trace = simulate(graph, plan.platform, plan.schedule)
     if trace.violation is not None:
         msg = (
@@ -256,7 +211,9 @@ class FittedModel:
         self, is_accumulating: bool  # noqa: FBT001
     ) -> tuple[Planner, PlannedBackend, Callable[..., Any]]:
         if is_accumulating not in self.entries:
-            planner = Planner(self.model, self.request)
+            planner = Planner(
+                self.model, self.request, counts_gradients=is_accumulating
+            )
             backend = PlannedBackend(planner.choose_schedule, type(self.model).__name__)
             self.entries[is_accumulating] = (
                 planner,
@@ -269,14 +226,29 @@ class FittedModel:
         return any(p.grad is not None for p in self.model.parameters())
 
     def plan_now(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
-        """Trace and plan the step of this example without running anything."""
+        """Trace and plan the step of this example without running anything.
+
+        Where gradients exist, the step without them is planned too: a training loop
+        usually clears them before its next step.
+        """
         check_batch(self.model, args, kwargs)
-        planner, backend, _ = self.entry(self.is_accumulating())
+        plan = self.plan_entry(False, args, kwargs)
+        if self.is_accumulating():
+            plan = self.plan_entry(True, args, kwargs)
+        return plan
+
+    def plan_entry(
+        self,
+        is_accumulating: bool,  # noqa: FBT001
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Plan:
+        planner, backend, _ = self.entry(is_accumulating)
         backend.stop_before_running = True
         traced_before = backend.training_step_count
         try:
             with torch.enable_grad():
-                self(*args, **kwargs)
+                self.run(is_accumulating, args, kwargs)
         except StoppedBeforeRunningError:
             pass
         finally:
@@ -290,14 +262,20 @@ class FittedModel:
         return planner.latest
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        planner, backend, compiled = self.entry(self.is_accumulating())
+        return self.run(self.is_accumulating(), args, kwargs)
+
+    def run(
+        self,
+        is_accumulating: bool,  # noqa: FBT001
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        planner, backend, compiled = self.entry(is_accumulating)
         planner.batch = (args, kwargs)
         backend.failure = None
         try:
             return compiled(*args, **kwargs)
-        except StoppedBeforeRunningError:
-            raise
-        except torch._dynamo.exc.TorchDynamoException as error:  # noqa: SLF001
+        except torch._dynamo.exc.TorchDynamoException as error:
             raise_capture_error(error, backend.failure)
         finally:
             planner.batch = ()

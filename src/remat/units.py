@@ -100,6 +100,17 @@ def ceil_slots(size_bytes: int, slot_bytes: int) -> int:
     return -(-size_bytes // slot_bytes)
 
 
+def round_up(size_bytes: int, granule_bytes: int) -> int:
+    """Return the smallest multiple of ``granule_bytes`` that holds ``size_bytes``.
+
+    Examples
+    --------
+    >>> round_up(513, 512), round_up(512, 512), round_up(7, 1)
+    (1024, 512, 7)
+    """
+    return ceil_slots(size_bytes, granule_bytes) * granule_bytes
+
+
 def floor_slots(budget_bytes: int, slot_bytes: int) -> int:
     """Return the most slots that fit in ``budget_bytes``: budgets round down.
 

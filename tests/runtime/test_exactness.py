@@ -85,12 +85,13 @@ def test_recomputing_everything_is_bitwise_eager(name: str, is_repeated: bool) -
 @pytest.mark.parametrize("name", CASES)
 def test_solved_plan_is_exact_and_within_budget(name: str) -> None:
     case = make_case(name)
-    budget = 2**40
-    report = verify(case.model, case.args, case.kwargs, budget=budget, loss=case.loss)
+    report = verify(case.model, case.args, case.kwargs, budget=2**40, loss=case.loss)
     assert report.is_exact, report
     assert not report.against_eager, report
     assert report.predicted_peak_bytes >= report.measured_peak_bytes
-    assert report.predicted_peak_bytes <= 1.02 * report.measured_peak_bytes + 1024
+    # One generator state (5056 bytes) is counted even where nothing replays it.
+    slack_bytes = 5056 + 1024
+    assert report.predicted_peak_bytes <= report.measured_peak_bytes + slack_bytes
 
 
 def test_recomputation_really_happens_in_the_lowered_graphs() -> None:

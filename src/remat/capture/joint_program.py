@@ -8,7 +8,7 @@ otherwise special ops, and keeps for every op the node that runs it.
 
 import hashlib
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,7 +53,7 @@ class JointProgram:
     module
         The traced module; its graph is never changed.
     graph
-        The training graph, costs zero until :meth:`with_costs`.
+        The training graph; costs are zero until :mod:`remat.costing` sets them.
     op_nodes
         Per op the node that runs it; ``None`` for ops that no node runs (noting the
         generator's state, work outside the model).
@@ -81,10 +81,6 @@ class JointProgram:
     unchecked_inputs: frozenset[fx.Node]
     device: torch.device
     fingerprint: str = field(default="")
-
-    def with_graph(self, graph: TrainingGraph) -> "JointProgram":
-        """Return the same program with another graph over the same ops first."""
-        return replace(self, graph=graph)
 
     def calls(self) -> Iterator[tuple[int, fx.Node]]:
         """Yield the ops that a node runs, with that node."""
@@ -517,20 +513,6 @@ class _Analysis:
             f"{user_source_line(node) or 'no source line is known'}"
         )
         raise CaptureError(msg)
-
-
-def set_costs(
-    graph: TrainingGraph,
-    costs: Mapping[int, tuple[int, int]],
-) -> TrainingGraph:
-    """Return ``graph`` with (cost in ns, workspace in bytes) set per op index."""
-    ops = tuple(
-        replace(op, cost_ns=(costs[i][0],), workspace_bytes=(costs[i][1],))
-        if i in costs
-        else op
-        for i, op in enumerate(graph.ops)
-    )
-    return replace(graph, ops=ops)
 
 
 def map_nodes(value: Any, function: Any) -> Any:

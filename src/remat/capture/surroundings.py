@@ -56,16 +56,18 @@ def resident_bytes(
     batch: Any,
     optimizer_state_bytes: int,
     device: torch.device,
+    *,
+    counts_gradients: bool,
 ) -> dict[Role, int]:
     """Return the bytes on ``device`` during the whole step, per role.
 
-    Gradients that exist now are counted: they stay while new ones are computed
-    (gradient accumulation).
+    With ``counts_gradients``, gradients that exist now are counted: they stay while new
+    ones are computed (gradient accumulation).
     """
     sizes: dict[Role, int] = {}
     if model is not None:
         parameters = list(model.parameters())
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [p.grad for p in parameters] if counts_gradients else []
         sizes[Role.PARAMETER] = storage_bytes(parameters, device)
         sizes[Role.BUFFER] = storage_bytes(model.buffers(), device)
         sizes[Role.GRADIENT] = storage_bytes(gradients, device)

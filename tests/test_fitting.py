@@ -1,0 +1,337 @@
+"""The public functions: what they promise, on modules small enough to plan at once."""
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import remat
+from remat.errors import (
+    BudgetError,
+    CaptureError,
+    PlanMismatchError,
+    SolverUnsuitableError,
+    UnitError,
+)
+from remat.fitting import FittedModel
+from remat.platform import Device, Platform
+from tests.modules import ConvNet, LossInside
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any) -> None:
+    # One folder for the whole session: operators are measured once.
+    folder = tmp_path_factory.getbasetemp() / "costs"
+    monkeypatch.setenv("REMAT_CACHE_DIR", str(folder))
+
+
+def mean_square(outputs: torch.Tensor) -> torch.Tensor:
+    return outputs.pow(2).mean()
+
+
+def conv_net() -> tuple[ConvNet, torch.Tensor]:
+    torch.manual_seed(0)
+    return ConvNet(depth=6), torch.randn(8, 3, 24, 24)
+
+
+def fingerprint_of_state(model: nn.Module) -> list[Any]:
+    """Everything that planning must leave alone, as comparable values."""
+    return [
+        [(n, p.detach().clone(), p._version, id(p)) for n, p in model.named_parameters()],
+        [(n, b.clone(), b._version, id(b)) for n, b in model.named_buffers()],
+        [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+        torch.get_rng_state(),
+        [m.training for m in model.modules()],
+        sorted(model.__dict__),
+        torch.is_grad_enabled(),
+    ]
+
+
+def assert_same(before: Any, after: Any) -> None:
+    if isinstance(before, torch.Tensor):
+        assert torch.equal(before, after)
+    elif isinstance(before, list | tuple):
+        assert len(before) == len(after)
+        for one, other in zip(before, after, strict=True):
+            assert_same(one, other)
+    else:
+        assert before == after
+
+
+def steps(model: nn.Module, x: torch.Tensor, count: int = 3) -> list[torch.Tensor]:
+    """Train and return the losses, parameters and buffers."""
+    torch.manual_seed(7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses: list[torch.Tensor] = []
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss = mean_square(model(x))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *model.parameters(), *model.buffers(), torch.get_rng_state()]
+
+
+def test_training_within_a_tight_budget_is_bitwise_plain() -> None:
+    model, x = conv_net()
+    plan = remat.fit(model, x, budget="60%", loss=mean_square, costs="estimated")
+    assert plan.recomputed_op_count > 0
+    plain, _ = conv_net()
+    assert_same(steps(plain, x), steps(model, x))
+
+
+def test_measured_peak_is_within_the_budget() -> None:
+    model, x = conv_net()
+    plain_peak = remat.measure(
+        lambda: steps(model, x, 1), warmup=1, repeats=0, resident=[model, x]
+    ).peak_bytes
+    plan = remat.fit(model, x, budget=int(plain_peak * 0.6), loss=mean_square)
+
+    def step() -> None:
+        model.zero_grad()
+        mean_square(model(x)).backward()
+
+    measured = remat.measure(step, warmup=2, repeats=0, resident=[model, x])
+    assert measured.peak_bytes <= int(plain_peak * 0.6)
+    assert measured.peak_bytes <= plan.peak_bytes
+    assert plan.peak_bytes <= 1.02 * measured.peak_bytes
+
+
+def test_planning_leaves_the_model_untouched() -> None:
+    model, x = conv_net()
+    mean_square(model(x)).backward()
+    before = fingerprint_of_state(model)
+    remat.plan(model, x, budget="80%", loss=mean_square)
+    assert_same(before, fingerprint_of_state(model))
+    assert model._compiled_call_impl is None
+
+
+def test_a_failed_fit_leaves_the_model_untouched() -> None:
+    model, x = conv_net()
+    before = fingerprint_of_state(model)
+    with pytest.raises(BudgetError):
+        remat.fit(model, x, budget=1000, costs="estimated")
+    assert_same(before, fingerprint_of_state(model))
+    assert model._compiled_call_impl is None
+
+
+def test_budget_error_names_a_budget_that_works() -> None:
+    model, x = conv_net()
+    with pytest.raises(BudgetError, match="smallest budget that works") as caught:
+        remat.plan(model, x, budget=1000, costs="estimated")
+    assert caught.value.budget_bytes == 1000
+    plan = remat.plan(model, x, budget=caught.value.required_bytes, costs="estimated")
+    assert plan.peak_bytes <= caught.value.required_bytes
+
+
+def test_new_shape_is_planned_anew_and_old_plans_are_kept() -> None:
+    model, x = conv_net()
+    remat.fit(model, x, budget="90%", costs="estimated")
+    fitted = model._compiled_call_impl
+    assert isinstance(fitted, FittedModel)
+    planner, _, _ = fitted.entry(False)
+    mean_square(model(x)).backward()
+    model.zero_grad()
+    assert len(planner.plans) == 1
+    small = torch.randn(2, 3, 24, 24)
+    out = model(small)
+    assert len(planner.plans) == 2
+    model(x)
+    assert len(planner.plans) == 2
+    plain, _ = conv_net()
+    plain.load_state_dict(model.state_dict())
+    assert out.shape == plain(small).shape
+
+
+def test_inference_and_evaluation_run_plainly() -> None:
+    model, x = conv_net()
+    remat.fit(model, x, budget="90%", costs="estimated")
+    plain, _ = conv_net()
+    model.eval()
+    plain.eval()
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+    with torch.inference_mode():
+        assert torch.equal(model(x), plain(x))
+
+
+def test_gradient_accumulation_counts_the_gradients() -> None:
+    model, x = conv_net()
+    remat.fit(model, x, budget=10**9, costs="estimated")
+    fitted = model._compiled_call_impl
+    assert isinstance(fitted, FittedModel)
+    mean_square(model(x)).backward()
+    mean_square(model(x)).backward()
+    first, second = fitted.entry(False)[0].latest, fitted.entry(True)[0].latest
+    assert first is not None
+    assert second is not None
+    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    assert second.peak_bytes - first.peak_bytes == gradients
+
+
+def test_grad_scaler_hooks_and_state_dict_work() -> None:
+    results: list[Any] = []
+    for is_fitted in (False, True):
+        model, x = conv_net()
+        seen: list[torch.Size] = []
+        model.convs[0].register_forward_hook(lambda *_: None)
+        model.head.weight.register_hook(lambda grad, seen=seen: seen.append(grad.shape))
+        names = list(model.state_dict())
+        identities = [id(p) for p in model.parameters()]
+        if is_fitted:
+            remat.fit(model, x, budget="70%", loss=mean_square, costs="estimated")
+        assert list(model.state_dict()) == names
+        assert [id(p) for p in model.parameters()] == identities
+        torch.manual_seed(3)
+        scaler = torch.amp.GradScaler("cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            scaler.scale(mean_square(model(x))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert seen == [model.head.weight.shape] * 2
+        results.append([*model.parameters()])
+    assert_same(*results)
+
+
+def test_release_allows_copies_and_pickles() -> None:
+    model, x = conv_net()
+    remat.fit(model, x, budget="90%", costs="estimated")
+    assert remat.release(model) is model
+    assert model._compiled_call_impl is None
+    twin = copy.deepcopy(model)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    other = pickle.loads(pickle.dumps(model))
+    for made in (twin, other):
+        torch.manual_seed(5)
+        expected = model(x)
+        torch.manual_seed(5)
+        model_state = made(x)
+        assert expected.shape == model_state.shape
+
+
+def test_plan_round_trip_and_mismatch(tmp_path: Any) -> None:
+    model, x = conv_net()
+    plan = remat.plan(model, x, budget="70%", loss=mean_square, costs="estimated")
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    loaded = remat.load_plan(path)
+    assert loaded == plan
+    installed = remat.fit(model, x, plan=loaded, loss=mean_square)
+    assert installed.schedule == plan.schedule
+    plain, _ = conv_net()
+    assert_same(steps(plain, x), steps(model, x))
+    with pytest.raises(PlanMismatchError, match="another model"):
+        remat.fit(ConvNet(depth=2), x, plan=loaded)
+    with pytest.raises(PlanMismatchError, match="another model"):
+        remat.fit(conv_net()[0], x[:2], plan=loaded)
+
+
+def test_an_optimizer_counts_state_and_step() -> None:
+    model, x = conv_net()
+    optimizer = torch.optim.Adam(model.parameters())
+    without = remat.plan(model, x, budget=10**9, costs="estimated")
+    with_adam = remat.plan(model, x, budget=10**9, optimizer=optimizer, costs="estimated")
+    state = 2 * sum(p.nbytes for p in model.parameters())
+    assert with_adam.graph.resident_bytes() - without.graph.resident_bytes() >= state
+    assert not optimizer.state
+
+
+def test_backend_for_torch_compile() -> None:
+    model, x = conv_net()
+    backend = remat.backend(budget="70%", costs="estimated")
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    plain, _ = conv_net()
+    torch.manual_seed(2)
+    mean_square(compiled(x)).backward()
+    torch.manual_seed(2)
+    mean_square(plain(x)).backward()
+    assert backend.training_step_count == 1
+    assert_same([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        if y.sum() > 0:
+            return y
+        return -y
+
+
+class Mismatched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) @ torch.ones(5, 5)
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [(Branching(), "if y.sum() > 0"), (Mismatched(), "@ torch.ones(5, 5)")],
+)
+def test_what_cannot_be_traced_is_named_with_its_line(model: nn.Module, line: str) -> None:
+    with pytest.raises(CaptureError) as caught:
+        remat.fit(model, torch.randn(2, 4), budget="1 GiB")
+    assert line in str(caught.value)
+    assert "test_fitting.py" in str(caught.value)
+
+
+def test_a_model_that_does_not_train_is_refused() -> None:
+    model = nn.Linear(4, 4).requires_grad_(requires_grad=False)
+    with pytest.raises(CaptureError, match="does not train"):
+        remat.fit(model, torch.randn(2, 4), budget="1 GiB")
+
+
+@pytest.mark.parametrize("budget", ["8 GiX", "-5", 0, -3, "", "%", True])
+def test_bad_budgets_are_refused(budget: Any) -> None:
+    with pytest.raises(UnitError):
+        remat.fit(nn.Linear(2, 2), torch.randn(1, 2), budget=budget, costs="estimated")
+
+
+def test_bad_requests_are_refused() -> None:
+    model, x = nn.Linear(2, 2), torch.randn(1, 2)
+    with pytest.raises(ValueError, match="give a budget"):
+        remat.fit(model, x)
+    with pytest.raises(SolverUnsuitableError, match="unknown solver"):
+        remat.fit(model, x, budget=10**6, solver="magic")
+    platform = Platform(devices=(Device(), Device(name="other")))
+    with pytest.raises(SolverUnsuitableError, match="2 devices"):
+        remat.fit(model, x, budget=10**6, platform=platform)
+    with pytest.raises(CaptureError, match="one device"):
+        remat.fit(model, x.to("meta"), budget=10**6)
+
+
+def test_loss_inside_needs_no_description() -> None:
+    torch.manual_seed(0)
+    model = LossInside()
+    x, labels = torch.randn(64, 16), torch.randint(0, 5, (64,))
+    report = remat.verify(model, x, {"labels": labels}, budget="100%")
+    assert report.is_exact
+    assert report.is_within_budget
+
+
+def test_outside_loss_without_description_is_covered() -> None:
+    model = nn.Linear(16, 4000)
+    x, labels = torch.randn(64, 16), torch.randint(0, 4000, (64,))
+    plan = remat.fit(model, x, budget=10**9)
+
+    def step() -> None:
+        model.zero_grad()
+        outputs = model(x)
+        functional.cross_entropy(outputs, labels).backward()
+
+    measured = remat.measure(step, warmup=2, repeats=0, resident=[model, x, labels])
+    assert measured.peak_bytes <= plan.peak_bytes
