@@ -413,8 +413,11 @@ class _Execution:
         """Evict values that cannot come back and that nothing depends on any more.
 
         With ``freely``, only where that gives back at least the bytes of what it
-        forces to stay: then keeping the results instead costs nothing at all.
+        forces to stay: then keeping the results instead costs nothing at all. In
+        backward it might: losing a tangent for free would force gradients to stay.
         """
+        if freely and self.now > self.boundary_step:
+            return excess_bytes
         for storage in np.flatnonzero(
             self.live_view & (self.evictable_view ^ 1) & (self.pinned_view ^ 1)
         ).tolist():

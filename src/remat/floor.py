@@ -93,7 +93,7 @@ def smallest_budget(
         raise SolverFault(msg)
     # Up to ``failed_bytes`` everything counts as impossible; so far that is proved.
     failed_bytes = bound_bytes - 1
-    guess_bytes = bound_bytes
+    guess_bytes = max(1, bound_bytes)
     while not limits.is_over:
         found = _answer(graph, kind, guess_bytes, solvers, limits)
         if found is None:
@@ -104,7 +104,7 @@ def smallest_budget(
             1, failed_bytes * tolerance_percent // 100
         ):
             break
-        guess_bytes = (failed_bytes + best[1].peak_bytes[0]) // 2
+        guess_bytes = max(1, (failed_bytes + best[1].peak_bytes[0]) // 2)
     schedule, trace = best
     return Floor(
         budget_bytes=trace.peak_bytes[0],

@@ -8,6 +8,9 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.instances import INSTANCES
+from tests.oracles import brute_force_best
+from tests.strategies import graphs
 
 from remat.bounds import peak_bound_bytes
 from remat.graph import TrainingGraph
@@ -17,9 +20,6 @@ from remat.problem import Problem
 from remat.simulator import simulate
 from remat.solvers import SOLVERS
 from remat.testing import SolverContract, budgets_between, scale_graph
-from tests.instances import INSTANCES
-from tests.oracles import brute_force_best
-from tests.strategies import graphs
 
 # Baselines that may recompute, or find nothing, where storing everything fits.
 RECOMPUTES_ALWAYS = {"chen-sqrt", "chen-greedy"}

@@ -1,8 +1,10 @@
 """Chen's segments: the formula on chains, what is saved, and the search for b."""
 
+from itertools import pairwise
 from math import isqrt
 
 import pytest
+from tests.instances import INSTANCES, transformer_like
 
 from remat.graph import Op, Phase, Storage, TrainingGraph
 from remat.liveness import BOUNDARY, schedule_from_order
@@ -21,7 +23,6 @@ from remat.solvers.chen import (
     sqrt_starts,
 )
 from remat.testing import budgets_between, store_all_peak_bytes
-from tests.instances import INSTANCES, transformer_like
 
 
 def chain(length: int, *, size_bytes: int = 1) -> TrainingGraph:
@@ -104,7 +105,7 @@ def test_one_segment_stores_everything():
 def test_sqrt_segments_are_about_the_root_long(length: int):
     starts = sqrt_starts(chain(length))
     assert starts[0] == 0
-    lengths = {b - a for a, b in zip(starts, starts[1:], strict=False)}
+    lengths = {b - a for a, b in pairwise(starts)}
     assert all(isqrt(length) <= one <= isqrt(length) + 1 for one in lengths)
 
 
@@ -147,9 +148,7 @@ def test_greedy_finds_the_cheapest_of_its_grid_and_better():
         assert root is None or (found is not None and found <= root)
         for segment_bytes in ChenGreedy().grid(graph):
             order = segment_order(graph, greedy_starts(graph, segment_bytes))
-            trace = simulate(
-                graph, problem.platform, schedule_from_order(graph, order)
-            )
+            trace = simulate(graph, problem.platform, schedule_from_order(graph, order))
             assert not trace.is_valid or (found or 0) <= trace.serial_ns
 
 

@@ -1,6 +1,7 @@
 """StoreAll: every op once, OPTIMAL or proved not to fit."""
 
 import pytest
+from tests.instances import INSTANCES
 
 from remat.bounds import cost_bound_ns
 from remat.graph import Op, Phase, Storage, TrainingGraph
@@ -9,7 +10,6 @@ from remat.platform import single_device
 from remat.problem import Problem, Status
 from remat.solvers.store_all import StoreAll
 from remat.testing import store_all_peak_bytes
-from tests.instances import INSTANCES
 
 
 @pytest.mark.parametrize("name", INSTANCES)

@@ -1,0 +1,137 @@
+"""Retention: the table agrees with the judge, before and after every change."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from remat.graph import TrainingGraph
+from remat.liveness import BOUNDARY, schedule_from_order, store_all_order
+from remat.platform import single_device
+from remat.problem import Limits
+from remat.retention import RetentionTable, improve_order
+from remat.simulator import Trace, simulate
+from remat.solvers.chen import greedy_starts, segment_order
+from tests.instances import INSTANCES, mlp_chain
+from tests.strategies import graphs
+
+
+def replay(graph: TrainingGraph, order: list[int]) -> Trace:
+    trace = simulate(graph, single_device(), schedule_from_order(graph, order))
+    assert trace.violation is None
+    return trace
+
+
+def agrees(graph: TrainingGraph, table: RetentionTable) -> bool:
+    trace = replay(graph, table.order())
+    return (trace.peak_bytes[0], trace.serial_ns) == (table.peak_bytes, table.cost_ns)
+
+
+def with_repeats(graph: TrainingGraph, seed: int) -> list[int]:
+    """Every op once, and some again right before ops that read what they write."""
+    generator = random.Random(seed)
+    order: list[int] = []
+    for op in store_all_order(graph):
+        if op != BOUNDARY:
+            for storage in graph.ops[op].reads:
+                producer = graph.producers[storage]
+                if (
+                    producer is not None
+                    and graph.ops[producer].is_recomputable
+                    and generator.random() < 0.5
+                ):
+                    order += recomputation(graph, producer, generator)
+        order.append(op)
+    return order
+
+
+def recomputation(graph: TrainingGraph, op: int, generator: random.Random) -> list[int]:
+    before: list[int] = []
+    for storage in graph.ops[op].reads:
+        producer = graph.producers[storage]
+        if (
+            producer is not None
+            and graph.ops[producer].is_recomputable
+            and generator.random() < 0.3
+        ):
+            before += recomputation(graph, producer, generator)
+    return [*before, op]
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+def test_table_of_store_all_agrees_with_the_judge(name: str):
+    graph = INSTANCES[name]().graph
+    assert agrees(graph, RetentionTable(graph, store_all_order(graph)))
+
+
+@given(graph=graphs(), seed=st.integers(0, 99))
+def test_table_of_any_order_agrees_with_the_judge(graph: TrainingGraph, seed: int):
+    assert agrees(graph, RetentionTable(graph, with_repeats(graph, seed)))
+
+
+@given(graph=graphs(), seed=st.integers(0, 99))
+def test_dropping_unread_runs_keeps_the_order_valid(graph: TrainingGraph, seed: int):
+    order = with_repeats(graph, seed)
+    table = RetentionTable(graph, order)
+    before = table.cost_ns, table.peak_bytes
+    table.drop_unread_runs()
+    assert agrees(graph, RetentionTable(graph, table.order()))
+    assert replay(graph, table.order()).peak_bytes[0] <= before[1]
+    assert table.cost_ns <= before[0]
+
+
+@given(graph=graphs(), seed=st.integers(0, 99), share=st.integers(0, 3))
+def test_improving_is_monotone_and_within_the_budget(
+    graph: TrainingGraph, seed: int, share: int
+):
+    order = with_repeats(graph, seed)
+    before = replay(graph, order)
+    budget = before.peak_bytes[0] * (3 + share) // 3
+    improved = improve_order(graph, order, budget)
+    after = replay(graph, improved)
+    assert after.serial_ns <= before.serial_ns
+    assert after.peak_bytes[0] <= budget
+
+
+@given(graph=graphs(), seed=st.integers(0, 99))
+def test_with_room_for_all_nothing_runs_twice(graph: TrainingGraph, seed: int):
+    improved = improve_order(graph, with_repeats(graph, seed), 1 << 60)
+    assert len(set(improved)) == len(improved)
+
+
+@pytest.mark.parametrize("name", ["resnet", "transformer", "densenet", "unet"])
+@pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0])
+def test_table_agrees_after_many_changes(name: str, exponent: float):
+    graph = INSTANCES[name]().graph
+    order = segment_order(graph, greedy_starts(graph, 2**19))
+    budget = replay(graph, order).peak_bytes[0] * 11 // 10
+    table = RetentionTable(graph, order)
+    table.drop_unread_runs()
+    assert table.keep_instead_of_recompute(budget, Limits(), exponent)
+    assert agrees(graph, table)
+    assert table.peak_bytes <= budget
+
+
+def test_one_byte_decides_whether_a_value_is_kept():
+    graph = mlp_chain().graph
+    order = store_all_order(graph)
+    # Op 0 runs again for its second reader, in backward.
+    reader = next(op for op in order[::-1] if graph.ops[op].name == "relu0 backward")
+    output = graph.ops[1].writes[0]
+    assert output in graph.ops[reader].reads
+    at = order.index(reader)
+    order = [*order[:at], 0, 1, *order[at:]]
+    needed = RetentionTable(graph, store_all_order(graph)).peak_bytes
+    assert len(improve_order(graph, order, needed)) == len(order) - 2
+    # Below what keeping needs, nothing that grows may pass the budget.
+    lower = improve_order(graph, order, RetentionTable(graph, order).peak_bytes - 1)
+    assert replay(graph, lower).peak_bytes[0] <= needed
+
+
+def test_time_over_means_no_change():
+    graph = INSTANCES["transformer"]().graph
+    order = segment_order(graph, greedy_starts(graph, 2**19))
+    table = RetentionTable(graph, order)
+    assert not table.keep_instead_of_recompute(1 << 60, Limits.after(0))
+    assert table.order() == order
