@@ -19,7 +19,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
 
 demo: $(STAMPS)/demo ## train two real models plainly and within a budget
-	$(BIN)/python examples/demo.py $(DEMO_ARGS)
+	$(BIN)/python -m examples.demo $(DEMO_ARGS)
 
 test: $(STAMPS)/dev ## run the tests; PYTEST_ARGS="-k name" is passed on
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

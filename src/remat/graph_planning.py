@@ -212,7 +212,9 @@ def trade_off(  # noqa: PLR0913 - every option that a user has
     floor_bytes = floor.budget_bytes
     if isinstance(budgets, int):
         sizes = spread_budgets(floor_bytes, whole_bytes, budgets)
-    ordered = sorted({size for size in sizes if size > floor_bytes} | {floor_bytes})
+    # A solver may do better than the search for the smallest budget did.
+    possible = {size for size in sizes if size >= floor.bound_bytes}
+    ordered = sorted({*possible, floor_bytes})
     unlimited = Problem(graph=graph, platform=_platform(graph))
     smallest = Plan(
         graph=graph,
@@ -240,7 +242,13 @@ def trade_off(  # noqa: PLR0913 - every option that a user has
                 settings=_settings(settings or {}, solver, seed, result),
             )
     progress("done", 1.0)
-    return tuple(_best_within(size, [*found.values(), smallest]) for size in ordered)
+    plans = [*found.values(), smallest]
+    least_bytes = min(plan.peak_bytes for plan in plans)
+    return tuple(
+        replace(_best_within(size, plans), smallest_budget_bytes=least_bytes)
+        for size in ordered
+        if size >= least_bytes
+    )
 
 
 def _best_within(budget_bytes: int, plans: Sequence[Plan]) -> Plan:

@@ -232,7 +232,7 @@ def _legend_below(ax: Axes) -> None:
     ax.legend(
         loc="upper center",
         bbox_to_anchor=(0.5, -0.14),
-        ncols=2,
+        ncols=3,
         frameon=False,
         fontsize="small",
     )
