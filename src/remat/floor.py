@@ -23,9 +23,9 @@ from remat.solvers.greedy_eviction import CANDIDATES, GreedyEviction
 from remat.solvers.store_all import StoreAll
 
 FLOOR_SOLVERS: tuple[Solver, ...] = (
-    GreedyEviction(candidates=CANDIDATES[1:2]),
-    GreedyEviction(candidates=CANDIDATES[4:5]),
-    GreedyEviction(candidates=CANDIDATES[2:3]),
+    GreedyEviction(candidates=CANDIDATES[1:2], starts_from_segments=False),
+    GreedyEviction(candidates=CANDIDATES[4:5], starts_from_segments=False),
+    GreedyEviction(candidates=CANDIDATES[2:3], starts_from_segments=False),
 )
 """Cheap solvers that get by with little memory, each for when those before fail."""
 

@@ -185,7 +185,10 @@ def test_more_candidates_never_cost_more():
     problem = Problem(graph=graph, platform=single_device(budget))
     costs: list[int] = []
     for count in range(1, len(CANDIDATES) + 1):
-        cost_ns = solve(problem, GreedyEviction(candidates=CANDIDATES[:count])).cost_ns
+        solver = GreedyEviction(
+            candidates=CANDIDATES[:count], starts_from_segments=False
+        )
+        cost_ns = solve(problem, solver).cost_ns
         assert cost_ns is not None
         costs.append(cost_ns)
     assert costs == sorted(costs, reverse=True)
@@ -196,7 +199,7 @@ def test_a_candidate_that_is_given_up_is_skipped():
     graph = mlp_chain().graph
     budget = store_all_peak_bytes(graph) * 9 // 10
     problem = Problem(graph=graph, platform=single_device(budget))
-    stuck = GreedyEviction(candidates=CANDIDATES, runs_per_op=0)
+    stuck = GreedyEviction(runs_per_op=0, starts_from_segments=False)
     assert solve(problem, stuck).status is Status.UNKNOWN
     tight = Candidate(rule=EvictionRule(), limit_percent=0)
     both = GreedyEviction(candidates=(tight, *CANDIDATES))

@@ -7,26 +7,31 @@ taken out of the resulting order, best value first (see :mod:`remat.retention`).
 
 Several candidates are made, because no rule is best on every graph: eviction rules with
 different exponents; limits below the budget, since leaving room for the second step is
-often better than filling it in the first; and executions whose forward pass saves
-only what crosses some narrow cuts of the graph, as per-block checkpointing would. The
-cheapest candidate is returned.
+often better than filling it in the first; executions whose forward pass saves only
+what crosses some narrow cuts of the graph, as per-block checkpointing would; and the
+segments of :class:`remat.solvers.chen.ChenGreedy`. The cheapest candidate is returned.
 
 Known to be improvable: the two steps only remove recomputation; nothing yet trades one
 kept storage for another, and the order of the ops is always the graph's own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from remat.bounds import cost_bound_ns, peak_bound_bytes
 from remat.eviction import EvictionRule, evicting_order
 from remat.graph import TrainingGraph
-from remat.liveness import schedule_from_order, store_all_order
+from remat.liveness import BOUNDARY, schedule_from_order, store_all_order
 from remat.problem import Limits, Problem, Proposal, Status, StopReason
 from remat.retention import RetentionTable, improve_order
-from remat.solvers.base import ProgressCallback, single_device_kind_index
-from remat.solvers.chen import narrow_cuts, saved_at
+from remat.schedule import Boundary, Compute, Schedule
+from remat.solvers.base import (
+    ProgressCallback,
+    ignore_progress,
+    single_device_kind_index,
+)
+from remat.solvers.chen import ChenGreedy, narrow_cuts, saved_at
 from remat.units import format_bytes
 
 
@@ -92,6 +97,14 @@ def _nothing_fits(
     )
 
 
+def _order(schedule: Schedule) -> list[int]:
+    return [
+        step.op if isinstance(step, Compute) else BOUNDARY
+        for step in schedule.steps
+        if isinstance(step, Compute | Boundary)
+    ]
+
+
 def _saved(graph: TrainingGraph, segment_count: int | None) -> frozenset[int] | None:
     if segment_count is None:
         return None
@@ -119,6 +132,9 @@ class GreedyEviction:
         How candidates are made, in this order; the cheapest schedule is returned.
     runs_per_op
         A candidate is given up once the runs exceed this multiple of the ops.
+    starts_from_segments
+        Whether the best segments of :class:`remat.solvers.chen.ChenGreedy` are
+        improved as well, so that the answer is never worse than those.
     """
 
     schedule_class: ClassVar[str] = "any op any number of times, on one device"
@@ -126,6 +142,7 @@ class GreedyEviction:
 
     candidates: tuple[Candidate, ...] = CANDIDATES
     runs_per_op: int = 8
+    starts_from_segments: bool = True
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback
@@ -148,27 +165,40 @@ class GreedyEviction:
             return _nothing_fits(budget, f"every schedule needs {format_bytes(bound)}")
         best: tuple[int, int, list[int]] | None = None
         stop_reason = StopReason.COMPLETED
-        for index, candidate in enumerate(self.candidates):
+        for share, order in self._orders(problem, bound, limits):
+            on_progress("evicting", share)
+            if order is not None:
+                kept = improve_order(
+                    graph, order, budget, kind_index=kind, limits=limits
+                )
+                table = RetentionTable(graph, kept, kind)
+                found = (table.cost_ns, table.peak_bytes, kept)
+                best = found if best is None else min(best, found)
             if limits.is_over:
                 stop_reason = StopReason.TIME_LIMIT
                 break
-            on_progress("evicting", index / len(self.candidates))
+        if best is None:
+            return _nothing_fits(budget, "no candidate gets by", stop_reason)
+        return _feasible(problem, best[2], stop_reason)
+
+    def _orders(
+        self, problem: Problem, bound_bytes: int, limits: Limits
+    ) -> Iterator[tuple[float, list[int] | None]]:
+        """Yield the share of the work done, and an order or ``None``, per candidate."""
+        graph, kind = problem.graph, single_device_kind_index(problem)
+        room_bytes = (problem.budget_bytes or 0) - bound_bytes
+        count = len(self.candidates) + self.starts_from_segments
+        for index, candidate in enumerate(self.candidates):
             order = evicting_order(
                 graph,
-                bound + (budget - bound) * candidate.limit_percent // 100,
+                bound_bytes + room_bytes * candidate.limit_percent // 100,
                 kind_index=kind,
                 rule=candidate.rule,
                 runs_per_op=self.runs_per_op,
                 saved=_saved(graph, candidate.segment_count),
                 limits=limits,
             )
-            if order is None:
-                continue
-            order = improve_order(graph, order, budget, kind_index=kind, limits=limits)
-            table = RetentionTable(graph, order, kind)
-            found = (table.cost_ns, table.peak_bytes, order)
-            if best is None or found[:2] < best[:2]:
-                best = found
-        if best is None:
-            return _nothing_fits(budget, "no candidate gets by", stop_reason)
-        return _feasible(problem, best[2], stop_reason)
+            yield (index + 1) / count, order
+        if self.starts_from_segments:
+            segments = ChenGreedy().solve(problem, limits, ignore_progress).schedule
+            yield 1.0, None if segments is None else _order(segments)
