@@ -182,7 +182,7 @@ def text_batches(
         yield windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-def digit_batches(batch: int = 32, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+def digit_batches(batch: int = 96, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield scikit-learn's 8 x 8 digits, enlarged to 64 x 64 pixels in three channels.
 
     Parameters
@@ -240,6 +240,6 @@ TASKS: dict[str, TrainingTask] = {
         make_model=make_resnet,
         batches=digit_batches,
         loss=functional.cross_entropy,
-        make_optimizer=lambda model: SGD(model.parameters(), lr=0.05, momentum=0.9),
+        make_optimizer=lambda model: SGD(model.parameters(), lr=0.01, momentum=0.9),
     ),
 }
