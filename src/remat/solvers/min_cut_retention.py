@@ -61,7 +61,14 @@ _SHARPNESS = 20.0
 
 _RULES = tuple(
     EvictionRule(distance_exponent=distance, ancestor_share=share)
-    for distance, share in ((0.0, 0.5), (0.5, 1.0), (0.0, 1.0), (0.5, 0.0), (1.0, 1.0))
+    for distance, share in (
+        (0.0, 0.0),
+        (0.0, 0.5),
+        (0.0, 1.0),
+        (0.5, 1.0),
+        (0.5, 0.0),
+        (1.0, 1.0),
+    )
 )
 _LIMIT_PERCENTS = (100, 100, 90, 80)
 """Executions take a rule and a limit (between floor and budget) from these."""
@@ -243,18 +250,23 @@ class _Search:
         self.adopt(order, table.cost_ns, table.peak_bytes)
 
     def execute_from(self, states: list[_State]) -> None:
-        """Execute from cuts and from nothing, the closest cuts more often."""
-        kept: list[frozenset[int] | None] = [state.kept for state in states]
-        kept.insert(min(2, len(kept)), None)
+        """Execute from nothing and from cuts, by each rule; then at random.
+
+        At random, cuts that fit best are taken more often.
+        """
         last = (1 - _STARTS_SHARE) * self.evaluations
+        kept: list[frozenset[int] | None] = [None, *(state.kept for state in states)]
         for index, rule in enumerate(_RULES):
-            if self.left <= last or self.is_over:
-                return
-            self.execute(kept[min(index, len(kept) - 1)], rule, 100)
+            following = _RULES[(index + 1) % len(_RULES)]
+            for start, chosen in (
+                (None, rule),
+                (kept[(index + 1) % len(kept)], following),
+            ):
+                if self.left > last and not self.is_over:
+                    self.execute(start, chosen, 100)
         while self.left > last and not self.is_over:
-            chosen = kept[int(len(kept) * self.random.random() ** 2)]
             self.execute(
-                chosen,
+                kept[int(len(kept) * self.random.random() ** 2)],
                 self.random.choice(_RULES),
                 self.random.choice(_LIMIT_PERCENTS),
             )
@@ -307,7 +319,7 @@ class MinCutRetention:
     schedule_class: ClassVar[str] = "any op any number of times, on one device"
     is_exact: ClassVar[bool] = False
 
-    effort_ops: int = 2_500_000
+    effort_ops: int = 3_500_000
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback

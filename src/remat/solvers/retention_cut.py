@@ -19,8 +19,8 @@ from remat.graph import TrainingGraph
 from remat.solvers.backends.max_flow import FlowNetwork, min_cut_source_side
 from remat.solvers.recompute_order import RELEASE, UseTables
 
-# Cuts are computed on integers; the dearest finite capacity becomes this many units.
-_CAPACITY_UNITS = 1 << 40
+_CAPACITY_UNITS = 1 << 60
+"""What all capacities together come to, so that they fit in 63 bits."""
 
 
 class RetentionCut:
@@ -162,11 +162,13 @@ class RetentionCut:
             )
             for s in self.storages
         ]
-        dearest = max([1.0, *prices, *(c for c in self._fixed_costs if c is not None)])
+        # A cut is computed on integers. All finite capacities together get about
+        # ``whole`` units, and each unlimited one more than all of them.
         count = len(self._fixed_costs) + len(prices)
-        unit = _CAPACITY_UNITS / dearest
-        unlimited = _CAPACITY_UNITS * count
-        unlimited = min(unlimited, (1 << 62) // (count + 1))
+        whole = _CAPACITY_UNITS // count
+        finite = sum(prices) + sum(c for c in self._fixed_costs if c is not None)
+        unit = whole / max(1.0, finite)
+        unlimited = whole + 2 * count
         capacities = [
             unlimited if cost is None else round(cost * unit)
             for cost in self._fixed_costs

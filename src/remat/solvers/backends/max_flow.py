@@ -38,7 +38,9 @@ def min_cut_source_side(
     Raises
     ------
     ValueError
-        If the capacities are too large for the library, or negative.
+        If a capacity is negative or their sum too large.
+    RuntimeError
+        If the library fails for another reason.
 
     Examples
     --------
@@ -49,6 +51,13 @@ def min_cut_source_side(
     import numpy as np  # noqa: PLC0415  # keeps `import remat` light
     from ortools.graph.python import max_flow  # noqa: PLC0415
 
+    total = sum(capacities)
+    if min(capacities, default=0) < 0 or total >= 1 << 63:
+        msg = (
+            f"capacities from {min(capacities):_} on, summing to {total:_}; each must "
+            "be at least 0 and their sum below 2^63: scale them down"
+        )
+        raise ValueError(msg)
     flow = max_flow.SimpleMaxFlow()
     flow.add_arcs_with_capacity(
         np.asarray(network.tails, dtype=np.int32),
@@ -57,10 +66,6 @@ def min_cut_source_side(
     )
     status = flow.solve(0, 1)
     if status != flow.OPTIMAL:
-        msg = (
-            f"maximum flow over {len(network.tails)} arcs ended with {status}; the "
-            f"capacities sum to {sum(capacities):_} and must be 0 or more and fit in "
-            "63 bits"
-        )
-        raise ValueError(msg)
+        msg = f"maximum flow over {len(network.tails)} arcs ended with {status}"
+        raise RuntimeError(msg)
     return frozenset(flow.get_source_side_min_cut())
