@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remat.graph import TrainingGraph
+from remat.graph import Op, Phase, Storage, TrainingGraph
 from remat.liveness import BOUNDARY, schedule_from_order, store_all_order
 from remat.platform import single_device
 from remat.problem import Limits
 from remat.retention import RetentionTable, improve_order
 from remat.simulator import Trace, simulate
 from remat.solvers.chen import greedy_starts, segment_order
-from tests.instances import INSTANCES, mlp_chain
+from tests.instances import INSTANCES
 from tests.strategies import graphs
 
 
@@ -113,20 +113,35 @@ def test_table_agrees_after_many_changes(name: str, exponent: float):
     assert table.peak_bytes <= budget
 
 
+def op(name: str, reads: tuple[int, ...], write: int, phase: Phase) -> Op:
+    return Op(
+        name=name,
+        reads=reads,
+        writes=(write,),
+        cost_ns=(1,),
+        workspace_bytes=(0,),
+        phase=phase,
+    )
+
+
 def test_one_byte_decides_whether_a_value_is_kept():
-    graph = mlp_chain().graph
-    order = store_all_order(graph)
-    # Op 0 runs again for its second reader, in backward.
-    reader = next(op for op in order[::-1] if graph.ops[op].name == "relu0 backward")
-    output = graph.ops[1].writes[0]
-    assert output in graph.ops[reader].reads
-    at = order.index(reader)
-    order = [*order[:at], 0, 1, *order[at:]]
-    needed = RetentionTable(graph, store_all_order(graph)).peak_bytes
-    assert len(improve_order(graph, order, needed)) == len(order) - 2
-    # Below what keeping needs, nothing that grows may pass the budget.
-    lower = improve_order(graph, order, RetentionTable(graph, order).peak_bytes - 1)
-    assert replay(graph, lower).peak_bytes[0] <= needed
+    sizes = {"x": 10, "small": 1, "large": 100, "g": 2}
+    graph = TrainingGraph(
+        name="by hand",
+        storages=tuple(Storage(name=n, size_bytes=s) for n, s in sizes.items()),
+        ops=(
+            op("x", (), 0, Phase.FORWARD),
+            op("small", (0,), 1, Phase.FORWARD),
+            op("large", (1,), 2, Phase.FORWARD),
+            op("g", (0, 1), 3, Phase.BACKWARD),
+        ),
+        forward_outputs=(2,),
+        final_outputs=(3,),
+    )
+    again = [0, 1, 2, BOUNDARY, 0, 3]
+    assert RetentionTable(graph, again).peak_bytes == 1 + 100
+    assert improve_order(graph, again, 10 + 1 + 100 - 1) == again
+    assert improve_order(graph, again, 10 + 1 + 100) == [0, 1, 2, BOUNDARY, 3]
 
 
 def test_time_over_means_no_change():
