@@ -164,7 +164,7 @@ class RetentionCut:
         ]
         # A cut is computed on integers. All finite capacities together get about
         # ``whole`` units, and each unlimited one more than all of them.
-        count = len(self._fixed_costs) + len(prices)
+        count = 1 + len(self._fixed_costs) + len(prices)
         whole = _CAPACITY_UNITS // count
         finite = sum(prices) + sum(c for c in self._fixed_costs if c is not None)
         unit = whole / max(1.0, finite)
