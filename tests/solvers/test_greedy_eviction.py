@@ -19,8 +19,8 @@ from tests.strategies import graphs
 
 from remat.bounds import peak_bound_bytes
 from remat.eviction import EvictionRule, evicting_order
-from remat.graph import TrainingGraph
-from remat.liveness import schedule_from_order, store_all_order
+from remat.graph import Op, Phase, Storage, TrainingGraph
+from remat.liveness import BOUNDARY, schedule_from_order, store_all_order
 from remat.planning import solve
 from remat.platform import single_device
 from remat.problem import Limits, Problem, Result, Status, StopReason
@@ -127,6 +127,41 @@ def test_an_evicting_order_keeps_to_its_limit(
     order = evicting_order(graph, limit, rule=rule)
     if order is not None:
         assert replay(graph, order).peak_bytes[0] <= limit
+
+
+@pytest.mark.parametrize("name", ["mlp", "transformer", "unet", "resnet"])
+def test_one_byte_less_than_an_order_needs_gives_another_order(name: str):
+    graph = INSTANCES[name]().graph
+    limit = store_all_peak_bytes(graph) - 1
+    seen = 0
+    while (order := evicting_order(graph, limit)) is not None:
+        peak = replay(graph, order).peak_bytes[0]
+        assert peak <= limit
+        limit, seen = peak - 1, seen + 1
+    assert seen > 2
+
+
+def test_the_limit_is_kept_to_the_byte():
+    graph = TrainingGraph(
+        name="one op",
+        storages=(
+            Storage(name="w", size_bytes=7, is_resident=True),
+            Storage(name="y", size_bytes=10),
+        ),
+        ops=(
+            Op(
+                name="f",
+                reads=(0,),
+                writes=(1,),
+                cost_ns=(1,),
+                workspace_bytes=(3,),
+                phase=Phase.FORWARD,
+            ),
+        ),
+        forward_outputs=(1,),
+    )
+    assert evicting_order(graph, 7 + 10 + 3) == [0, BOUNDARY]
+    assert evicting_order(graph, 7 + 10 + 3 - 1) is None
 
 
 @given(graph=graphs(), count=st.integers(0, 3))
