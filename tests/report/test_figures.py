@@ -1,0 +1,133 @@
+"""Figures: what is drawn where; one picture of each is rendered."""
+
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from remat.errors import FileFormatError, UsageError
+from remat.graph_planning import plan_graph, trade_off
+from remat.report.figures import (
+    compare_timelines,
+    memory_timeline,
+    save_figure,
+    trade_off_curve,
+)
+from remat.report.timelines import Timeline, measured_timeline
+from tests.instances import KIB, mlp_chain
+
+GRAPH = mlp_chain(6).graph
+PLAN = plan_graph(GRAPH, budget="75%")
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def labels(ax: Axes) -> list[str]:
+    legend = ax.get_legend()
+    assert legend is not None
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def horizontal_lines(ax: Axes) -> list[float]:
+    return [
+        float(line.get_ydata()[0])
+        for line in ax.get_lines()
+        if list(line.get_xdata()) == [0, 1]
+    ]
+
+
+def test_plan_is_drawn_with_its_baseline_and_its_budget() -> None:
+    ax = memory_timeline(PLAN)
+    assert [text.split(":")[0] for text in labels(ax)] == [
+        "without remat",
+        "planned",
+        "budget",
+    ]
+    assert PLAN.budget_bytes is not None
+    assert horizontal_lines(ax) == [pytest.approx(PLAN.budget_bytes / KIB)]
+    assert ax.get_ylabel() == "memory (KiB)"
+    assert ax.get_xlabel() == "time (ms)"
+    drawn = ax.get_lines()[0].get_ydata()
+    assert max(drawn) * KIB == pytest.approx(PLAN.baseline_peak_bytes)
+
+
+def test_graph_is_drawn_alone() -> None:
+    ax = memory_timeline(GRAPH)
+    assert [text.split(":")[0] for text in labels(ax)] == ["without remat"]
+    assert not horizontal_lines(ax)
+
+
+def test_given_axes_are_drawn_on() -> None:
+    ax = Figure().subplots()
+    assert memory_timeline(PLAN, ax) is ax
+    assert compare_timelines({}, ax=ax) is ax
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "unit"),
+    [(1023, "bytes"), (1024, "KiB"), (5 * 2**20, "MiB"), (3 * 2**30, "GiB")],
+)
+def test_axis_is_in_the_largest_unit_that_fits(size_bytes: int, unit: str) -> None:
+    ax = compare_timelines({"a": measured_timeline([(0, size_bytes), (1, 0)])})
+    assert ax.get_ylabel() == f"memory ({unit})"
+
+
+@pytest.mark.parametrize(
+    ("end_ns", "unit"), [(999, "ns"), (1000, "us"), (10**6, "ms"), (10**9, "s")]
+)
+def test_time_is_in_the_largest_unit_that_fits(end_ns: int, unit: str) -> None:
+    ax = compare_timelines({"a": measured_timeline([(0, 1), (end_ns, 1)])})
+    assert ax.get_xlabel() == f"time ({unit})"
+
+
+def test_nothing_is_drawn_without_complaint() -> None:
+    compare_timelines({"a": Timeline(points=(), end_ns=0)}, budget_bytes=7)
+
+
+def test_curve_shows_every_plan_and_the_plain_step() -> None:
+    plans = trade_off(GRAPH, 4)
+    ax = trade_off_curve(plans)
+    points = next(line for line in ax.get_lines() if line.get_label() == "planned")
+    assert list(points.get_xdata()) == [p.peak_bytes / KIB for p in plans]
+    assert list(points.get_ydata()) == [1 + p.overhead for p in plans]
+    plain = next(line for line in ax.get_lines() if line.get_label() == "without remat")
+    assert list(plain.get_xdata()) == [plans[0].baseline_peak_bytes / KIB]
+
+
+def test_a_curve_of_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match="at least one plan"):
+        trade_off_curve([])
+
+
+@pytest.mark.parametrize("suffix", ["png", "pdf", "svg"])
+def test_each_format_is_written(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"memory.{suffix}"
+    save_figure(memory_timeline(PLAN), path)
+    start = path.read_bytes()[:8]
+    assert {"png": start == PNG, "pdf": start[:4] == b"%PDF", "svg": start[:2] == b"<?"}[
+        suffix
+    ]
+
+
+def test_curve_renders(tmp_path: Path) -> None:
+    save_figure(trade_off_curve(trade_off(GRAPH, 3)), tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes()[:8] == PNG
+
+
+@pytest.mark.parametrize("name", ["memory", "memory.txt", "memory.png.bak"])
+def test_an_unknown_format_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=r"end it with \.png, \.pdf, \.svg"):
+        save_figure(memory_timeline(PLAN), tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_folder_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(FileFormatError, match="cannot write"):
+        save_figure(memory_timeline(PLAN), tmp_path / "missing" / "memory.png")
+
+
+def test_no_figure_is_kept_open() -> None:
+    memory_timeline(PLAN)
+    trade_off_curve([PLAN])
+    assert not plt.get_fignums()

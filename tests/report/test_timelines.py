@@ -1,0 +1,96 @@
+"""The numbers that figures draw."""
+
+from hypothesis import given
+
+from remat.graph import Op, Phase, Storage, TrainingGraph
+from remat.graph_planning import plan_graph
+from remat.liveness import schedule_from_order, store_all_order
+from remat.platform import Device, Link, Platform, single_device
+from remat.report.timelines import (
+    Timeline,
+    measured_timeline,
+    plain_timeline,
+    planned_timeline,
+    replayed_timeline,
+)
+from remat.schedule import Boundary, Compute, Copy, Discard, Schedule
+from remat.simulator import simulate
+from tests.instances import mlp_chain
+from tests.strategies import graphs
+
+
+def op(name: str, reads, writes, phase: Phase, cost_ns: int, workspace: int = 0) -> Op:
+    return Op(
+        name=name,
+        reads=reads,
+        writes=writes,
+        cost_ns=(cost_ns,),
+        workspace_bytes=(workspace,),
+        phase=phase,
+    )
+
+
+GRAPH = TrainingGraph(
+    name="one layer",
+    storages=(
+        Storage(name="x", size_bytes=100, is_resident=True),
+        Storage(name="activation", size_bytes=8),
+        Storage(name="gradient", size_bytes=4),
+    ),
+    ops=(
+        op("forward", (0,), (1,), Phase.FORWARD, 5, workspace=3),
+        op("backward", (1,), (2,), Phase.BACKWARD, 7),
+    ),
+    final_outputs=(2,),
+)
+STEPS = (Compute(0), Boundary(), Compute(1), Discard(1))
+
+
+def test_timeline_by_hand() -> None:
+    timeline = replayed_timeline(GRAPH, single_device(), Schedule(STEPS))
+    assert timeline.points == ((0, 111), (5, 108), (5, 112), (12, 112))
+    assert timeline.end_ns == 12
+    assert timeline.boundary_ns == 5
+    assert timeline.peak_bytes == 112
+    assert timeline.peak_ns == 5
+
+
+def test_a_copy_takes_the_time_of_its_link() -> None:
+    platform = Platform(
+        devices=(Device(), Device()),
+        links=(Link(source=0, target=1, bytes_per_s=10**9, latency_ns=2),),
+    )
+    steps = (Compute(0), Copy(1, 0, 1), *STEPS[1:])
+    timeline = replayed_timeline(GRAPH, platform, Schedule(steps))
+    assert timeline.end_ns == 12 + 2 + 8
+
+
+@given(graphs())
+def test_timeline_agrees_with_the_judge(graph: TrainingGraph) -> None:
+    platform = single_device(kind=graph.device_kinds[0])
+    schedule = schedule_from_order(graph, store_all_order(graph))
+    trace = simulate(graph, platform, schedule)
+    timeline = plain_timeline(graph)
+    assert timeline.end_ns == trace.serial_ns
+    assert timeline.peak_bytes == trace.peak_bytes[0]
+    times = [time_ns for time_ns, _ in timeline.points]
+    assert times == sorted(times)
+
+
+def test_planned_timeline_is_that_of_the_plan() -> None:
+    graph = mlp_chain(6).graph
+    plan = plan_graph(graph, budget="75%")
+    timeline = planned_timeline(plan)
+    assert timeline.end_ns == plan.cost_ns > plain_timeline(graph).end_ns
+    assert timeline.peak_bytes == plan.peak_bytes < plain_timeline(graph).peak_bytes
+
+
+def test_measured_points_are_kept() -> None:
+    timeline = measured_timeline([(0, 5), (3, 9), (10, 5)])
+    assert (timeline.peak_bytes, timeline.peak_ns, timeline.end_ns) == (9, 3, 10)
+    assert timeline.boundary_ns is None
+
+
+def test_nothing_measured_is_a_timeline_of_nothing() -> None:
+    assert measured_timeline([]) == Timeline(points=(), end_ns=0)
+    assert measured_timeline([]).peak_bytes == 0
