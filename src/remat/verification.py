@@ -210,7 +210,7 @@ def verify(
     passes (gradient accumulation), from the same start.
     """
     report = progress or ignore_progress
-    step = _Step(
+    step = TrainingStep(
         model, positional_arguments(args), dict(kwargs or {}), loss, optimizer
     )
     request = PlanRequest(
@@ -285,7 +285,7 @@ def _is_bitwise_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
-class _Step:
+class TrainingStep:
     """One training step of a model, run plainly or by a plan."""
 
     def __init__(

@@ -15,7 +15,7 @@ from remat.liveness import BOUNDARY, schedule_from_order
 from remat.platform import single_device
 from remat.schedule import Schedule
 from remat.simulator import simulate
-from remat.verification import _Step, compare, verify
+from remat.verification import TrainingStep, compare, verify
 from tests.modules import CASES, Case, make_case
 
 
@@ -72,7 +72,7 @@ def forced(case: Case, *, is_repeated: bool) -> tuple[FittedModel, list[Schedule
 @pytest.mark.parametrize("name", CASES)
 def test_recomputing_everything_is_bitwise_eager(name: str, is_repeated: bool) -> None:
     case = make_case(name)
-    step = _Step(case.model, case.args, case.kwargs, case.loss, None)
+    step = TrainingStep(case.model, case.args, case.kwargs, case.loss, None)
     fitted, schedules = forced(case, is_repeated=is_repeated)
     with step.restored():
         found = step.outcome(fitted)
