@@ -319,7 +319,7 @@ class MinCutRetention:
     schedule_class: ClassVar[str] = "any op any number of times, on one device"
     is_exact: ClassVar[bool] = False
 
-    effort_ops: int = 3_500_000
+    effort_ops: int = 3_000_000
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback
