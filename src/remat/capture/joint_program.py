@@ -25,12 +25,55 @@ ALIASING_WITHOUT_SCHEMA = frozenset({torch.ops.aten._unsafe_view.default})
 RNG_STATE = "rng_state"
 """Name prefix of the ops that note the random number generator's state."""
 
-# Position of running_mean and running_var among the arguments and of their new values
-# among the outputs. With training=True the other outputs do not depend on them.
-_BATCH_NORM_STATISTICS: dict[Any, tuple[tuple[int, int], tuple[int, int]]] = {
-    torch.ops.aten._native_batch_norm_legit_functional.default: ((3, 4), (3, 4)),
-    torch.ops.aten._batch_norm_with_update_functional.default: ((3, 4), (4, 5)),
+
+@dataclass(frozen=True, slots=True)
+class _Statistics:
+    """Where a batch norm op takes running statistics, and when their value is moot.
+
+    ``training`` is the position of the flag with which no needed output depends on
+    the statistics, or ``None`` if none ever does. ``outputs`` are the positions of
+    the statistics' new values. ``is_optional`` says whether ``None`` may be passed.
+    """
+
+    inputs: tuple[int, int]
+    training: int | None
+    outputs: tuple[int, ...] = ()
+    is_optional: bool = False
+
+
+_STATISTICS: dict[Any, _Statistics] = {
+    torch.ops.aten._native_batch_norm_legit_functional.default: _Statistics(
+        (3, 4), training=5, outputs=(3, 4)
+    ),
+    torch.ops.aten._batch_norm_with_update_functional.default: _Statistics(
+        (3, 4), training=None, outputs=(4, 5)
+    ),
+    torch.ops.aten.native_batch_norm_backward.default: _Statistics(
+        (3, 4), training=7, is_optional=True
+    ),
+    torch.ops.aten.batch_norm_backward.default: _Statistics(
+        (3, 4), training=7, is_optional=True
+    ),
 }
+
+
+def moot_positions(node: fx.Node) -> tuple[int, ...]:
+    """Return the positions of arguments whose value no needed output depends on."""
+    statistics = _STATISTICS.get(node.target)
+    if statistics is None:
+        return ()
+    if statistics.training is not None and node.args[statistics.training] is not True:
+        return ()
+    return statistics.inputs
+
+
+def needed_arguments(node: fx.Node) -> tuple[Any, ...]:
+    """Return the node's arguments with ``None`` for those that may be left out."""
+    statistics = _STATISTICS.get(node.target)
+    if statistics is None or not statistics.is_optional:
+        return tuple(node.args)
+    moot = moot_positions(node)
+    return tuple(None if i in moot else a for i, a in enumerate(node.args))
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,24 +417,33 @@ class _Analysis:
         )
 
     def reads_that_matter(self, node: fx.Node) -> tuple[int, ...]:
-        statistics = self.statistics_inputs(node)
+        """Return the storages that must be live when the node runs.
+
+        Statistics that are inputs of the step are always there, and where none need be
+        passed, none is. Statistics that another op of the step wrote must be live,
+        because the first run updates them.
+        """
+        moot = {
+            argument
+            for argument in (node.args[p] for p in moot_positions(node))
+            if isinstance(argument, fx.Node)
+            and (argument.op == "placeholder" or needed_arguments(node) != node.args)
+        }
+        self.unchecked |= {n for n in moot if n.op == "placeholder"}
         read = [
             storage
             for source in node.all_input_nodes
-            if source not in statistics
+            if source not in moot
             for storage in self.storages_of[source]
         ]
         return tuple(dict.fromkeys(read))
 
-    def statistics_inputs(self, node: fx.Node) -> set[fx.Node]:
-        """Return running statistics that the node reads but whose value is moot."""
-        positions = _BATCH_NORM_STATISTICS.get(node.target)
-        if positions is None or node.args[5] is not True:
-            return set()
-        found = {node.args[p] for p in positions[0]}
-        inputs = {n for n in found if isinstance(n, fx.Node) and n.op == "placeholder"}
-        self.unchecked |= inputs
-        return inputs
+    def sources_that_matter(self, node: fx.Node) -> list[fx.Node]:
+        """Return the nodes whose values the node's needed outputs depend on."""
+        moot = moot_positions(node)
+        kept = [a for i, a in enumerate(node.args) if i not in moot]
+        leaves = tree_leaves((kept, dict(node.kwargs)))
+        return [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
 
     def why_once(
         self, node: fx.Node, values: Sequence[torch.Tensor | None]
@@ -403,21 +455,28 @@ class _Analysis:
             return f"{node.target} is not a plain operator"
         changed = [
             self.storages[storage].name
-            for source in node.all_input_nodes
-            if source not in self.statistics_inputs(node)
+            for source in self.sources_that_matter(node)
             for storage in self.storages_of[source]
             if storage in self.mutated_inputs
         ]
         if changed:
             return f"it reads {changed[0]}, which the step changes"
-        statistics = _BATCH_NORM_STATISTICS.get(node.target)
-        if statistics is not None:
-            for user in node.users:
-                if user.args[1] in statistics[1] and any(
-                    u.op != "output" for u in user.users
-                ):
-                    return "its new running statistics are read again"
+        statistics = _STATISTICS.get(node.target)
+        if statistics is not None and any(
+            self.is_read(user)
+            for user in node.users
+            if user.args[1] in statistics.outputs
+        ):
+            return "its new running statistics are read again"
         return None
+
+    def is_read(self, value: fx.Node) -> bool:
+        """Return whether some op's result depends on ``value``."""
+        return any(
+            value not in (user.args[p] for p in moot_positions(user))
+            for user in value.users
+            if user.op != "output"
+        )
 
     def add_rng_state(self, node: fx.Node, phase: Phase) -> int:
         """Add the op that notes the generator's state before a random op."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat.capture.joint_program import JointProgram, map_nodes
+from remat.capture.joint_program import JointProgram, map_nodes, needed_arguments
 from remat.errors import ExecutionError
 from remat.runtime.random_state import note_state, replay
 from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
@@ -141,7 +141,7 @@ class _Pass:
         if state is not None and op in self.already_run:
             new = self.replay_random(node, self.value(state))
         else:
-            new = self.graph.node_copy(node, self.resolve)
+            new = self.run(node)
         self.already_run.add(op)
         for storage in writes:
             if storage in dying:
@@ -155,6 +155,18 @@ class _Pass:
                     if bases[0] is node
                     else self.graph.node_copy(bases[0], lambda _: new)
                 )
+
+    def run(self, node: fx.Node) -> fx.Node:
+        """Emit a copy of ``node`` on the values that are live now."""
+        new = self.graph.create_node(
+            node.op,
+            node.target,
+            map_nodes(needed_arguments(node), self.resolve),
+            map_nodes(dict(node.kwargs), self.resolve),
+            name=node.name,
+        )
+        new.meta = dict(node.meta)
+        return new
 
     def note_random_state(self, writes: tuple[int, ...], dying: set[int]) -> None:
         for storage in writes:
