@@ -32,7 +32,7 @@ from remat.solvers.base import (
     single_device_kind_index,
 )
 from remat.solvers.chen import ChenGreedy, narrow_cuts, saved_at
-from remat.units import format_bytes
+from remat.units import floor_slots, format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,9 @@ def _saved(graph: TrainingGraph, segment_count: int | None) -> frozenset[int] | 
         for op in graph.ops[: graph.forward_count]
         for storage in op.writes
     )
-    return saved_at(graph, narrow_cuts(graph, written_bytes // segment_count))
+    return saved_at(
+        graph, narrow_cuts(graph, floor_slots(written_bytes, segment_count))
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
