@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "%", "%%"
         ),
     )
-    parser.add_argument("--steps", type=int, default=8, help="training steps, >= 4")
+    parser.add_argument("--steps", type=int, default=6, help="training steps, >= 4")
     parser.add_argument("--output", type=Path, default=Path("demo-output"))
     options = parser.parse_args(argv)
     if options.steps <= WARM_UP_STEPS + 1:

@@ -88,7 +88,7 @@ def test_what_the_script_prints_is_no_data(capsys: pytest.CaptureFixture[str]) -
         ("no_model", r"returned a str as model; it must be a torch\.nn\.Module"),
         ("raising", r"raised ZeroDivisionError: .* at .*workloads\.py:\d+"),
         ("leaving", r"raised SystemExit\(usage: me\): .*__main__"),
-        ("absent", r"has no function absent; it has .*pair.* as .*:NAME"),
+        ("absent", r"has no function absent; it has frozen, .* as .*:NAME"),
         ("not_callable", r"has no function not_callable"),
     ],
 )
@@ -104,7 +104,9 @@ def test_what_is_wrong_is_said(name: str, message: str) -> None:
         ("absent_module:f", r"there is no module 'absent_module' here"),
         ("json.absent:f", r"there is no module 'json\.absent'"),
         (":f", "names no module"),
-        (".", "is a folder|there is no module|names no module"),
+        (".", "'.' names no module"),
+        ("./", "is a folder"),
+        ("my-module:f", "names no module"),
     ],
 )
 def test_what_is_missing_is_said(factory: str, message: str) -> None:

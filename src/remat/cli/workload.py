@@ -108,11 +108,11 @@ def _as_main_program(target: str, arguments: Sequence[str]) -> Generator[None]:
 
 
 def _load(target: str, factory: str) -> ModuleType:
-    if not target:
-        msg = f"{factory!r} names no module; write module:callable or script.py"
-        raise UsageError(msg)
     if _is_path(target):
         return _load_script(Path(target))
+    if not all(part.isidentifier() for part in target.split(".")):
+        msg = f"{factory!r} names no module; write module:callable or script.py"
+        raise UsageError(msg)
     try:
         with _blamed_on_user(f"{target}: importing it raised"):
             return importlib.import_module(target)
