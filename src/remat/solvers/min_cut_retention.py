@@ -79,8 +79,11 @@ _STARTS_SHARE = 0.5
 _MOST_CHANGES = 4
 """Storages that a variation keeps, or stops keeping, at most."""
 
-_EXECUTION_EVALUATIONS = 100
-"""About how many evaluations take as long as one execution with eviction."""
+_EXECUTION_EVALUATIONS = 80
+_EXECUTION_GROWTH = 2
+_RUNS_PER_OP = 4
+"""About how many evaluations take as long as one execution with eviction that runs
+every op once, the power of the runs by which that grows, and the most runs an op."""
 
 _FEWEST_EVALUATIONS = 700
 _MOST_EVALUATIONS = 4000
@@ -224,16 +227,19 @@ class _Search:
         self, kept: frozenset[int] | None, rule: EvictionRule, limit_percent: int
     ) -> None:
         """Execute within a limit, forward keeping ``kept``; adopt what results."""
-        self.left -= _EXECUTION_EVALUATIONS
         room = self.budget_bytes - self.floor_bytes
         order = evicting_order(
             self.graph,
             self.floor_bytes + room * limit_percent // 100,
             kind_index=self.kind_index,
             rule=rule,
+            runs_per_op=_RUNS_PER_OP,
             saved=kept,
             limits=self.limits,
         )
+        # Long orders take longer to make, and much longer to improve.
+        runs = _RUNS_PER_OP if order is None else len(order) / len(self.tables.base)
+        self.left -= round(_EXECUTION_EVALUATIONS * runs**_EXECUTION_GROWTH)
         if order is not None:
             self.improve(order)
 
