@@ -81,11 +81,11 @@ _MOST_CHANGES = 4
 
 _EXECUTION_EVALUATIONS = 80
 _EXECUTION_GROWTH = 2
-_RUNS_PER_OP = 4
+_RUNS_PER_OP = 8
 """About how many evaluations take as long as one execution with eviction that runs
 every op once, the power of the runs by which that grows, and the most runs an op."""
 
-_FEWEST_EVALUATIONS = 700
+_FEWEST_EVALUATIONS = 450
 _MOST_EVALUATIONS = 4000
 
 
@@ -136,6 +136,12 @@ class _Search:
         return (
             self.left <= 0 or self.best_rank[0] <= self.bound_ns or self.limits.is_over
         )
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether to go on executing from cuts: there is nothing to vary, or time."""
+        is_early = self.left > (1 - _STARTS_SHARE) * self.evaluations
+        return not self.is_over and (is_early or not self.best_order)
 
     @property
     def share_done(self) -> float:
@@ -238,7 +244,8 @@ class _Search:
             limits=self.limits,
         )
         # Long orders take longer to make, and much longer to improve.
-        runs = _RUNS_PER_OP if order is None else len(order) / len(self.tables.base)
+        # Those that get stuck mostly do so early.
+        runs = 2.0 if order is None else len(order) / len(self.tables.base)
         self.left -= round(_EXECUTION_EVALUATIONS * runs**_EXECUTION_GROWTH)
         if order is not None:
             self.improve(order)
@@ -260,7 +267,6 @@ class _Search:
 
         At random, cuts that fit best are taken more often.
         """
-        last = (1 - _STARTS_SHARE) * self.evaluations
         kept: list[frozenset[int] | None] = [None, *(state.kept for state in states)]
         for index, rule in enumerate(_RULES):
             following = _RULES[(index + 1) % len(_RULES)]
@@ -268,9 +274,9 @@ class _Search:
                 (None, rule),
                 (kept[(index + 1) % len(kept)], following),
             ):
-                if self.left > last and not self.is_over:
+                if self.is_starting:
                     self.execute(start, chosen, 100)
-        while self.left > last and not self.is_over:
+        while self.is_starting:
             self.execute(
                 kept[int(len(kept) * self.random.random() ** 2)],
                 self.random.choice(_RULES),
