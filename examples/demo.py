@@ -195,7 +195,7 @@ def draw(runs: Sequence[tuple[str, Run, Run]], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; return 0 if every promise is kept."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--models", nargs="+", choices=TASKS, default=list(TASKS), metavar="NAME"
     )

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from examples import demo
+from examples.workloads import TrainingTask
 from torch import nn
 from torch.nn import functional
 
 import remat
-from examples import demo
-from examples.workloads import TrainingTask
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "examples/quickstart.py"
@@ -49,7 +49,9 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_the_readme_shows_the_quickstart() -> None:
     block = re.search(
-        r"```python\n(import torch\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+        r"```python\n(import torch\n.*?)```",
+        (ROOT / "README.md").read_text(),
+        re.DOTALL,
     )
     assert block is not None
     code = QUICKSTART.read_text().split('"""', 2)[2]

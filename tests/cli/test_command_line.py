@@ -12,11 +12,14 @@ from tests.instances import mlp_chain
 import remat
 from remat.cli import main
 from remat.cli.commands import COMMANDS
+from remat.cli.commands.fit import Trained
+from remat.cli.entry import make_parser
 from remat.errors import SolverFault
 from remat.graph_planning import plan_graph
 from remat.serialisation import load_graph, load_schedule, save_graph, save_schedule
 from remat.solvers import SOLVERS
 from remat.training_plan import load_plan
+from remat.verification import VerifyReport
 
 SCRIPT = str(Path(__file__).parent / "workloads.py")
 GRAPH = mlp_chain(4).graph
@@ -75,8 +78,6 @@ class TestHelp:
 
     @pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
     def test_examples_are_valid_command_lines(self, command) -> None:
-        from remat.cli.entry import make_parser
-
         for line in command.examples:
             words = line.split(" -- ")[0].split()
             assert words[0] == "remat"
@@ -234,7 +235,9 @@ class TestCurve:
         assert picture.read_bytes()[:8] == PNG
 
     def test_table(self, files: Path, capsys) -> None:
-        assert main(["curve", "--graph", str(files / "plan.json"), "--points", "2"]) == 0
+        assert (
+            main(["curve", "--graph", str(files / "plan.json"), "--points", "2"]) == 0
+        )
         text = capsys.readouterr().out
         assert text.startswith("mlp-4: time against memory")
         assert "100.0%" in text
@@ -350,9 +353,7 @@ class TestFailures:
     def test_a_reader_that_leaves_is_no_fault(
         self, files: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        code = (
-            "import sys; from remat.cli import main; sys.exit(main(sys.argv[1:]))"
-        )
+        code = "import sys; from remat.cli import main; sys.exit(main(sys.argv[1:]))"
         reading, writing = os.pipe()
         os.close(reading)
         done = subprocess.run(
@@ -386,8 +387,6 @@ class TestOnModels:
         assert "\ntrained 2 steps\n  peak " in text
 
     def test_over_budget_is_exit_code_4(self, capsys, monkeypatch) -> None:
-        from remat.cli.commands.fit import Trained
-
         fake = Trained(losses=(1.0,), peak_bytes=2**40, time_ns=None)
         monkeypatch.setattr("remat.cli.commands.fit.train", lambda *_: fake)
         assert main(["fit", SCRIPT, "--budget", "100%"]) == 4
@@ -402,8 +401,6 @@ class TestOnModels:
 
     @pytest.mark.parametrize("broken", ["is_exact", "is_within_budget"])
     def test_verify_says_what_is_broken(self, broken: str, capsys, monkeypatch) -> None:
-        from remat.verification import VerifyReport
-
         monkeypatch.setattr(VerifyReport, broken, property(lambda _: False))
         words = ["verify", f"{SCRIPT}:pair", "--budget", "100%", "--repeats", "1"]
         assert main(words) == 4

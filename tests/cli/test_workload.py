@@ -117,7 +117,9 @@ def test_what_is_missing_is_said(factory: str, message: str) -> None:
 def test_an_import_that_fails_inside_is_the_scripts_own(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import absent_dependency\n")
-    with pytest.raises(UsageError, match=r"No module named 'absent_dependency' at .*:1"):
+    with pytest.raises(
+        UsageError, match=r"No module named 'absent_dependency' at .*:1"
+    ):
         load_workload(str(script))
 
 

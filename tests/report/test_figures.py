@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from tests.instances import KIB, mlp_chain
 
 from remat.errors import FileFormatError, UsageError
 from remat.graph_planning import plan_graph, trade_off
@@ -16,7 +19,6 @@ from remat.report.figures import (
     trade_off_curve,
 )
 from remat.report.timelines import Timeline, measured_timeline
-from tests.instances import KIB, mlp_chain
 
 GRAPH = mlp_chain(6).graph
 PLAN = plan_graph(GRAPH, budget="75%")
@@ -29,12 +31,16 @@ def labels(ax: Axes) -> list[str]:
     return [text.get_text() for text in legend.get_texts()]
 
 
+def xs_of(line: Line2D) -> list[float]:
+    return np.asarray(line.get_xdata()).tolist()
+
+
+def ys_of(line: Line2D) -> list[float]:
+    return np.asarray(line.get_ydata()).tolist()
+
+
 def horizontal_lines(ax: Axes) -> list[float]:
-    return [
-        float(line.get_ydata()[0])
-        for line in ax.get_lines()
-        if list(line.get_xdata()) == [0, 1]
-    ]
+    return [ys_of(line)[0] for line in ax.get_lines() if xs_of(line) == [0, 1]]
 
 
 def test_plan_is_drawn_with_its_baseline_and_its_budget() -> None:
@@ -48,7 +54,7 @@ def test_plan_is_drawn_with_its_baseline_and_its_budget() -> None:
     assert horizontal_lines(ax) == [pytest.approx(PLAN.budget_bytes / KIB)]
     assert ax.get_ylabel() == "memory (KiB)"
     assert ax.get_xlabel() == "time (ms)"
-    drawn = ax.get_lines()[0].get_ydata()
+    drawn = ys_of(ax.get_lines()[0])
     assert max(drawn) * KIB == pytest.approx(PLAN.baseline_peak_bytes)
 
 
@@ -89,10 +95,10 @@ def test_curve_shows_every_plan_and_the_plain_step() -> None:
     plans = trade_off(GRAPH, 4)
     ax = trade_off_curve(plans)
     points = next(line for line in ax.get_lines() if line.get_label() == "planned")
-    assert list(points.get_xdata()) == [p.peak_bytes / KIB for p in plans]
-    assert list(points.get_ydata()) == [1 + p.overhead for p in plans]
+    assert xs_of(points) == [p.peak_bytes / KIB for p in plans]
+    assert ys_of(points) == [1 + p.overhead for p in plans]
     plain = next(line for line in ax.get_lines() if line.get_label() == "without remat")
-    assert list(plain.get_xdata()) == [plans[0].baseline_peak_bytes / KIB]
+    assert xs_of(plain) == [plans[0].baseline_peak_bytes / KIB]
 
 
 def test_a_curve_of_nothing_is_refused() -> None:
@@ -105,9 +111,11 @@ def test_each_format_is_written(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"memory.{suffix}"
     save_figure(memory_timeline(PLAN), path)
     start = path.read_bytes()[:8]
-    assert {"png": start == PNG, "pdf": start[:4] == b"%PDF", "svg": start[:2] == b"<?"}[
-        suffix
-    ]
+    assert {
+        "png": start == PNG,
+        "pdf": start[:4] == b"%PDF",
+        "svg": start[:2] == b"<?",
+    }[suffix]
 
 
 def test_curve_renders(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import io
 
 import pytest
+from tests.instances import mlp_chain
 
 from remat.graph_planning import plan_graph, trade_off
 from remat.report.progress import progress_bar
@@ -15,7 +16,6 @@ from remat.report.tables import (
 )
 from remat.solvers.base import ignore_progress
 from remat.units import format_bytes, format_ns
-from tests.instances import mlp_chain
 
 GRAPH = mlp_chain(6).graph
 

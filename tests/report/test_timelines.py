@@ -1,6 +1,8 @@
 """The numbers that figures draw."""
 
 from hypothesis import given
+from tests.instances import mlp_chain
+from tests.strategies import graphs
 
 from remat.graph import Op, Phase, Storage, TrainingGraph
 from remat.graph_planning import plan_graph
@@ -15,8 +17,6 @@ from remat.report.timelines import (
 )
 from remat.schedule import Boundary, Compute, Copy, Discard, Schedule
 from remat.simulator import simulate
-from tests.instances import mlp_chain
-from tests.strategies import graphs
 
 
 def op(name: str, reads, writes, phase: Phase, cost_ns: int, workspace: int = 0) -> Op:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Protocol
 
 from remat.solvers import SOLVERS
 from remat.units import parse_budget
@@ -85,7 +86,14 @@ def add_graph(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_budget(parser: argparse._ActionsContainer, *, is_required: bool = True) -> None:
+class _TakesArguments(Protocol):
+    """What a parser and a group of exclusive options have in common."""
+
+    @property
+    def add_argument(self) -> Callable[..., argparse.Action]: ...
+
+
+def add_budget(parser: _TakesArguments, *, is_required: bool = True) -> None:
     """Add the budget."""
     parser.add_argument(
         "--budget",

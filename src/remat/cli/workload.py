@@ -211,8 +211,9 @@ def workload_of(made: object, source: str) -> Workload:
         If it is none of these, or a part is of the wrong type.
     """
     parts = _parts_of(made, source)
-    model, kwargs = parts.get("model"), parts.get("kwargs") or {}
-    optimizer, loss = parts.get("optimizer"), parts.get("loss")
+    model, loss = parts.get("model"), parts.get("loss")
+    kwargs: Any = parts.get("kwargs") or {}
+    optimizer = parts.get("optimizer")
     if not isinstance(model, nn.Module):
         _refuse(source, "model", model, "a torch.nn.Module")
     if not isinstance(kwargs, Mapping):
@@ -226,7 +227,7 @@ def workload_of(made: object, source: str) -> Workload:
         args=positional(parts.get("args", ())),
         kwargs=dict(cast("Mapping[str, Any]", kwargs)),
         optimizer=optimizer,
-        loss=loss,
+        loss=cast("Callable[[Any], torch.Tensor] | None", loss),
     )
 
 
@@ -253,8 +254,9 @@ def _parts_of(made: object, source: str) -> dict[str, Any]:
         values = cast("Sequence[Any]", made)
         if len(values) in {2, 3}:
             return dict(zip(_PARTS, values, strict=False))
+    found = _describe(cast("object", made))
     msg = (
-        f"{source} returned {_describe(made)}; it must return (model, args), "
+        f"{source} returned {found}; it must return (model, args), "
         f"(model, args, kwargs), or a mapping or object with {', '.join(_PARTS)}"
     )
     raise UsageError(msg)
@@ -262,8 +264,9 @@ def _parts_of(made: object, source: str) -> dict[str, Any]:
 
 def _describe(value: object) -> str:
     if isinstance(value, tuple | list):
-        count = len(cast("Sequence[object]", value))
-        return f"a {type(value).__name__} of {count}"
+        sequence = cast("Sequence[object]", value)
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return f"a {kind} of {len(sequence)}"
     return "None" if value is None else f"a {type(value).__name__}"
 
 

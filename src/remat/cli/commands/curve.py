@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> ExitCode:
         plan = plan_workload(options, budget="100%", solver="store-all")
         graph, fingerprint, settings = plan.graph, plan.fingerprint, plan.settings
     else:
-        graph, fingerprint, settings = load_graph_of(options.graph), "", {}
+        graph, fingerprint, settings = load_graph_of(options.graph), "", None
     with progress_bar(is_quiet=options.quiet) as progress:
         plans = trade_off(
             graph,

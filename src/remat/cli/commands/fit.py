@@ -129,13 +129,18 @@ def train(workload: "Workload", step_count: int) -> Trained:
 
     def step() -> None:
         model.zero_grad()
-        loss = loss_of(model(*workload.args, **workload.kwargs))
+        loss: Any = loss_of(model(*workload.args, **workload.kwargs))
         loss.backward()
         if optimizer is not None:
             optimizer.step()
         losses.append(float(loss.detach()))
 
-    resident = [model, workload.args, workload.kwargs, captured_tensors(workload.loss)]
+    resident: list[object] = [
+        model,
+        workload.args,
+        workload.kwargs,
+        captured_tensors(workload.loss),
+    ]
     if optimizer is not None:
         resident.append(optimizer)
     device = next((str(p.device) for p in model.parameters()), None)
