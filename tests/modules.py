@@ -73,7 +73,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
-        heads = [t.view(batch, length, 2, width // 2).transpose(1, 2) for t in (q, k, v)]
+        heads = [
+            t.view(batch, length, 2, width // 2).transpose(1, 2) for t in (q, k, v)
+        ]
         y = functional.scaled_dot_product_attention(*heads, is_causal=True)
         y = y.transpose(1, 2).reshape(batch, length, width)
         x = x + functional.dropout(self.out(y), 0.1, self.training)
@@ -88,7 +90,9 @@ class NestedOutputs(nn.Module):
         self.first = nn.Linear(WIDTH, WIDTH)
         self.second = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, *, index: Tensor, scale: float = 2.0) -> dict[str, Any]:
+    def forward(
+        self, x: Tensor, *, index: Tensor, scale: float = 2.0
+    ) -> dict[str, Any]:
         hidden = torch.sigmoid(self.first(x)) * scale
         chosen = hidden[index]
         return {
@@ -150,7 +154,11 @@ class Autocast(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 3)
+            nn.Linear(WIDTH, 64),
+            nn.GELU(),
+            nn.Linear(64, 64),
+            nn.GELU(),
+            nn.Linear(64, 3),
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -42,7 +42,10 @@ def conv_net() -> tuple[ConvNet, torch.Tensor]:
 def fingerprint_of_state(model: nn.Module) -> list[Any]:
     """Everything that planning must leave alone, as comparable values."""
     return [
-        [(n, p.detach().clone(), p._version, id(p)) for n, p in model.named_parameters()],
+        [
+            (n, p.detach().clone(), p._version, id(p))
+            for n, p in model.named_parameters()
+        ],
         [(n, b.clone(), b._version, id(b)) for n, b in model.named_buffers()],
         [None if p.grad is None else p.grad.clone() for p in model.parameters()],
         torch.get_rng_state(),
@@ -134,7 +137,7 @@ def test_new_shape_is_planned_anew_and_old_plans_are_kept() -> None:
     remat.fit(model, x, budget="90%", costs="estimated")
     fitted = model._compiled_call_impl
     assert isinstance(fitted, FittedModel)
-    planner, _, _ = fitted.entry(False)
+    planner, _, _ = fitted.entry(is_accumulating=False)
     mean_square(model(x)).backward()
     model.zero_grad()
     assert len(planner.plans) == 1
@@ -167,7 +170,9 @@ def test_gradient_accumulation_counts_the_gradients() -> None:
     assert isinstance(fitted, FittedModel)
     mean_square(model(x)).backward()
     mean_square(model(x)).backward()
-    first, second = fitted.entry(False)[0].latest, fitted.entry(True)[0].latest
+    first, second = (
+        fitted.entry(is_accumulating=state)[0].latest for state in (False, True)
+    )
     assert first is not None
     assert second is not None
     gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
@@ -238,7 +243,9 @@ def test_an_optimizer_counts_state_and_step() -> None:
     model, x = conv_net()
     optimizer = torch.optim.Adam(model.parameters())
     without = remat.plan(model, x, budget=10**9, costs="estimated")
-    with_adam = remat.plan(model, x, budget=10**9, optimizer=optimizer, costs="estimated")
+    with_adam = remat.plan(
+        model, x, budget=10**9, optimizer=optimizer, costs="estimated"
+    )
     state = 2 * sum(p.nbytes for p in model.parameters())
     assert with_adam.graph.resident_bytes() - without.graph.resident_bytes() >= state
     assert not optimizer.state
@@ -254,7 +261,9 @@ def test_backend_for_torch_compile() -> None:
     torch.manual_seed(2)
     mean_square(plain(x)).backward()
     assert backend.training_step_count == 1
-    assert_same([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
+    assert_same(
+        [p.grad for p in plain.parameters()], [p.grad for p in model.parameters()]
+    )
 
 
 class Branching(nn.Module):
@@ -282,7 +291,9 @@ class Mismatched(nn.Module):
     ("model", "line"),
     [(Branching(), "if y.sum() > 0"), (Mismatched(), "@ torch.ones(5, 5)")],
 )
-def test_what_cannot_be_traced_is_named_with_its_line(model: nn.Module, line: str) -> None:
+def test_what_cannot_be_traced_is_named_with_its_line(
+    model: nn.Module, line: str
+) -> None:
     with pytest.raises(CaptureError) as caught:
         remat.fit(model, torch.randn(2, 4), budget="1 GiB")
     assert line in str(caught.value)

@@ -1,8 +1,8 @@
 """Costs of a traced step: time, workspace and true sizes of every operator."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -38,7 +38,9 @@ def with_costs(
     """
     indices = [index for index, _ in program.calls()]
     calls = [
-        OperatorCall(node.target, *_fake_arguments(program, node))
+        OperatorCall(
+            cast("Callable[..., Any]", node.target), *_fake_arguments(program, node)
+        )
         for _, node in program.calls()
     ]
     cache = CostCache()

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from remat.capture.joint_program import JointProgram
 from remat.capture.surroundings import (
@@ -23,7 +25,7 @@ from remat.errors import (
     PlanMismatchError,
     SolverUnsuitableError,
 )
-from remat.graph import Role, TrainingGraph
+from remat.graph import Role
 from remat.graph_planning import chosen_solvers, plan_graph
 from remat.platform import Platform
 from remat.profile.outside import loss_bytes, optimizer_bytes
@@ -101,6 +103,7 @@ class Planner:
         return replace(program, graph=self.latest.graph), self.latest.schedule
 
     def surroundings(self, program: JointProgram) -> Surroundings:
+        """Return what lives and runs around the traced step now."""
         request = self.request
         self.request.progress("surroundings", 0.0)
         state_bytes = step_bytes = 0
@@ -142,6 +145,7 @@ class Planner:
         return 3 * sum(sizes) + _SMALL_TENSORS_BYTES
 
     def make_plan(self, program: JointProgram) -> Plan:
+        """Return a new plan for a traced step, or the given one if it fits."""
         if self.request.given_plan is not None:
             return accept_plan(program, self.request.given_plan)
         graph = with_costs(program, self.request.costs, self.request.progress)
@@ -189,8 +193,6 @@ def accept_plan(program: JointProgram, plan: Plan) -> Plan:
 @contextmanager
 def _outside_of_tracing() -> Generator[None]:
     """Leave fake-tensor mode and autograd while operators are really run."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily  # noqa: PLC0415
-
     with unset_fake_temporarily(), torch.no_grad():
         yield
 
@@ -205,11 +207,14 @@ class FittedModel:
     def __init__(self, model: nn.Module, request: PlanRequest) -> None:
         self.model = model
         self.request = request
-        self.entries: dict[bool, tuple[Planner, PlannedBackend, Callable[..., Any]]] = {}
+        self.entries: dict[
+            bool, tuple[Planner, PlannedBackend, Callable[..., Any]]
+        ] = {}
 
     def entry(
-        self, is_accumulating: bool  # noqa: FBT001
+        self, *, is_accumulating: bool
     ) -> tuple[Planner, PlannedBackend, Callable[..., Any]]:
+        """Return the planner, the backend and the compiled call for a kind of step."""
         if is_accumulating not in self.entries:
             planner = Planner(
                 self.model, self.request, counts_gradients=is_accumulating
@@ -223,6 +228,7 @@ class FittedModel:
         return self.entries[is_accumulating]
 
     def is_accumulating(self) -> bool:
+        """Return whether gradients of an earlier pass exist."""
         return any(p.grad is not None for p in self.model.parameters())
 
     def plan_now(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
@@ -232,23 +238,25 @@ class FittedModel:
         usually clears them before its next step.
         """
         check_batch(self.model, args, kwargs)
-        plan = self.plan_entry(False, args, kwargs)
+        plan = self.plan_entry(args, kwargs, is_accumulating=False)
         if self.is_accumulating():
-            plan = self.plan_entry(True, args, kwargs)
+            plan = self.plan_entry(args, kwargs, is_accumulating=True)
         return plan
 
     def plan_entry(
         self,
-        is_accumulating: bool,  # noqa: FBT001
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
+        *,
+        is_accumulating: bool,
     ) -> Plan:
-        planner, backend, _ = self.entry(is_accumulating)
+        """Trace and plan one of the two kinds of step."""
+        planner, backend, _ = self.entry(is_accumulating=is_accumulating)
         backend.stop_before_running = True
         traced_before = backend.training_step_count
         try:
             with torch.enable_grad():
-                self.run(is_accumulating, args, kwargs)
+                self.run(args, kwargs, is_accumulating=is_accumulating)
         except StoppedBeforeRunningError:
             pass
         finally:
@@ -262,20 +270,23 @@ class FittedModel:
         return planner.latest
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(self.is_accumulating(), args, kwargs)
+        """Run a step's forward pass by its plan; plan it first if it is new."""
+        return self.run(args, kwargs, is_accumulating=self.is_accumulating())
 
     def run(
         self,
-        is_accumulating: bool,  # noqa: FBT001
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
+        *,
+        is_accumulating: bool,
     ) -> Any:
-        planner, backend, compiled = self.entry(is_accumulating)
+        """Call the model by the plan for one of the two kinds of step."""
+        planner, backend, compiled = self.entry(is_accumulating=is_accumulating)
         planner.batch = (args, kwargs)
         backend.failure = None
         try:
             return compiled(*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except TorchDynamoException as error:
             raise_capture_error(error, backend.failure)
         finally:
             planner.batch = ()
@@ -376,12 +387,10 @@ def fit(
     result = fitted.plan_now(positional(args), kwargs or {})
     # A saved plan is for the example's shape; other shapes are planned anew.
     if plan is not None:
-        fitted.request = replace(
-            request, given_plan=None, budget=plan.budget_bytes
-        )
+        fitted.request = replace(request, given_plan=None, budget=plan.budget_bytes)
         for planner, _, _ in fitted.entries.values():
             planner.request = fitted.request
-    model._compiled_call_impl = fitted  # noqa: SLF001
+    model._compiled_call_impl = fitted
     return result
 
 
@@ -423,8 +432,8 @@ def release(model: nn.Module) -> nn.Module:
 
     A model that was not fitted is left as it is.
     """
-    if isinstance(model._compiled_call_impl, FittedModel):  # noqa: SLF001
-        model._compiled_call_impl = None  # noqa: SLF001
+    if isinstance(model._compiled_call_impl, FittedModel):
+        model._compiled_call_impl = None
     return model
 
 

@@ -1,13 +1,14 @@
 """A plan: a judged schedule for one model, one set of input shapes, one budget."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from remat.errors import FileFormatError, PlanMismatchError
-from remat.graph import TrainingGraph
+from remat.graph import Role, TrainingGraph
 from remat.liveness import schedule_from_order, store_all_order
 from remat.platform import Platform, single_device
 from remat.problem import Status
@@ -15,9 +16,13 @@ from remat.schedule import Compute, Schedule
 from remat.serialisation import (
     graph_from_json,
     graph_to_json,
+    load_document,
+    parse_choice,
+    parse_integer,
+    parse_mapping,
+    parse_text,
     platform_from_json,
     platform_to_json,
-    read_document,
     schedule_from_json,
     schedule_to_json,
     write_document,
@@ -49,7 +54,8 @@ class Plan:
     Raises
     ------
     PlanMismatchError
-        If the schedule breaks a rule or the budget when replayed.
+        If the schedule breaks a rule or the budget when replayed, or is cheaper than
+        the bound.
     """
 
     graph: TrainingGraph
@@ -65,6 +71,12 @@ class Plan:
     def __post_init__(self) -> None:
         if self.trace.violation is not None:
             msg = f"the plan's schedule is not valid: {self.trace.violation}"
+            raise PlanMismatchError(msg)
+        if self.bound_ns > self.trace.serial_ns:
+            msg = (
+                f"the plan claims a bound of {self.bound_ns:_} ns, but its schedule "
+                f"takes {self.trace.serial_ns:_} ns"
+            )
             raise PlanMismatchError(msg)
 
     @cached_property
@@ -107,7 +119,9 @@ class Plan:
     @property
     def overhead(self) -> float:
         """Extra time over the baseline as a fraction of it."""
-        return self.cost_ns / self.baseline_cost_ns - 1 if self.baseline_cost_ns else 0.0
+        return (
+            self.cost_ns / self.baseline_cost_ns - 1 if self.baseline_cost_ns else 0.0
+        )
 
     @property
     def gap(self) -> float:
@@ -124,13 +138,19 @@ class Plan:
         lines = [
             f"plan for {self.graph.name}",
             f"  budget        {'none' if budget is None else format_bytes(budget)}",
-            f"  peak          {format_bytes(self.peak_bytes)} predicted for the whole "
-            f"step (without remat {format_bytes(self.baseline_peak_bytes)})",
-            f"  time          {format_ns(self.cost_ns)} in operators, "
-            f"{self.overhead:+.1%} over the step without remat "
-            f"({format_ns(self.baseline_cost_ns)})",
-            f"  proved bound  {format_ns(self.bound_ns)}, gap {self.gap:.1%} "
-            f"({self.status} by {self.solver})",
+            (
+                f"  peak          {format_bytes(self.peak_bytes)} predicted for the whole "
+                f"step (without remat {format_bytes(self.baseline_peak_bytes)})"
+            ),
+            (
+                f"  time          {format_ns(self.cost_ns)} in operators, "
+                f"{self.overhead:+.1%} over the step without remat "
+                f"({format_ns(self.baseline_cost_ns)})"
+            ),
+            (
+                f"  proved bound  {format_ns(self.bound_ns)}, gap {self.gap:.1%} "
+                f"({self.status} by {self.solver})"
+            ),
             f"  recomputed    {self.recomputed_op_count} of {len(self.graph.ops)} ops",
         ]
         if self.smallest_budget_bytes is not None:
@@ -173,11 +193,11 @@ class Plan:
 
         Raises
         ------
-        OSError
+        FileFormatError
             If the file cannot be written; an existing file is then unchanged.
         """
         write_document(
-            Path(path),
+            path,
             "plan",
             {
                 "graph": graph_to_json(self.graph),
@@ -187,10 +207,22 @@ class Plan:
                 "status": str(self.status),
                 "bound_ns": self.bound_ns,
                 "fingerprint": self.fingerprint,
-                "smallest_budget_bytes": self.smallest_budget_bytes,
                 "settings": dict(self.settings),
             },
         )
+
+
+_KEYS = (
+    "graph",
+    "platform",
+    "schedule",
+    "solver",
+    "status",
+    "bound_ns",
+    "fingerprint",
+    "smallest_budget_bytes",
+    "settings",
+)
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -203,43 +235,46 @@ def load_plan(path: str | Path) -> Plan:
     PlanMismatchError
         If its schedule breaks a rule or its budget when replayed.
     """
-    payload = read_document(Path(path), "plan")
-    try:
-        return Plan(
-            graph=graph_from_json(payload["graph"]),
-            platform=platform_from_json(payload["platform"]),
-            schedule=schedule_from_json(payload["schedule"]),
-            solver=_typed(payload, "solver", str),
-            status=Status(_typed(payload, "status", str)),
-            bound_ns=_typed(payload, "bound_ns", int),
-            fingerprint=_typed(payload, "fingerprint", str),
-            smallest_budget_bytes=_typed(
-                payload, "smallest_budget_bytes", int | None
-            ),
-            settings=_typed(payload, "settings", dict),
-        )
-    except (KeyError, ValueError) as error:
-        if isinstance(error, FileFormatError | PlanMismatchError):
-            raise
-        msg = f"{path}: damaged plan: {type(error).__name__}: {error}"
-        raise FileFormatError(msg) from error
+    return load_document(path, "plan", _parse_plan)
 
 
-def _typed(payload: Mapping[str, Any], key: str, kind: Any) -> Any:
-    value = payload[key]
-    if not isinstance(value, kind) or isinstance(value, bool):
-        msg = f"{key!r} is {value!r}, which is of the wrong type"
+def _parse_plan(payload: object) -> Plan:
+    fields = parse_mapping(payload, "plan", _KEYS)
+    settings = fields["settings"]
+    smallest = fields["smallest_budget_bytes"]
+    if not isinstance(settings, dict):
+        msg = f"settings is {settings!r}; it must be an object"
         raise FileFormatError(msg)
-    return value
+    return Plan(
+        graph=graph_from_json(fields["graph"]),
+        platform=platform_from_json(fields["platform"]),
+        schedule=schedule_from_json(fields["schedule"]),
+        solver=parse_text(fields["solver"], "solver"),
+        status=Status(parse_choice(fields["status"], "status", _STATUSES)),
+        bound_ns=parse_integer(fields["bound_ns"], "bound_ns"),
+        fingerprint=parse_text(fields["fingerprint"], "fingerprint"),
+        smallest_budget_bytes=(
+            None
+            if smallest is None
+            else parse_integer(smallest, "smallest_budget_bytes")
+        ),
+        settings=cast("dict[str, Any]", settings),
+    )
+
+
+_STATUSES = [str(status) for status in Status if status.has_schedule]
+
+
+_NUMBER = re.compile(r"(_\d+)?(\.\d+)?\Z")
 
 
 def contributors(
     graph: TrainingGraph, schedule: Schedule, step: int
 ) -> list[tuple[str, int]]:
-    """Return what is live during a step, grouped by name, largest first.
+    """Return what is live during a step, grouped by kind, largest first.
 
-    Residents are grouped by role; other storages stand alone. The workspace of the
-    step's op is an entry of its own.
+    Residents are grouped by role; other storages by role and by the operator that made
+    them, with their number. The workspace of the step's op is an entry of its own.
 
     Returns
     -------
@@ -250,25 +285,29 @@ def contributors(
     live = simulate(
         graph, single_device(kind=graph.device_kinds[0]), prefix
     ).live_after[0]
-    sizes: dict[str, int] = {}
+    groups: dict[str, list[int]] = {}
 
     def add(name: str, size_bytes: int) -> None:
         if size_bytes:
-            sizes[name] = sizes.get(name, 0) + size_bytes
+            groups.setdefault(name, []).append(size_bytes)
 
     for storage in graph.storages:
         if storage.is_resident:
-            add(f"all {storage.role}s", storage.size_bytes)
-    for storage in sorted(live):
-        block = graph.storages[storage]
-        add(f"{block.role} {block.name}", block.size_bytes)
+            add(f"{storage.role}, whole step", storage.size_bytes)
     current = schedule.steps[step] if step < len(schedule.steps) else None
+    written: tuple[int, ...] = ()
     if isinstance(current, Compute):
         op = graph.ops[current.op]
         add(f"workspace of {op.name}", op.workspace_bytes[0])
-        for storage in op.writes:
-            block = graph.storages[storage]
-            add(f"{block.role} {block.name} (being computed)", block.size_bytes)
-    return sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
-
-
+        written = op.writes
+    for storage in [*sorted(live), *written]:
+        block = graph.storages[storage]
+        if block.role is Role.GRADIENT:
+            add("gradients of parameters", block.size_bytes)
+        else:
+            add(f"{block.role} {_NUMBER.sub('', block.name)}", block.size_bytes)
+    named = [
+        (name if len(sizes) == 1 else f"{name} ({len(sizes)})", sum(sizes))
+        for name, sizes in groups.items()
+    ]
+    return sorted(named, key=lambda item: (-item[1], item[0]))

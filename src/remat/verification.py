@@ -1,4 +1,4 @@
-"""Verify a plan on the user's own model: exactness, peak, time, plain against planned."""
+"""Verify a plan on the user's own model: exactness, peak and time against plain."""
 
 import statistics
 import time
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten_with_path, keystr
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from remat.capture.surroundings import captured_tensors
 from remat.errors import CaptureError
@@ -84,9 +84,7 @@ class VerifyReport:
 
     @property
     def prediction_error(self) -> float:
-        """Predicted over measured peak, less 1: negative where the plan promises too
-        little.
-        """  # noqa: D205, D400
+        """Predicted / measured peak - 1: negative where too little is predicted."""
         return self.predicted_peak_bytes / self.measured_peak_bytes - 1
 
     def summary(self) -> dict[str, Any]:
@@ -114,16 +112,24 @@ class VerifyReport:
             [
                 f"verification of {self.plan.graph.name}",
                 f"  budget      {format_bytes(self.budget_bytes)}: {verdict}",
-                f"  peak        {format_bytes(self.measured_peak_bytes)} measured, "
-                f"{format_bytes(self.predicted_peak_bytes)} predicted "
-                f"({self.prediction_error:+.2%}); plain step "
-                f"{format_bytes(self.plain_peak_bytes)}",
-                f"  time        {format_ns(self.planned_ns)} a step, plain step "
-                f"{format_ns(self.plain_ns)}: {self.slowdown:.2f} x",
-                f"  exact       {_verdict(self.against_captured, self.compared_count)} "
-                "the captured step without remat",
-                f"  eager       {_verdict(self.against_eager, self.compared_count)} "
-                "eager PyTorch",
+                (
+                    f"  peak        {format_bytes(self.measured_peak_bytes)} measured, "
+                    f"{format_bytes(self.predicted_peak_bytes)} predicted "
+                    f"({self.prediction_error:+.2%}); plain step "
+                    f"{format_bytes(self.plain_peak_bytes)}"
+                ),
+                (
+                    f"  time        {format_ns(self.planned_ns)} a step, plain step "
+                    f"{format_ns(self.plain_ns)}: {self.slowdown:.2f} x"
+                ),
+                (
+                    f"  exact       {_verdict(self.against_captured, self.compared_count)} "
+                    "the captured step without remat"
+                ),
+                (
+                    f"  eager       {_verdict(self.against_eager, self.compared_count)} "
+                    "eager PyTorch"
+                ),
             ]
         )
 
@@ -286,7 +292,22 @@ def _is_bitwise_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class TrainingStep:
-    """One training step of a model, run plainly or by a plan."""
+    """One training step of a model, run plainly or by a plan.
+
+    Parameters
+    ----------
+    model, args, kwargs
+        The model and its batch.
+    loss
+        From the model's outputs to a scalar; :func:`default_loss` if ``None``.
+    optimizer
+        Steps at the end of the step, unless ``None``.
+
+    Notes
+    -----
+    Its methods take what to call instead of the model, or ``None`` for eager PyTorch,
+    and are for use inside :meth:`restored`.
+    """
 
     def __init__(
         self,
@@ -313,7 +334,8 @@ class TrainingStep:
         """Put the model, optimizer, gradients and random state back at the end."""
         state = {k: v.detach().clone() for k, v in self.model.state_dict().items()}
         extra = {k: b.detach().clone() for k, b in self.model.named_buffers()}
-        gradients = [p.grad for p in self.model.parameters()]
+        leaves = [*self.model.parameters(), *self.leaves()]
+        gradients = [leaf.grad for leaf in leaves]
         optimizer_state = (
             None if self.optimizer is None else deepcopy(self.optimizer.state_dict())
         )
@@ -325,10 +347,8 @@ class TrainingStep:
                 yield
             finally:
                 self.reset()
-                for parameter, gradient in zip(
-                    self.model.parameters(), gradients, strict=True
-                ):
-                    parameter.grad = gradient
+                for leaf, gradient in zip(leaves, gradients, strict=True):
+                    leaf.grad = gradient
                 if self.optimizer is not None and optimizer_state is not None:
                     self.optimizer.load_state_dict(optimizer_state)
 
@@ -343,29 +363,32 @@ class TrainingStep:
                 buffer.copy_(self.buffers[name])
         for parameter in self.model.parameters():
             parameter.grad = None
+        for leaf in self.leaves():
+            leaf.grad = None
         torch.set_rng_state(self.random_state)
         for device, state in zip(self.devices, self.cuda_states, strict=True):
             torch.cuda.set_rng_state(state, device)
 
     def call(self, fitted: FittedModel | None) -> Any:
         """Run the forward pass, plainly or by a plan."""
-        self.model._compiled_call_impl = fitted  # noqa: SLF001
+        self.model._compiled_call_impl = fitted
         try:
             return self.model(*self.args, **self.kwargs)
         finally:
             release(self.model)
 
-    def outcome(self, fitted: FittedModel | None) -> Outcome:
-        """Return all results of two backward passes from the start."""
+    def outcome(self, fitted: FittedModel | None, passes: int = 2) -> Outcome:
+        """Return all results of some backward passes from the start."""
         self.reset()
         found: Outcome = {}
-        for position in (1, 2):
+        for position in range(1, passes + 1):
             outputs = self.call(fitted)
             self.loss(outputs).backward()
             self.collect(found, outputs, f"pass {position}: ")
         return found
 
     def collect(self, found: Outcome, outputs: Any, prefix: str) -> None:
+        """Add copies of all that the last pass left to ``found``."""
         for path, leaf in tree_flatten_with_path(outputs)[0]:
             if isinstance(leaf, torch.Tensor):
                 found[f"{prefix}output{keystr(path)}"] = leaf.detach().clone()
@@ -382,7 +405,16 @@ class TrainingStep:
                 device
             )
 
+    def leaves(self) -> list[torch.Tensor]:
+        """Return the example inputs that take a gradient."""
+        return [
+            leaf
+            for leaf in tree_leaves((self.args, self.kwargs))
+            if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad
+        ]
+
     def input_gradients(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the gradients of the example inputs, with names."""
         return [
             (f"input {keystr(path)}", leaf.grad)
             for path, leaf in tree_flatten_with_path((self.args, self.kwargs))[0]
@@ -399,6 +431,7 @@ class TrainingStep:
             self.optimizer.step()
 
     def peak_bytes(self, fitted: FittedModel | None) -> int:
+        """Return the measured peak of a whole training step, in bytes."""
         self.reset()
         peak = measure(
             lambda: self.train(fitted), warmup=2, repeats=0, resident=self.resident
@@ -422,5 +455,6 @@ class TrainingStep:
         return plain, planned
 
     def synchronise(self) -> None:
+        """Wait for what was issued to the devices."""
         for device in self.devices:
             torch.cuda.synchronize(device)

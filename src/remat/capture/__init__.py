@@ -1,1 +1,1 @@
-"""Capture: from a traced module to a training graph; the only place that knows tracing."""
+"""Capture: from a traced module to a training graph; tracing is known only here."""

@@ -10,7 +10,7 @@ import hashlib
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import fx
@@ -354,7 +354,7 @@ class _Analysis:
             self.take_op(node)
 
     def take_getitem(self, node: fx.Node) -> None:
-        parent, index = node.args
+        parent, index = cast("tuple[fx.Node, int]", node.args)
         outputs = self.outputs_of.get(parent)
         if outputs is None:
             self.storages_of[node] = self.storages_of[parent]
@@ -566,7 +566,7 @@ class _Analysis:
         ]
         self.digest.update(f"{label}|{shapes}|{','.join(arguments)}\n".encode())
 
-    def fail(self, node: fx.Node, found: str) -> None:
+    def fail(self, node: fx.Node, found: str) -> NoReturn:
         msg = (
             f"cannot take {node.target} ({node.name}): {found}; "
             f"{user_source_line(node) or 'no source line is known'}"

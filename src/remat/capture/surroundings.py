@@ -44,7 +44,7 @@ class Surroundings:
 def storage_bytes(values: Iterable[Any], device: torch.device) -> int:
     """Return the bytes of the distinct storages behind the tensors in ``values``."""
     sizes = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()  # noqa: SLF001
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
         for tensor in values
         if isinstance(tensor, torch.Tensor) and tensor.device.type == device.type
     }
@@ -76,7 +76,9 @@ def resident_bytes(
     return sizes
 
 
-def fake_outputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def fake_outputs(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     """Return what the model returns, made of fake tensors; nothing is computed.
 
     A copy of the model without memory runs, so that the model itself is untouched.
@@ -94,9 +96,13 @@ def fake_outputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 def captured_tensors(function: Any) -> list[torch.Tensor]:
     """Return the tensors that a function closes over or a partial application holds."""
-    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    cells = [
+        cell.cell_contents for cell in getattr(function, "__closure__", None) or ()
+    ]
     bound = [getattr(function, "args", ()), getattr(function, "keywords", {})]
-    leaves = tree_leaves([cells, bound, list(getattr(function, "__defaults__", None) or ())])
+    leaves = tree_leaves(
+        [cells, bound, list(getattr(function, "__defaults__", None) or ())]
+    )
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
@@ -118,9 +124,7 @@ def describe_input(source: str) -> InputSpec:
     return InputSpec(source.replace("L['", "").replace("']", "", 1), Role.INPUT)
 
 
-def add_surroundings(
-    program: JointProgram, surroundings: Surroundings
-) -> JointProgram:
+def add_surroundings(program: JointProgram, surroundings: Surroundings) -> JointProgram:
     """Return the program with residents and outside work added to its graph.
 
     The loss becomes the last forward op, the optimizer's step the last backward op;

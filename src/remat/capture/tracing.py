@@ -10,7 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 from remat.errors import CaptureError, RematError
 
-_USER_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<where>.+)')
+_USER_FRAME = re.compile(
+    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<where>.+)'
+)
 
 
 def compiled_entry(
@@ -24,13 +26,15 @@ def compiled_entry(
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return model._call_impl(*args, **kwargs)  # noqa: SLF001
+        return model._call_impl(*args, **kwargs)
 
     call.__code__ = call.__code__.replace(co_name=f"call_{id(model)}")
     return torch.compile(call, backend=compiler, fullgraph=True, dynamic=False)
 
 
-def check_batch(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def check_batch(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
     """Check that the model and its example are on one device.
 
     Raises
@@ -43,7 +47,9 @@ def check_batch(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
         homes.setdefault(parameter.device, f"{name} of the model")
     for leaf in tree_leaves((args, dict(kwargs))):
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-            homes.setdefault(leaf.device, f"an example input of shape {tuple(leaf.shape)}")
+            homes.setdefault(
+                leaf.device, f"an example input of shape {tuple(leaf.shape)}"
+            )
     if len(homes) > 1:
         places = ", ".join(f"{name} is on {device}" for device, name in homes.items())
         msg = f"everything must be on one device: {places}; move it with .to(device)"
@@ -90,7 +96,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _user_source_line(text: str) -> str:
-    after = text.split("from user code:")[-1]
+    after = text.rsplit("from user code:", maxsplit=1)[-1]
     lines = after.splitlines()
     found = "a line that is not known"
     for position, line in enumerate(lines):

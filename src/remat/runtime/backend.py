@@ -40,7 +40,8 @@ class PlannedBackend:
     """
 
     def __init__(
-        self, choose_schedule: Callable[[JointProgram], tuple[JointProgram, Schedule]],
+        self,
+        choose_schedule: Callable[[JointProgram], tuple[JointProgram, Schedule]],
         name: str,
     ) -> None:
         self.choose_schedule = choose_schedule
@@ -57,10 +58,10 @@ class PlannedBackend:
 
         def partition(
             joint: fx.GraphModule,
-            joint_inputs: Any,
+            _joint_inputs: Any,
             *,
             num_fwd_outputs: int,
-            **unused: Any,
+            **_options: Any,
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             return self.partition(joint, num_fwd_outputs, inputs)
 
@@ -75,6 +76,7 @@ class PlannedBackend:
     def describe_inputs(
         self, module: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> list[InputSpec]:
+        """Return what each input of a traced function is."""
         specs: list[InputSpec] = []
         for node in module.graph.find_nodes(op="placeholder"):
             argument = node.meta.get("grapharg")
@@ -82,7 +84,9 @@ class PlannedBackend:
                 specs.append(InputSpec(node.name, Role.INPUT))
             else:
                 source = argument.source.name
-                specs.append(describe_input(source if isinstance(source, str) else source()))
+                specs.append(
+                    describe_input(source if isinstance(source, str) else source())
+                )
         for value, spec in zip(example_inputs, specs, strict=True):
             if not isinstance(value, torch.Tensor):
                 msg = (
@@ -94,12 +98,14 @@ class PlannedBackend:
         return specs
 
     def fail(self, error: RematError) -> None:
+        """Keep ``error`` for whoever called the compiled model, and raise it."""
         self.failure = error
         raise error
 
     def partition(
         self, joint: fx.GraphModule, forward_output_count: int, inputs: list[InputSpec]
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Return the forward and backward modules that run the chosen schedule."""
         try:
             program = analyse(
                 joint,
@@ -116,7 +122,7 @@ class PlannedBackend:
         return lowered.forward, lowered.backward
 
     def compile_pass(
-        self, module: fx.GraphModule, example_inputs: Sequence[Any]
+        self, module: fx.GraphModule, _example_inputs: Sequence[Any]
     ) -> Callable[[list[Any]], Any]:
         """Return boxed code that drops each value at its last use."""
         module.graph.set_codegen(_BoxedCodeGen())
@@ -128,5 +134,5 @@ class PlannedBackend:
                 raise StoppedBeforeRunningError
             return forward(arguments)
 
-        run._boxed_call = True  # type: ignore[attr-defined]  # noqa: SLF001
+        run._boxed_call = True  # type: ignore[attr-defined]
         return run

@@ -55,7 +55,7 @@ def lower(program: JointProgram, schedule: Schedule) -> LoweredStep:
     saved = backward.order_saved()
     forward_values = [forward.resolve_output(v) for v in program.forward_values]
     forward.graph.output(
-        tuple([*forward_values, *(forward.saved_value(key) for key in saved)])
+        (*forward_values, *(forward.saved_value(key) for key in saved))
     )
     backward.graph.output(tuple(backward_values))
     return LoweredStep(
@@ -178,9 +178,8 @@ class _Pass:
     def replay_random(self, node: fx.Node, state: fx.Node) -> fx.Node:
         args = map_nodes(tuple(node.args), self.resolve)
         kwargs = map_nodes(dict(node.kwargs), self.resolve)
-        new = self.graph.call_function(
-            replay, (node.target, self.program.device.type, state, *args), kwargs
-        )
+        first: Any = (node.target, self.program.device.type, state)
+        new = self.graph.call_function(replay, (*first, *args), kwargs)
         new.meta = dict(node.meta)
         return new
 
