@@ -207,6 +207,8 @@ class Plan:
                 "status": str(self.status),
                 "bound_ns": self.bound_ns,
                 "fingerprint": self.fingerprint,
+                "smallest_budget_bytes": self.smallest_budget_bytes,
+                "smallest_budget_bytes": self.smallest_budget_bytes,
                 "settings": dict(self.settings),
             },
         )

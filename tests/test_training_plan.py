@@ -1,0 +1,101 @@
+"""Plans: figures, files, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from remat.errors import FileFormatError, PlanMismatchError
+from remat.graph_planning import plain_peak_bytes, plan_graph
+from remat.schedule import Schedule
+from remat.simulator import simulate
+from remat.training_plan import Plan, contributors, load_plan
+from tests.instances import mlp_chain, transformer_like
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    graph = transformer_like().graph
+    return plan_graph(graph, budget=plain_peak_bytes(graph) * 7 // 10, fingerprint="f")
+
+
+def test_figures_are_those_of_the_judge(plan: Plan) -> None:
+    trace = simulate(plan.graph, plan.platform, plan.schedule)
+    assert plan.peak_bytes == trace.peak_bytes[0] <= (plan.budget_bytes or 0)
+    assert plan.cost_ns == trace.serial_ns
+    assert plan.baseline_cost_ns == plan.cost_ns - trace.recomputed_ns
+    assert plan.bound_ns <= plan.cost_ns
+    assert plan.gap == (plan.cost_ns - plan.bound_ns) / plan.cost_ns
+    assert plan.recomputed_op_count == len(plan.schedule.computes) - len(plan.graph.ops)
+    assert plan.overhead > 0
+
+
+def test_contributors_add_up_to_the_peak(plan: Plan) -> None:
+    parts = contributors(plan.graph, plan.schedule, plan.trace.peak_step())
+    assert sum(size for _, size in parts) == plan.peak_bytes
+    assert parts == sorted(parts, key=lambda part: -part[1])
+
+
+def test_summary_and_text_name_the_figures(plan: Plan) -> None:
+    assert json.loads(json.dumps(plan.summary()))["peak_bytes"] == plan.peak_bytes
+    text = str(plan)
+    for word in ("budget", "peak", "time", "proved bound", "recomputed", "at the peak"):
+        assert word in text
+
+
+def test_round_trip(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert load_plan(path) == plan
+    named = replace(plan, smallest_budget_bytes=123)
+    named.save(path)
+    assert load_plan(path).smallest_budget_bytes == 123
+
+
+def test_an_invalid_schedule_is_refused(plan: Plan) -> None:
+    with pytest.raises(PlanMismatchError, match="not valid"):
+        replace(plan, schedule=Schedule(plan.schedule.steps[:-3]))
+    with pytest.raises(PlanMismatchError, match="claims a bound"):
+        replace(plan, bound_ns=plan.cost_ns + 1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ('"solver": "', '"solvers": "', "solver"),
+        ('"status": "feasible"', '"status": "great"', "status"),
+        ('"bound_ns": ', '"bound_ns": 1.5, "x": ', "unknown keys"),
+        ('"settings": {', '"settings": [], "was": {', "unknown keys"),
+    ],
+)
+def test_damaged_files_are_refused(
+    plan: Plan, tmp_path: Path, old: str, new: str, named: str
+) -> None:
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(FileFormatError, match=named):
+        load_plan(path)
+
+
+def test_a_file_with_a_broken_schedule_is_refused(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    text = path.read_text()
+    first = '["boundary"]'
+    assert first in text
+    path.write_text(text.replace(first, '["discard", 0]', 1))
+    with pytest.raises(PlanMismatchError):
+        load_plan(path)
+
+
+def test_a_graph_is_no_plan(tmp_path: Path) -> None:
+    from remat.serialisation import save_graph  # noqa: PLC0415
+
+    path = tmp_path / "graph.json"
+    save_graph(path, mlp_chain().graph)
+    with pytest.raises(FileFormatError, match="graph"):
+        load_plan(path)
