@@ -8,16 +8,17 @@ switch where the model has one), ``<backend>@<budget>`` is ``torch.compile`` wit
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from studies.models import MODELS, Options
-from studies.networks import Bottleneck, DenseLayer, DoubleConvolution
-from studies.planned import Subject, make_step, paired_times, study_budget
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from remat.verification import Outcome, compare
+from remat.verification import Outcome, TrainingStep, compare
+from studies.models import MODELS, Options
+from studies.networks import Bottleneck, DenseLayer, DoubleConvolution
+from studies.planned import Subject, make_step, paired_times, study_budget
 
 AOT = "aot_eager_decomp_partition"
 BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.1, 0.0)
@@ -35,9 +36,7 @@ def family(case: str) -> str:
     return case.partition("@")[0]
 
 
-def study_peer(
-    name: str, case: str, options: Options, repeats: int
-) -> dict[str, Any]:
+def study_peer(name: str, case: str, options: Options, repeats: int) -> dict[str, Any]:
     """Measure peak, time and exactness of one peer on one model.
 
     Raises
@@ -46,21 +45,20 @@ def study_peer(
         If there is no such case.
     """
     workload = MODELS[name](options)
-    step = make_step(workload)
-    called = make_peer(case, workload.model)
+    step = PeerStep(make_step(workload), make_peer(case, workload.model))
     with step.restored():
         plain_peak_bytes = step.peak_bytes(None)
         eager = step.outcome(None, 1)
-        found = step.outcome(called, 1)
+        found = step.outcome(step.peer, 1)
         line = {
             "case": case,
             "status": "ok",
             "plain_peak_bytes": plain_peak_bytes,
-            "measured_peak_bytes": step.peak_bytes(called),
+            "measured_peak_bytes": step.peak_bytes(step.peer),
             **_exactness(eager, found),
         }
         del eager, found
-        return line | paired_times(step, called, repeats)
+        return line | paired_times(step, step.peer, repeats)
 
 
 def study_same_peak(
@@ -74,8 +72,42 @@ def study_same_peak(
         return {"case": case, **study_budget(subject, budget, None, repeats)}
 
 
-def make_peer(case: str, model: nn.Module) -> Any:
-    """Return what to call instead of the model.
+@dataclass(frozen=True)
+class Peer:
+    """Another way to run a model.
+
+    Parameters
+    ----------
+    call
+        What to call instead of the model.
+    switch
+        Called with ``True`` before steps that this way runs, ``False`` before others.
+        It stays on over the backward pass, where some models look at their settings.
+    """
+
+    call: Callable[..., Any]
+    switch: Callable[[bool], object] = bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass."""
+        return self.call(*args, **kwargs)
+
+
+class PeerStep(TrainingStep):
+    """A training step that runs plainly or as a peer does."""
+
+    def __init__(self, plain: TrainingStep, peer: Peer) -> None:
+        vars(self).update(vars(plain))
+        self.peer = peer
+
+    def call(self, called: Callable[..., Any] | None) -> Any:
+        """Run the forward pass."""
+        self.peer.switch(called is not None)
+        return super().call(called)
+
+
+def make_peer(case: str, model: nn.Module) -> Peer:
+    """Return a way to run the model.
 
     Raises
     ------
@@ -94,59 +126,52 @@ def make_peer(case: str, model: nn.Module) -> Any:
     functorch_config.activation_memory_budget = float(budget)
     # The same random numbers as eager, so that gradients can be compared.
     inductor_config.fallback_random = True
-    return torch.compile(model._call_impl, backend=backend, dynamic=False)  # noqa: SLF001
+    call: Callable[..., Any] = getattr(model, "_call_impl")  # noqa: B009
+    return Peer(torch.compile(call, backend=backend, dynamic=False))
 
 
-def checkpointed(model: nn.Module) -> Callable[..., Any]:
-    """Return the model's call with every natural block checkpointed.
-
-    The model itself is as before between calls.
+def checkpointed(model: nn.Module) -> Peer:
+    """Return the model with every natural block checkpointed.
 
     Raises
     ------
     ValueError
         If the model has no blocks that this study knows.
     """
-    switch = getattr(model, "gradient_checkpointing_enable", None)
-    if switch is not None:
-        return functools.partial(_call_with_switch, model)
+    call: Callable[..., Any] = getattr(model, "_call_impl")  # noqa: B009
+    for word in ("activation", "gradient"):  # renamed within transformers 5
+        if hasattr(model, f"{word}_checkpointing_enable"):
+            return Peer(call, functools.partial(_switch_transformer, model, word))
     blocks = [block for block in model.modules() if isinstance(block, _BLOCKS)]
     chain = getattr(model, "features", None)
-    if blocks:
-        wrapped = {block: _checkpointed_forward(block) for block in blocks}
-    elif isinstance(chain, nn.Sequential):
-        wrapped = {chain: functools.partial(_run_stages, list(_stages(chain)))}
-    else:
+    forwards: dict[nn.Module, Callable[..., Any]] = {
+        block: functools.partial(checkpoint, block.forward, use_reentrant=False)
+        for block in blocks
+    }
+    if not blocks and isinstance(chain, nn.Sequential):
+        forwards[chain] = functools.partial(_run_stages, list(_stages(chain)))
+    if not forwards:
         msg = f"{type(model).__name__} has no blocks to checkpoint"
         raise ValueError(msg)
-    return functools.partial(_call_with_forwards, model, wrapped)
+    return Peer(call, functools.partial(_switch_forwards, forwards))
 
 
-def _call_with_switch(model: Any, *args: Any, **kwargs: Any) -> Any:
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    try:
-        return model._call_impl(*args, **kwargs)  # noqa: SLF001
-    finally:
-        model.gradient_checkpointing_disable()
+def _switch_transformer(model: Any, word: str, is_on: bool) -> None:  # noqa: FBT001
+    if is_on:
+        getattr(model, f"{word}_checkpointing_enable")({"use_reentrant": False})
+    else:
+        getattr(model, f"{word}_checkpointing_disable")()
 
 
-def _call_with_forwards(
-    model: nn.Module,
+def _switch_forwards(
     forwards: dict[nn.Module, Callable[..., Any]],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    is_on: bool,  # noqa: FBT001
+) -> None:
     for block, forward in forwards.items():
-        vars(block)["forward"] = forward
-    try:
-        return model._call_impl(*args, **kwargs)  # noqa: SLF001
-    finally:
-        for block in forwards:
-            del vars(block)["forward"]
-
-
-def _checkpointed_forward(block: nn.Module) -> Callable[..., Any]:
-    return functools.partial(checkpoint, block.forward, use_reentrant=False)
+        if is_on:
+            vars(block)["forward"] = forward
+        else:
+            vars(block).pop("forward", None)
 
 
 def _stages(chain: nn.Sequential) -> Iterator[nn.Sequential]:
@@ -163,7 +188,7 @@ def _stages(chain: nn.Sequential) -> Iterator[nn.Sequential]:
 
 def _run_stages(stages: list[nn.Sequential], x: torch.Tensor) -> torch.Tensor:
     for stage in stages:
-        x = checkpoint(stage, x, use_reentrant=False)  # pyright: ignore
+        x = checkpoint(stage, x, use_reentrant=False)
     return x
 
 
@@ -191,4 +216,3 @@ def _exactness(expected: Outcome, found: Outcome) -> dict[str, Any]:
 def _relative_error(expected: torch.Tensor, found: torch.Tensor) -> float:
     distance = (expected.double() - found.double()).norm()
     return (distance / expected.double().norm().clamp_min(1e-30)).item()
-

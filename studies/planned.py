@@ -11,14 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from studies.models import MODELS, Options, Workload
-from studies.record import ForeignLoad
-
 from remat.errors import BudgetError
 from remat.fitting import FittedModel, PlanRequest
 from remat.solvers import SOLVERS
 from remat.training_plan import Plan
 from remat.verification import Outcome, TrainingStep, compare
+from studies.models import MODELS, Options, Workload
+from studies.record import ForeignLoad
 
 FRACTIONS = (0.9, 0.75, 0.6, 0.5, 0.4)
 ACCUMULATING_FRACTION = 0.75
@@ -36,7 +35,7 @@ class PhaseClock:
         self._phase = "capture"
         self._since = time.perf_counter()
 
-    def __call__(self, activity: str, share: float) -> None:
+    def __call__(self, activity: str, share: float) -> None:  # noqa: ARG002
         """Take one report: a :data:`remat.solvers.base.ProgressCallback`."""
         if activity == "surroundings":
             self.enter("capture")

@@ -1,6 +1,6 @@
 """JSON lines that stand alone: what was measured, with what, on what."""
 
-import datetime
+import datetime as dt
 import hashlib
 import json
 import os
@@ -27,7 +27,7 @@ def environment() -> dict[str, Any]:
     return {
         "commit": _commit(),
         "source": source_digest(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "versions": {
             "python": platform.python_version(),
             "remat": remat.__version__,

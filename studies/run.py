@@ -39,7 +39,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("study", choices=STUDIES)
     found.add_argument("--models", nargs="+", default=MODELS, metavar="NAME")
     found.add_argument("--tiny", action="store_true", help="the small variants")
-    found.add_argument("--scale", type=int, default=1, help="multiplies width and batch")
+    found.add_argument(
+        "--scale", type=int, default=1, help="multiplies width and batch"
+    )
     found.add_argument("--threads", type=int, help="default: as many as cores")
     found.add_argument("--repeats", type=int, help="timed pairs of steps")
     found.add_argument("--cases", nargs="+", help="only these budgets or peers")
@@ -103,7 +105,8 @@ def recorded(options: argparse.Namespace, model: str) -> list[dict[str, Any]]:
     return [
         line
         for line in read(results_file(options))
-        if line["model"] == model and line["settings"]["model"] == model_options(options)
+        if line["model"] == model
+        and line["settings"]["model"] == model_options(options)
     ]
 
 
