@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -369,20 +369,20 @@ class TrainingStep:
         for device, state in zip(self.devices, self.cuda_states, strict=True):
             torch.cuda.set_rng_state(state, device)
 
-    def call(self, fitted: FittedModel | None) -> Any:
+    def call(self, called: Callable[..., Any] | None) -> Any:
         """Run the forward pass, plainly or by a plan."""
-        self.model._compiled_call_impl = fitted
+        self.model._compiled_call_impl = called
         try:
             return self.model(*self.args, **self.kwargs)
         finally:
             release(self.model)
 
-    def outcome(self, fitted: FittedModel | None, passes: int = 2) -> Outcome:
+    def outcome(self, called: Callable[..., Any] | None, passes: int = 2) -> Outcome:
         """Return all results of some backward passes from the start."""
         self.reset()
         found: Outcome = {}
         for position in range(1, passes + 1):
-            outputs = self.call(fitted)
+            outputs = self.call(called)
             self.loss(outputs).backward()
             self.collect(found, outputs, f"pass {position}: ")
         return found
@@ -421,32 +421,32 @@ class TrainingStep:
             if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.grad is not None
         ]
 
-    def train(self, fitted: FittedModel | None) -> None:
+    def train(self, called: Callable[..., Any] | None) -> None:
         """Run one whole training step, the optimizer's included."""
         for parameter in self.model.parameters():
             parameter.grad = None
-        outputs = self.call(fitted)
+        outputs = self.call(called)
         self.loss(outputs).backward()
         if self.optimizer is not None:
             self.optimizer.step()
 
-    def peak_bytes(self, fitted: FittedModel | None) -> int:
+    def peak_bytes(self, called: Callable[..., Any] | None) -> int:
         """Return the measured peak of a whole training step, in bytes."""
         self.reset()
         peak = measure(
-            lambda: self.train(fitted), warmup=2, repeats=0, resident=self.resident
+            lambda: self.train(called), warmup=2, repeats=0, resident=self.resident
         ).peak_bytes
         self.reset()
         return peak
 
     def paired_times(
-        self, fitted: FittedModel, repeats: int
+        self, called: Callable[..., Any], repeats: int
     ) -> tuple[list[int], list[int]]:
         """Time plain and planned steps in turn; one pair more runs to warm up."""
         plain: list[int] = []
         planned: list[int] = []
         for position in range(repeats + 1):
-            for times, which in ((plain, None), (planned, fitted)):
+            for times, which in ((plain, None), (planned, called)):
                 start = time.perf_counter_ns()
                 self.train(which)
                 self.synchronise()
