@@ -76,12 +76,11 @@ def with_known_costs(graph: TrainingGraph, known: TrainingGraph) -> TrainingGrap
         op if op.is_external else same
         for op, same in zip(graph.ops, known.ops, strict=True)
     ]
-    storages = [
-        storage
-        if storage.is_resident or index >= len(known.storages)
-        else known.storages[index]
-        for index, storage in enumerate(graph.storages)
-    ]
+    storages = list(graph.storages)
+    for op in graph.ops:
+        if not op.is_external:
+            for storage in op.writes:
+                storages[storage] = known.storages[storage]
     return replace(graph, ops=tuple(ops), storages=tuple(storages))
 
 

@@ -28,7 +28,7 @@ from remat.errors import (
 from remat.graph import Role
 from remat.graph_planning import chosen_solvers, plan_graph
 from remat.platform import Platform
-from remat.profile.outside import loss_bytes, optimizer_bytes
+from remat.profile.outside import LossMemory, loss_bytes, optimizer_bytes
 from remat.runtime.backend import PlannedBackend, StoppedBeforeRunningError
 from remat.schedule import Schedule
 from remat.simulator import simulate
@@ -38,6 +38,7 @@ from remat.training_plan import Plan
 Loss = Callable[[Any], torch.Tensor]
 
 _SMALL_TENSORS_BYTES = 4096
+_SCALAR_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +110,7 @@ class Planner:
         state_bytes = step_bytes = 0
         if request.optimizer is not None:
             state_bytes, step_bytes = optimizer_bytes(request.optimizer)
+        loss = self.loss_memory(program)
         return Surroundings(
             resident_bytes=resident_bytes(
                 self.model,
@@ -117,32 +119,34 @@ class Planner:
                 program.device,
                 counts_gradients=self.counts_gradients,
             ),
-            loss_workspace_bytes=self.loss_workspace_bytes(program),
+            loss_peak_bytes=loss.peak_bytes,
+            loss_held_bytes=loss.held_bytes,
             optimizer_workspace_bytes=step_bytes,
         )
 
-    def loss_workspace_bytes(self, program: JointProgram) -> int:
+    def loss_memory(self, program: JointProgram) -> LossMemory:
         """Return what the caller's loss may need beyond the outputs.
 
-        Without a description of the loss, a scalar output is taken for the loss itself,
-        and other outputs are taken to need three times their own size: a copy, the
-        gradient, and one value in between.
+        Without a description of the loss, a scalar output is taken for the loss itself.
+        Other outputs are taken to need three times their own size (a copy, the
+        gradient, and one value in between), and the loss value to hold their size,
+        which is the most that torch's own losses do.
         """
         graph = program.graph
         if self.request.loss is not None and self.model is not None:
             args, kwargs = self.batch
             outputs = fake_outputs(self.model, args, kwargs)
-            # The gradients of the outputs exist before the judge counts them.
-            gradients = sum(graph.storages[s].size_bytes for s in graph.tangents)
-            return loss_bytes(self.request.loss, outputs) + gradients
+            return loss_bytes(self.request.loss, outputs)
         sizes = [
             graph.storages[s].size_bytes
             for s in graph.forward_outputs
             if graph.storages[s].role is Role.OUTPUT
         ]
-        if any(size <= 8 for size in sizes):
-            return 0
-        return 3 * sum(sizes) + _SMALL_TENSORS_BYTES
+        if any(size <= _SCALAR_BYTES for size in sizes):
+            return LossMemory(peak_bytes=0, held_bytes=0)
+        return LossMemory(
+            peak_bytes=4 * sum(sizes) + _SMALL_TENSORS_BYTES, held_bytes=sum(sizes)
+        )
 
     def make_plan(self, program: JointProgram) -> Plan:
         """Return a new plan for a traced step, or the given one if it fits."""

@@ -208,7 +208,6 @@ class Plan:
                 "bound_ns": self.bound_ns,
                 "fingerprint": self.fingerprint,
                 "smallest_budget_bytes": self.smallest_budget_bytes,
-                "smallest_budget_bytes": self.smallest_budget_bytes,
                 "settings": dict(self.settings),
             },
         )

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from remat.capture.surroundings import captured_tensors
-from remat.errors import CaptureError
+from remat.errors import BudgetError, CaptureError
 from remat.fitting import Costs, FittedModel, Loss, PlanRequest, release
 from remat.fitting import positional as positional_arguments
 from remat.profile.memory import measure
@@ -50,7 +50,10 @@ class VerifyReport:
         Tensors that differ from eager PyTorch.
     compared_count
         How many tensors were compared each time: outputs, gradients, buffers, random
-        state, after one and after two backward passes.
+        state, after each backward pass.
+    pass_count
+        2, or 1 where a second backward pass onto existing gradients (gradient
+        accumulation) does not fit the budget.
     budget_bytes, predicted_peak_bytes, measured_peak_bytes, plain_peak_bytes
         The budget, the plan's prediction, the measured peak of the planned step, and
         that of the plain eager step.
@@ -64,6 +67,7 @@ class VerifyReport:
     against_captured: tuple[Difference, ...]
     against_eager: tuple[Difference, ...]
     compared_count: int
+    pass_count: int
     budget_bytes: int
     predicted_peak_bytes: int
     measured_peak_bytes: int
@@ -93,6 +97,7 @@ class VerifyReport:
             "is_exact": self.is_exact,
             "is_within_budget": self.is_within_budget,
             "compared_count": self.compared_count,
+            "pass_count": self.pass_count,
             "against_captured": [asdict(d) for d in self.against_captured],
             "against_eager": [asdict(d) for d in self.against_eager],
             "budget_bytes": self.budget_bytes,
@@ -129,6 +134,11 @@ class VerifyReport:
                 (
                     f"  eager       {_verdict(self.against_eager, self.compared_count)} "
                     "eager PyTorch"
+                ),
+                (
+                    "  passes      gradients accumulated over two"
+                    if self.pass_count > 1
+                    else "  passes      one: accumulation does not fit this budget"
                 ),
             ]
         )
@@ -213,7 +223,7 @@ def verify(
     -----
     The plain step runs too, so the machine must have the memory for it. Compared are
     outputs, gradients, buffers and random state after one and after two backward
-    passes (gradient accumulation), from the same start.
+    passes (gradient accumulation, where it fits the budget), from the same start.
     """
     report = progress or ignore_progress
     step = TrainingStep(
@@ -237,11 +247,11 @@ def verify(
         planned = FittedModel(model, request)
         plan = planned.plan_now(step.args, step.kwargs)
         report("comparing", 0.0)
-        mine = step.outcome(planned)
-        captured = step.outcome(FittedModel(model, reference))
+        mine, pass_count = step.longest_outcome(planned)
+        captured = step.outcome(FittedModel(model, reference), pass_count)
         against_captured = compare(captured, mine)
         del captured
-        against_eager = compare(step.outcome(None), mine)
+        against_eager = compare(step.outcome(None, pass_count), mine)
         count = len(mine)
         del mine
         report("measuring", 0.5)
@@ -253,6 +263,7 @@ def verify(
         against_captured=against_captured,
         against_eager=against_eager,
         compared_count=count,
+        pass_count=pass_count,
         budget_bytes=plan.budget_bytes or 0,
         predicted_peak_bytes=plan.peak_bytes,
         measured_peak_bytes=planned_peak,
@@ -386,6 +397,17 @@ class TrainingStep:
             self.loss(outputs).backward()
             self.collect(found, outputs, f"pass {position}: ")
         return found
+
+    def longest_outcome(self, fitted: FittedModel) -> tuple[Outcome, int]:
+        """Return the results of two passes and 2, or of one if two do not fit.
+
+        Gradients of the first pass are held while the second computes new ones, so
+        accumulation needs more than a single pass.
+        """
+        try:
+            return self.outcome(fitted, 2), 2
+        except BudgetError:
+            return self.outcome(fitted, 1), 1
 
     def collect(self, found: Outcome, outputs: Any, prefix: str) -> None:
         """Add copies of all that the last pass left to ``found``."""

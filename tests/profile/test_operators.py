@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remat.errors import ProfileError
 from remat.profile import CostCache, OperatorCall, OperatorCost, profile_operators
+from remat.profile.operators import _undisturbed
 
 aten = torch.ops.aten
 
@@ -360,3 +361,8 @@ def test_workspace_and_outputs_on_cuda():
     assert cost.output_bytes == 4_000_000
     assert cost.workspace_bytes == 8_000_000
     assert cost.cost_ns > 0
+
+
+def test_samples_that_were_delayed_do_not_count():
+    assert _undisturbed([100, 90, 2000, 110, 136]) == [100, 90, 110]
+    assert _undisturbed([7]) == [7]

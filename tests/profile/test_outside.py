@@ -190,15 +190,23 @@ def test_loss_is_predicted_on_fake_tensors(name):
     outputs = torch.rand(64, 1000, requires_grad=True)
     predicted = loss_bytes(loss_fn, outputs, *args)
 
-    def real() -> None:
-        loss_fn(outputs, *args).backward()
+    def real() -> torch.Tensor:
+        loss = loss_fn(outputs, *args)
+        loss.backward()
+        return loss
 
     real()
     outputs.grad = None
     used = memory_growth(real)
+    assert predicted.peak_bytes == pytest.approx(used.peak_bytes, abs=BOXED_BYTES)
     gradient_bytes = outputs.numel() * 4
-    assert used.retained_bytes == gradient_bytes
-    assert predicted == pytest.approx(used.peak_bytes - gradient_bytes, abs=BOXED_BYTES)
+    held_bytes = used.retained_bytes - gradient_bytes
+    assert predicted.held_bytes == pytest.approx(held_bytes, abs=BOXED_BYTES)
+
+
+def test_some_losses_hold_a_block_of_the_outputs_size():
+    assert loss_bytes(functional.mse_loss, values, values).held_bytes == values.nbytes
+    assert loss_bytes(lambda out: out.sum(), values).held_bytes == 4
 
 
 def test_outputs_may_be_fake_and_nested():

@@ -132,12 +132,18 @@ class JointProgram:
                 yield index, node
 
 
+_OWN_FRAME = "remat/capture/tracing.py"
+
+
 def user_source_line(node: fx.Node) -> str:
-    """Return the innermost line of the user's code that created ``node``, or ``""``."""
+    """Return the innermost line of the user's code that created ``node``, or ``""``.
+
+    Lines inside torch do not count: the tracer leaves them out.
+    """
     trace = node.meta.get("stack_trace") or ""
     lines = [line.strip() for line in trace.splitlines() if line.strip()]
     for position in range(len(lines) - 1, -1, -1):
-        if lines[position].startswith("File "):
+        if lines[position].startswith("File ") and _OWN_FRAME not in lines[position]:
             code = lines[position + 1] if position + 1 < len(lines) else ""
             return f"{lines[position]}: {code}"
     return ""

@@ -29,15 +29,18 @@ class Surroundings:
     resident_bytes
         Bytes, per role, of everything that is on the device during the whole step,
         what the graph itself reads included.
-    loss_workspace_bytes
+    loss_peak_bytes
         Most bytes that the caller's work between forward and backward adds to the
-        outputs and their gradients.
+        outputs, their gradients included.
+    loss_held_bytes
+        The part of these that stays until the end of the step: the loss value.
     optimizer_workspace_bytes
         Most bytes that the optimizer's step adds.
     """
 
     resident_bytes: Mapping[Role, int] = field(default_factory=dict[Role, int])
-    loss_workspace_bytes: int = 0
+    loss_peak_bytes: int = 0
+    loss_held_bytes: int = 0
     optimizer_workspace_bytes: int = 0
 
 
@@ -131,15 +134,21 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
     both are external: they occupy memory, but nothing in the traced graph runs them.
     """
     graph = program.graph
+    loss_value = len(graph.storages)
     storages = [
         *graph.storages,
-        *_missing_residents(graph, surroundings),
+        Storage(
+            name="loss value",
+            size_bytes=surroundings.loss_held_bytes,
+            role=Role.OUTPUT,
+        ),
         Storage(
             name="scalars of loss and autograd",
             size_bytes=SCALARS_BYTES,
             role=Role.OUTPUT,
             is_resident=True,
         ),
+        *_missing_residents(graph, surroundings),
     ]
     forward = graph.forward_count
     held = tuple(
@@ -148,14 +157,16 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
     loss = _external_op(
         "work between forward and backward (loss)",
         Phase.FORWARD,
-        held,
-        surroundings.loss_workspace_bytes,
+        reads=held,
+        writes=(loss_value,),
+        workspace_bytes=surroundings.loss_peak_bytes - surroundings.loss_held_bytes,
     )
     step = _external_op(
         "optimizer step",
         Phase.BACKWARD,
-        graph.final_outputs,
-        surroundings.optimizer_workspace_bytes,
+        reads=graph.final_outputs,
+        writes=(),
+        workspace_bytes=surroundings.optimizer_workspace_bytes,
     )
     return replace(
         program,
@@ -163,6 +174,8 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
             graph,
             storages=tuple(storages),
             ops=(*graph.ops[:forward], loss, *graph.ops[forward:], step),
+            forward_outputs=(*graph.forward_outputs, loss_value),
+            final_outputs=(*graph.final_outputs, loss_value),
         ),
         op_nodes=[
             *program.op_nodes[:forward],
@@ -200,12 +213,17 @@ def _missing_residents(
 
 
 def _external_op(
-    name: str, phase: Phase, reads: tuple[int, ...], workspace_bytes: int
+    name: str,
+    phase: Phase,
+    *,
+    reads: tuple[int, ...],
+    writes: tuple[int, ...],
+    workspace_bytes: int,
 ) -> Op:
     return Op(
         name=name,
         reads=reads,
-        writes=(),
+        writes=writes,
         cost_ns=(0,),
         workspace_bytes=(workspace_bytes,),
         phase=phase,

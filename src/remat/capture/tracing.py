@@ -78,7 +78,9 @@ def raise_capture_error(error: Exception, failure: RematError | None) -> NoRetur
     text = str(error)
     what = _first_sentence(text)
     where = _user_source_line(text)
-    if "fullgraph" in text or type(error).__name__ in {"Unsupported", "UserError"}:
+    if type(error).__name__ == "InternalTorchDynamoError":
+        msg = f"the tracer itself failed: {what}; at {where}"
+    elif "fullgraph" in text or type(error).__name__ in {"Unsupported", "UserError"}:
         msg = (
             f"the model cannot be traced as one graph: {what}; at {where}. Move that "
             "code out of forward (for a loss: compute it outside the model)"

@@ -32,6 +32,7 @@ from remat.profile.cache import CostCache
 _LEAST_SAMPLES = 3
 _MOST_SAMPLES = 15
 _SAMPLING_NS = 30_000_000
+_DISTURBED_RATIO = 1.5
 _NO_KWARGS: dict[str, Any] = {}
 
 
@@ -59,7 +60,7 @@ class OperatorCost:
     Parameters
     ----------
     cost_ns
-        Median time of one run, in nanoseconds.
+        Median time of one undisturbed run, in nanoseconds.
     workspace_bytes
         Most bytes in use during the run beyond its inputs and its outputs.
     output_bytes
@@ -70,7 +71,7 @@ class OperatorCost:
     aliases_input
         Whether an output shares the storage of an input.
     samples
-        Number of timed runs; 0 for an estimate.
+        Number of timed runs, disturbed ones included; 0 for an estimate.
     spread_ns
         Median distance of the samples from their median, in nanoseconds.
     """
@@ -227,7 +228,8 @@ def _measure_operator(
             run, (args, kwargs), is_cuda=is_cuda
         )
         times = _time_cuda(run) if is_cuda else _time_cpu(run)
-    median = statistics.median(times)
+    undisturbed = _undisturbed(times)
+    median = statistics.median(undisturbed)
     return OperatorCost(
         cost_ns=round(median),
         workspace_bytes=max(0, growth_bytes - sum(sizes)),
@@ -283,6 +285,14 @@ def _has_enough(times: list[int]) -> bool:
     return len(times) >= _MOST_SAMPLES or (
         len(times) >= _LEAST_SAMPLES and sum(times) >= _SAMPLING_NS
     )
+
+
+def _undisturbed(times: list[int]) -> list[int]:
+    """Return the samples that nothing else on the machine seems to have delayed.
+
+    Other work only ever adds time, often a multiple, to some samples and not others.
+    """
+    return [t for t in times if t <= _DISTURBED_RATIO * min(times)]
 
 
 def _time_cpu(run: Callable[[], object]) -> list[int]:

@@ -8,6 +8,7 @@ inside each operator.
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -35,6 +36,10 @@ class StorageCounter(TorchDispatchMode):
         self._known: set[int] = set()
         self.live_bytes = 0
         self.peak_bytes = 0
+
+    def size_bytes(self, tensor: torch.Tensor) -> int:
+        """Return the bytes counted for the storage of ``tensor``, 0 if it is not."""
+        return self._sizes.get(_identity(tensor), 0)
 
     def restart(self) -> None:
         """Begin a new peak at what is live now."""
@@ -223,11 +228,29 @@ def _unique_bytes(items: object) -> int:
     return sum(sizes.values())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossMemory:
+    """What a loss outside the model adds to the memory in use.
+
+    Parameters
+    ----------
+    peak_bytes
+        Most bytes in use at once while the loss and its gradients with respect to the
+        outputs are computed, these gradients included, beyond the outputs.
+    held_bytes
+        Bytes of the loss value itself, which a training loop holds until its end. Some
+        losses keep a block of the outputs' size behind a single number.
+    """
+
+    peak_bytes: int
+    held_bytes: int
+
+
 def loss_bytes(
     loss_fn: Callable[..., torch.Tensor],
     outputs: object,
     *args: object,
-) -> int:
+) -> LossMemory:
     """Predict the memory of a loss outside the model, and of its backward pass.
 
     Parameters
@@ -243,9 +266,8 @@ def loss_bytes(
 
     Returns
     -------
-    int
-        Most bytes in use at once while the loss and its gradients with respect to the
-        outputs are computed, beyond the outputs, ``args`` and these gradients.
+    LossMemory
+        Peak while the loss and its gradients are computed, and what stays afterwards.
 
     Raises
     ------
@@ -264,9 +286,9 @@ def loss_bytes(
             fake_args = cast("Sequence[Any]", _fake_like(args, needs_grad=False))
             counter.ignore([fake_outputs, fake_args])
             with counter:
-                loss_fn(fake_outputs, *fake_args).backward()
-            grads = [t.grad for t in tensors_in(fake_outputs) if t.is_leaf]
-            gradient_bytes = _unique_bytes(grads)
+                loss = loss_fn(fake_outputs, *fake_args)
+                loss.backward()
+                held_bytes = counter.size_bytes(loss)
     # A loss is user code: it may raise anything on fake tensors.
     except Exception as error:
         msg = (
@@ -275,7 +297,7 @@ def loss_bytes(
             "write it without branches on values of tensors"
         )
         raise CaptureError(msg) from error
-    return max(0, counter.peak_bytes - gradient_bytes)
+    return LossMemory(peak_bytes=counter.peak_bytes, held_bytes=held_bytes)
 
 
 def _fake_like(item: Any, *, needs_grad: bool) -> Any:
