@@ -20,6 +20,7 @@ from remat.errors import (
 )
 from remat.fitting import FittedModel
 from remat.platform import Device, Platform
+from remat.schedule import Boundary, Discard
 from tests.modules import ConvNet, LossInside
 
 
@@ -103,6 +104,24 @@ def test_measured_peak_is_within_the_budget() -> None:
     assert measured.peak_bytes <= int(plain_peak * 0.6)
     assert measured.peak_bytes <= plan.peak_bytes
     assert plan.peak_bytes <= 1.02 * measured.peak_bytes
+
+
+def test_outputs_that_the_caller_holds_are_never_freed() -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)]
+    model, x, y = nn.Sequential(*blocks), torch.randn(512, 64), torch.randn(512, 64)
+
+    def loss(outputs: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(outputs, y)
+
+    report = remat.verify(model, x, budget="60%", loss=loss)
+    graph, steps_taken = report.plan.graph, report.plan.schedule.steps
+    held = set(graph.forward_outputs) & set(graph.final_outputs)
+    assert held
+    after = steps_taken[steps_taken.index(Boundary()) :]
+    assert not [s for s in after if isinstance(s, Discard) and s.storage in held]
+    assert report.is_within_budget
+    assert report.is_exact
 
 
 def test_planning_leaves_the_model_untouched() -> None:

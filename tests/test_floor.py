@@ -56,22 +56,34 @@ def test_the_floor_brackets_the_smallest_budget(graph: TrainingGraph):
 
 def test_solvers_that_find_nothing_leave_store_all():
     graph = mlp_chain().graph
-    floor = smallest_budget(graph, solvers=[])
+    floor = smallest_budget(graph, solvers=[], refining_solvers=[])
     assert floor.budget_bytes == store_all_peak_bytes(graph)
 
 
 def test_the_solvers_that_are_given_are_asked():
     graph = transformer_like(4).graph
-    segments = smallest_budget(graph, solvers=[ChenGreedy()]).budget_bytes
-    both = smallest_budget(graph, solvers=[ChenGreedy(), *FLOOR_SOLVERS]).budget_bytes
+    segments, both = (
+        smallest_budget(graph, solvers=solvers, refining_solvers=[]).budget_bytes
+        for solvers in ([ChenGreedy()], [ChenGreedy(), *FLOOR_SOLVERS])
+    )
     assert both < segments < store_all_peak_bytes(graph)
 
 
 def test_a_finer_tolerance_is_no_worse():
     graph = transformer_like(2).graph
-    coarse = smallest_budget(graph, tolerance_percent=20).budget_bytes
-    fine = smallest_budget(graph, tolerance_percent=0).budget_bytes
-    assert fine <= coarse
+    coarse, fine = (
+        smallest_budget(graph, tolerance_percent=percent, refining_solvers=[])
+        for percent in (20, 0)
+    )
+    assert fine.budget_bytes <= coarse.budget_bytes
+
+
+def test_refining_never_makes_the_floor_higher():
+    graph = transformer_like(3).graph
+    plain = smallest_budget(graph, refining_solvers=[])
+    refined = smallest_budget(graph)
+    assert refined.budget_bytes <= plain.budget_bytes
+    assert refined.trace.violation is None
 
 
 def test_without_time_it_is_store_all():

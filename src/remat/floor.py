@@ -20,6 +20,7 @@ from remat.schedule import Schedule
 from remat.simulator import Trace
 from remat.solvers.base import Solver
 from remat.solvers.greedy_eviction import CANDIDATES, GreedyEviction
+from remat.solvers.min_cut_retention import MinCutRetention
 from remat.solvers.store_all import StoreAll
 
 FLOOR_SOLVERS: tuple[Solver, ...] = (
@@ -28,6 +29,11 @@ FLOOR_SOLVERS: tuple[Solver, ...] = (
     GreedyEviction(candidates=CANDIDATES[2:3], starts_from_segments=False),
 )
 """Cheap solvers that get by with little memory, each for when those before fail."""
+
+REFINING_SOLVERS: tuple[Solver, ...] = (MinCutRetention(effort_ops=1_500_000),)
+"""Thorough solvers that may go below where the cheap ones stop."""
+
+_REFINING_PERCENT = 94
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +61,7 @@ def smallest_budget(
     *,
     kind: str = "cpu",
     solvers: Sequence[Solver] = FLOOR_SOLVERS,
+    refining_solvers: Sequence[Solver] = REFINING_SOLVERS,
     limits: Limits | None = None,
     tolerance_percent: int = 1,
 ) -> Floor:
@@ -68,6 +75,8 @@ def smallest_budget(
         The device's kind.
     solvers
         Asked in turn at each budget, until one answers with a schedule.
+    refining_solvers
+        Asked at budgets 6 % apart from there downwards, until none answers.
     limits
         When to stop; the best found by then is returned.
     tolerance_percent
@@ -83,7 +92,7 @@ def smallest_budget(
 
     Notes
     -----
-    Asks about log2(100 / tolerance_percent) times, plus twice.
+    Asks the cheap solvers about log2(100 / tolerance_percent) times, plus twice.
     """
     limits = limits or Limits()
     bound_bytes = peak_bound_bytes(graph, kind)
@@ -105,6 +114,12 @@ def smallest_budget(
         ):
             break
         guess_bytes = max(1, (failed_bytes + best[1].peak_bytes[0]) // 2)
+    while not limits.is_over and best[1].peak_bytes[0] > bound_bytes:
+        guess_bytes = max(bound_bytes, best[1].peak_bytes[0] * _REFINING_PERCENT // 100)
+        found = _answer(graph, kind, guess_bytes, refining_solvers, limits)
+        if found is None:
+            break
+        best = found
     schedule, trace = best
     return Floor(
         budget_bytes=trace.peak_bytes[0],

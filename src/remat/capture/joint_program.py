@@ -247,6 +247,7 @@ class _Analysis:
             elif node.op == "call_function":
                 self.take_call(node)
         self.mark_gradients()
+        self.pin_held_outputs()
         pairs = [*self.forward_ops, *self.backward_ops]
         op_nodes = [node for _, node in pairs]
         index_of = {node: i for i, node in enumerate(op_nodes) if node is not None}
@@ -551,6 +552,20 @@ class _Analysis:
                         role=Role.GRADIENT,
                         name=f"gradient of {self.inputs[position].name}",
                     )
+
+    def pin_held_outputs(self) -> None:
+        """Let no op run again that wrote what the caller holds from the boundary on.
+
+        A schedule could otherwise discard an output, whose bytes the caller's own
+        reference keeps, and compute it again before the end.
+        """
+        held = set(self.transient_storages(self.held_outputs()))
+        self.forward_ops = [
+            (replace(op, non_recomputable="the caller holds its output"), node)
+            if held.intersection(op.writes)
+            else (op, node)
+            for op, node in self.forward_ops
+        ]
 
     def describe(self, leaf: object) -> str:
         if isinstance(leaf, fx.Node):
