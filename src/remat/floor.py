@@ -33,7 +33,7 @@ FLOOR_SOLVERS: tuple[Solver, ...] = (
 REFINING_SOLVERS: tuple[Solver, ...] = (MinCutRetention(effort_ops=1_500_000),)
 """Thorough solvers that may go below where the cheap ones stop."""
 
-_REFINING_PERCENT = 94
+_REFINING_PERCENTS = (94, 98)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,8 @@ def smallest_budget(
     solvers
         Asked in turn at each budget, until one answers with a schedule.
     refining_solvers
-        Asked at budgets 6 % apart from there downwards, until none answers.
+        Asked at budgets 6 % apart from there downwards, until none answers, then at
+        budgets 2 % apart.
     limits
         When to stop; the best found by then is returned.
     tolerance_percent
@@ -114,12 +115,13 @@ def smallest_budget(
         ):
             break
         guess_bytes = max(1, (failed_bytes + best[1].peak_bytes[0]) // 2)
-    while not limits.is_over and best[1].peak_bytes[0] > bound_bytes:
-        guess_bytes = max(bound_bytes, best[1].peak_bytes[0] * _REFINING_PERCENT // 100)
-        found = _answer(graph, kind, guess_bytes, refining_solvers, limits)
-        if found is None:
-            break
-        best = found
+    for percent in _REFINING_PERCENTS:
+        while not limits.is_over and best[1].peak_bytes[0] > bound_bytes:
+            guess_bytes = max(bound_bytes, best[1].peak_bytes[0] * percent // 100)
+            found = _answer(graph, kind, guess_bytes, refining_solvers, limits)
+            if found is None:
+                break
+            best = found
     schedule, trace = best
     return Floor(
         budget_bytes=trace.peak_bytes[0],

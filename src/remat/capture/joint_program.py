@@ -348,6 +348,9 @@ class _Analysis:
         self.note("constant", [value])
 
     def take_call(self, node: fx.Node) -> None:
+        for value in values_of(node):
+            if value is not None and not all(type(size) is int for size in value.shape):
+                self.fail(node, "the size of its result depends on values")
         self.note(
             str(node.target),
             values_of(node),
