@@ -296,10 +296,20 @@ def _is_bitwise_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype != other.dtype:
         return False
     # Compares bits: equal NaNs are equal, and 0.0 differs from -0.0.
-    left, right = one.contiguous(), other.contiguous()
-    if left.dim() == 0:
-        left, right = left.reshape(1), right.reshape(1)
+    left, right = _flat(one), _flat(other)
     return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as one dimension of stride 1.
+
+    Dimensions of size 1 may have any stride, which ``contiguous`` and ``reshape`` keep.
+    """
+    flat = tensor.reshape(-1)
+    if flat.stride(0) == 1:
+        return flat
+    return flat.clone(memory_format=torch.contiguous_format)
+
 
 
 class TrainingStep:
