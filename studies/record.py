@@ -25,8 +25,7 @@ _VERSIONED = ("torch", "transformers", "numpy", "ortools")
 def environment() -> dict[str, Any]:
     """Return commit, date, versions and machine of this process."""
     return {
-        "commit": _commit(),
-        "source": source_digest(),
+        **_AT_START,
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "versions": {
             "python": platform.python_version(),
@@ -146,3 +145,7 @@ def _proc_field(path: str, name: str) -> str:
             if key.strip() == name:
                 return value.strip()
     return platform.processor()
+
+
+# What is on disk may change while a study runs; what runs was read at the start.
+_AT_START = {"commit": _commit(), "source": source_digest()}
