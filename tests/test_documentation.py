@@ -1,0 +1,261 @@
+"""The documentation tells the truth: its code runs, its tables are the code's."""
+
+import argparse
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import remat
+from remat.cli import main
+from remat.cli.base import ExitCode
+from remat.cli.commands import COMMANDS
+from remat.solvers import AUTO, SOLVERS
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
+PAGES_WITH_CODE = ["README.md", "docs/index.md", "docs/usage.md", "docs/extending.md"]
+
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def read(name: str) -> str:
+    """Return the text of a file of the repository."""
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """Return the code blocks of a page that are marked with a language."""
+    return [code for marked, code in _BLOCK.findall(text) if marked == language]
+
+
+def prose(text: str) -> str:
+    """Return a page without its code blocks."""
+    return _BLOCK.sub("", text)
+
+
+def sections(text: str) -> dict[str, str]:
+    """Return the text under each second-level heading of a page."""
+    _, *found = re.split(
+        r"^## (.+)$", _BLOCK.sub(_hide_comments, text), flags=re.MULTILINE
+    )
+    return dict(zip(found[::2], found[1::2], strict=True))
+
+
+def _hide_comments(block: re.Match[str]) -> str:
+    return block[0].replace("\n#", "\n #")
+
+
+def rows(text: str) -> list[list[str]]:
+    """Return the cells of all tables in a text, without heads and rules."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line[1:-1].split(" | ")] for line in lines]
+    rules = {i for i, row in enumerate(cells) if set("".join(row)) <= set("-| ")}
+    return [row for i, row in enumerate(cells) if not {i, i + 1} & rules]
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors of a page's headings, as the site builder makes them."""
+    heads = re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
+    return {re.sub(r"[^\w\s-]", "", h).strip().lower().replace(" ", "-") for h in heads}
+
+
+class TestCode:
+    """What is marked as Python runs, page by page, in the order of the page."""
+
+    @pytest.fixture(autouse=True)
+    def _away_from_home(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[None]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("REMAT_CACHE_DIR", str(tmp_path / "cache"))
+        torch.manual_seed(0)
+        yield
+        torch.compiler.reset()
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("page", PAGES_WITH_CODE)
+    def test_page_runs(self, page: str) -> None:
+        found = blocks(read(page), "python")
+        assert found
+        names: dict[str, Any] = {"__name__": "documentation"}
+        for number, code in enumerate(found):
+            exec(compile(code, f"{page}, block {number}", "exec"), names)
+
+    @pytest.mark.parametrize("page", ["README.md", "docs/command-line.md"])
+    def test_factory_of_the_command_line_works(
+        self, page: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        *_, factory = blocks(read(page), "python")
+        Path("train.py").write_text(factory, encoding="utf-8")
+        words = ["plan", "train.py", "--budget", "60%", "--estimated", "--quiet"]
+        assert main([*words, "--output", "plan.json"]) == ExitCode.OK
+        assert main(["show", "plan.json", "--quiet"]) == ExitCode.OK
+        assert capsys.readouterr().out.count("plan for Sequential") == 2
+
+    def test_pages_with_code_are_run(self) -> None:
+        with_code = {
+            page.relative_to(ROOT).as_posix()
+            for page in PAGES
+            if blocks(page.read_text(encoding="utf-8"), "python")
+        }
+        assert with_code == {*PAGES_WITH_CODE, "docs/command-line.md"}
+
+    @pytest.mark.parametrize("page", ["README.md", "docs/command-line.md"])
+    def test_commands_shown_can_be_parsed(self, page: str) -> None:
+        shown = re.findall(r"^remat ([a-z].*)$", "".join(blocks(read(page), "console")))
+        lines = [line.split("#")[0].split() for line in shown]
+        for words in lines:
+            assert words[0] in {command.name for command in COMMANDS}, words
+
+
+class TestLinks:
+    """Links inside the documentation lead to a page and a heading that exist."""
+
+    @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+    def test_links_lead_somewhere(self, page: Path) -> None:
+        for link in _LINK.findall(prose(page.read_text(encoding="utf-8"))):
+            if "://" in link:
+                continue
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name) if name else page
+            assert target.exists(), f"{page.name}: {link}"
+            if anchor:
+                assert anchor in anchors(target.read_text(encoding="utf-8")), link
+
+    @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda p: p.name)
+    def test_pages_of_the_site_link_inside_it(self, page: Path) -> None:
+        # What is outside docs/ is not on the site.
+        for link in _LINK.findall(prose(page.read_text(encoding="utf-8"))):
+            if "://" not in link and not link.startswith("#"):
+                target = (page.parent / link.partition("#")[0]).resolve()
+                assert target.is_relative_to(DOCS), link
+
+    def test_readme_leads_to_every_page(self) -> None:
+        linked = set(_LINK.findall(read("README.md")))
+        pages = {p.relative_to(ROOT).as_posix() for p in DOCS.glob("*.md")}
+        assert pages <= linked
+
+
+class TestSolvers:
+    """The tables of solvers are the table of the code."""
+
+    TABLE = rows(
+        sections(read("docs/solvers.md").replace("# Solvers", "## Solvers"))["Solvers"]
+    )
+
+    def test_every_solver_has_a_row(self) -> None:
+        assert [row[0] for row in self.TABLE] == [f"`{name}`" for name in SOLVERS]
+
+    @pytest.mark.parametrize("row", TABLE, ids=lambda row: row[0].strip("`"))
+    def test_row_says_what_the_solver_claims(self, row: list[str]) -> None:
+        solver = SOLVERS[row[0].strip("`")]
+        assert row[1] == f"`{solver.__name__}`"
+        assert row[2] == solver.schedule_class
+        assert row[3] == ("yes" if solver.is_exact else "no")
+
+    def test_every_solver_has_a_section(self) -> None:
+        classes = [solver.__name__ for solver in SOLVERS.values()]
+        found = sections(read("docs/solvers.md"))
+        assert [name for name in found if name in classes] == classes
+
+    def test_portfolio_is_the_one_described(self) -> None:
+        text = sections(read("docs/solvers.md"))["Which one to choose"]
+        described = re.findall(
+            r"`(\w+)`", text.split("It runs ")[1].split("in this")[0]
+        )
+        assert described == [solver.__name__ for solver in AUTO]
+
+    def test_readme_lists_them_all(self) -> None:
+        table = rows(sections(read("README.md"))["Solvers"])
+        assert [row[0] for row in table] == [f"`{name}`" for name in SOLVERS]
+
+
+def public_names() -> set[str]:
+    """Return what a user finds in the package: no modules, nothing private."""
+    return {
+        name
+        for name in dir(remat)
+        if not name.startswith("_")
+        and not inspect.ismodule(getattr(remat, name))
+        and getattr(getattr(remat, name), "__module__", "").startswith("remat")
+    }
+
+
+def signature(name: str) -> str:
+    """Return a function's parameters and defaults as the reference writes them."""
+    found = inspect.signature(getattr(remat, name))
+    plain = [
+        p.replace(annotation=inspect.Parameter.empty) for p in found.parameters.values()
+    ]
+    result = found.return_annotation
+    kind = result if isinstance(result, str) else result.__name__
+    bare = found.replace(parameters=plain, return_annotation=inspect.Signature.empty)
+    return f"remat.{name}{bare} -> {kind}"
+
+
+class TestReference:
+    """The reference names everything that is public, with its signature."""
+
+    TEXT = read("docs/reference.md")
+
+    def test_there_are_public_names(self) -> None:
+        assert {"fit", "plan", "Plan", "BudgetError"} <= public_names()
+
+    @pytest.mark.parametrize("name", sorted(public_names()))
+    def test_name_is_documented(self, name: str) -> None:
+        listed = {row[0] for row in rows(sections(self.TEXT)["Exceptions"])}
+        assert name in sections(self.TEXT) or f"`{name}`" in listed
+
+    @pytest.mark.parametrize(
+        "name",
+        [n for n in sorted(public_names()) if inspect.isfunction(getattr(remat, n))],
+    )
+    def test_signature_is_that_of_the_code(self, name: str) -> None:
+        (shown,) = blocks(sections(self.TEXT)[name], "text")
+        assert " ".join(shown.split()) == signature(name)
+
+    @pytest.mark.parametrize("name", ["Plan", "VerifyReport", "Measurement"])
+    def test_attributes_exist_and_none_is_missing(self, name: str) -> None:
+        cells = [row[0] for row in rows(sections(self.TEXT)[name])]
+        shown = set(re.findall(r"`(\w+)(?:\(\w*\))?`", " ".join(cells)))
+        owner = getattr(remat, name)
+        fields = set(owner.__dataclass_fields__)
+        public = {n for n in vars(owner) if not n.startswith("_")} | fields
+        assert shown | {"summary"} >= public
+        assert shown <= public
+
+
+class TestCommandLine:
+    """The page of the command line has every command, option and exit code."""
+
+    SECTIONS = sections(read("docs/command-line.md"))
+
+    @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.name)
+    def test_every_option_is_described(self, command: Any) -> None:
+        parser = argparse.ArgumentParser()
+        command.add_arguments(parser)
+        text = self.SECTIONS[f"remat {command.name}"]
+        shared = self.SECTIONS["Options of several commands"]
+        for action in parser._actions:
+            for option in [o for o in action.option_strings if o.startswith("--")]:
+                assert f"`{option}" in text + shared, option
+
+    def test_no_option_is_invented(self) -> None:
+        known = {"--version"}
+        for command in COMMANDS:
+            parser = argparse.ArgumentParser()
+            command.add_arguments(parser)
+            known |= {o for a in parser._actions for o in a.option_strings}
+        text = " ".join(self.SECTIONS.values())
+        assert set(re.findall(r"`(--[a-z-]+)", text)) <= known
+
+    def test_exit_codes_are_those_of_the_code(self) -> None:
+        shown = [(int(r[0]), r[1]) for r in rows(self.SECTIONS["Exit codes"])]
+        assert shown == [(code.value, f"`{code.name}`") for code in ExitCode]
