@@ -96,7 +96,7 @@ def run_peers(options: argparse.Namespace, model: str) -> None:
             smallest[key] = min(peak_bytes, smallest.get(key, peak_bytes))
     for key, budget in smallest.items():
         case = f"remat at {key}"
-        if wanted(options, model, [case]):
+        if wanted(options, model, [case], budget):
             start(options, model, case, budget)
 
 
@@ -110,15 +110,22 @@ def recorded(options: argparse.Namespace, model: str) -> list[dict[str, Any]]:
     ]
 
 
-def wanted(options: argparse.Namespace, model: str, cases: Iterable[str]) -> bool:
-    """Whether any of the cases has still to be measured."""
+def wanted(
+    options: argparse.Namespace,
+    model: str,
+    cases: Iterable[str],
+    budget: int | None = None,
+) -> bool:
+    """Whether any of the cases has still to be measured, or was at another budget."""
     if options.skip == "nothing":
         return True
     digest = source_digest()
     done = {
         line["case"]
         for line in recorded(options, model)
-        if options.skip == "recorded" or line["source"] == digest
+        if line["status"] != "failed"
+        and (options.skip == "recorded" or line["source"] == digest)
+        and (budget is None or line.get("budget_bytes") == budget)
     }
     return any(case not in done for case in cases)
 
@@ -158,7 +165,7 @@ def start(
             )
             if result.returncode == 0:
                 return
-            message = result.stderr[-2000:]
+            message = result.stderr[-2000:].replace(f"{ROOT}/", "")
         except subprocess.TimeoutExpired:
             status, message = "timed out", f"more than {options.limit} s"
     line = {

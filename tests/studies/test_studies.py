@@ -195,6 +195,10 @@ def test_run_records_resumes_and_reports_failures(
     (failed,) = record.read(tmp_path / "overhead.jsonl")
     assert failed["status"] == "failed"
     assert "KeyError" in failed["message"]
+    # What failed is tried again.
+    again = ["overhead", "--tiny", "--models", "nothing", "--results", str(tmp_path)]
+    run.main([*again, "--skip", "recorded"])
+    assert len(record.read(tmp_path / "overhead.jsonl")) == 2
 
 
 def test_tables_say_what_the_lines_say(tmp_path: Path) -> None:
