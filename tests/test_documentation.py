@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from remat.cli import main
 from remat.cli.base import ExitCode
 from remat.cli.commands import COMMANDS
 from remat.solvers import AUTO, SOLVERS
+from studies import headline
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -198,6 +200,69 @@ def signature(name: str) -> str:
     kind = result if isinstance(result, str) else result.__name__
     bare = found.replace(parameters=plain, return_annotation=inspect.Signature.empty)
     return f"remat.{name}{bare} -> {kind}"
+
+
+def study_line(model: str, case: str, **more: Any) -> dict[str, Any]:
+    """Return a line of results of a study, as far as the README's table reads it."""
+    line: dict[str, Any] = {
+        "model": model,
+        "case": case,
+        "status": "ok",
+        "settings": {"model": {"tiny": False}},
+        "plain_peak_bytes": 100 << 20,
+        "measured_peak_bytes": 40 << 20,
+        "slowdown": 1.25,
+        "is_within_budget": True,
+        "differs_from_captured": {"count": 0},
+    }
+    return line | more
+
+
+class TestHeadline:
+    """The table of the README says what the recorded results say."""
+
+    def written(self, folder: Path, *lines: dict[str, Any]) -> list[list[str]]:
+        text = "\n".join(json.dumps(line) for line in lines)
+        (folder / "budgets.jsonl").write_text(text, encoding="utf-8")
+        page = folder / "page.md"
+        page.write_text("a\n<!-- headline -->\nold\n<!-- end headline -->\nb\n")
+        headline.main(["--results", str(folder), "--page", str(page)])
+        text = page.read_text()
+        assert text.startswith("a\n<!-- headline -->\n")
+        assert text.endswith("<!-- end headline -->\nb\n")
+        assert "old" not in text
+        return rows(text)
+
+    def test_kept_budgets(self, tmp_path: Path) -> None:
+        found = self.written(
+            tmp_path,
+            study_line("gpt2", "plain"),
+            study_line("gpt2", "60%", measured_peak_bytes=60 << 20, slowdown=1.1),
+            study_line("gpt2", "40%"),
+        )
+        assert found == [["gpt2", "100.0 MiB", "60.0 MiB, 1.10 x", "40.0 MiB, 1.25 x"]]
+
+    def test_refused_budgets_show_the_smallest(self, tmp_path: Path) -> None:
+        found = self.written(
+            tmp_path,
+            study_line("vgg19", "plain"),
+            study_line("vgg19", "60%", status="below floor"),
+            study_line("vgg19", "40%", status="below floor"),
+            study_line("vgg19", "floor", measured_peak_bytes=80 << 20),
+        )
+        assert found == [["vgg19", "100.0 MiB", "", "smallest: 80.0 MiB, 1.25 x"]]
+
+    def test_a_broken_promise_is_told(self, tmp_path: Path) -> None:
+        broken = {"is_within_budget": False, "differs_from_captured": {"count": 2}}
+        (row,) = self.written(
+            tmp_path, study_line("t5", "plain"), study_line("t5", "40%", **broken)
+        )
+        assert row[3] == "40.0 MiB, 1.25 x, **over budget**, **not exact**"
+
+    def test_readme_has_the_place(self) -> None:
+        assert "<!-- headline -->\n" in read("README.md")
+        with pytest.raises(ValueError, match="headline"):
+            headline.fill("nothing", headline.Results(ROOT))
 
 
 class TestReference:
