@@ -365,3 +365,89 @@ def test_outside_loss_without_description_is_covered() -> None:
 
     measured = remat.measure(step, warmup=2, repeats=0, resident=[model, x, labels])
     assert measured.peak_bytes <= plan.peak_bytes
+
+
+def test_more_than_eight_shapes_are_planned() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    remat.fit(model, torch.randn(20, 8), budget=10**7, costs="estimated")
+    for size in range(21, 32):
+        mean_square(model(torch.randn(size, 8))).backward()
+        model.zero_grad()
+    fitted = model._compiled_call_impl
+    assert isinstance(fitted, FittedModel)
+    assert len(fitted.entry(is_accumulating=False)[0].plans) == 12
+
+
+def test_a_percentage_is_bytes_from_the_first_plan_on() -> None:
+    model, x = conv_net()
+    plan = remat.fit(model, x, budget="60%", loss=mean_square, costs="estimated")
+    model(x[:2])
+    fitted = model._compiled_call_impl
+    assert isinstance(fitted, FittedModel)
+    latest = fitted.entry(is_accumulating=False)[0].latest
+    assert latest is not None
+    assert latest is not plan
+    assert latest.budget_bytes == plan.budget_bytes
+    assert latest.recomputed_op_count == 0
+
+
+def test_hooks_that_are_added_later_run() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    x = torch.randn(4, 8)
+    remat.fit(model, x, budget=10**7, costs="estimated")
+    first = model(x)
+    model[0].register_forward_hook(lambda _module, _args, out: out * 2)
+    assert not torch.equal(model(x), first)
+    assert torch.equal(
+        model(x), torch.tanh(2 * functional.linear(x, *model[0].parameters()))
+    )
+
+
+def test_a_scalar_next_to_outputs_is_not_taken_for_the_loss() -> None:
+    class TwoOutputs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 1000)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = self.linear(x)
+            return y, y.abs().mean()
+
+    model, x, y = TwoOutputs(), torch.randn(64, 8), torch.randint(0, 1000, (64,))
+    plan = remat.fit(model, x, budget=10**9)
+
+    def step() -> None:
+        model.zero_grad()
+        outputs, penalty = model(x)
+        (functional.cross_entropy(outputs, y) + penalty).backward()
+
+    measured = remat.measure(step, warmup=2, repeats=0, resident=[model, x, y])
+    assert measured.peak_bytes <= plan.peak_bytes
+
+
+def test_what_the_example_raises_is_named() -> None:
+    class Raises(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.shape[0] == 2:
+                raise KeyError("boom")
+            return self.linear(x)
+
+    with pytest.raises(CaptureError, match=r"KeyError\('boom'\)"):
+        remat.fit(Raises(), torch.randn(2, 4), budget="1 GiB")
+    with pytest.raises(CaptureError, match="does not fit the arguments"):
+        remat.fit(nn.Linear(4, 4), (torch.randn(2, 4), 1, 2), budget="1 GiB")
+
+
+def test_replaying_a_random_op_counts_the_generators_state() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+    plan = remat.plan(model, torch.randn(4, 8), budget=10**7, costs="estimated")
+    (dropout,) = [
+        op
+        for op in plan.graph.ops
+        if op.name.startswith("native_dropout") and op.is_ordered
+    ]
+    assert dropout.workspace_bytes[0] >= torch.get_rng_state().numel()

@@ -52,10 +52,13 @@ def with_costs(
     storages = list(program.graph.storages)
     for index, cost in zip(indices, found, strict=True):
         _check_alias(ops[index], cost)
+        state = program.random_states.get(index)
+        # Replaying holds the generator's present state meanwhile.
+        state_bytes = 0 if state is None else storages[state].size_bytes
         ops[index] = replace(
             ops[index],
             cost_ns=(cost.cost_ns,),
-            workspace_bytes=(cost.workspace_bytes,),
+            workspace_bytes=(cost.workspace_bytes + state_bytes,),
         )
         for storage, size_bytes in zip(
             ops[index].writes, cost.output_sizes_bytes, strict=True

@@ -1,7 +1,7 @@
 """Fit a model into a byte budget: capture, profile, solve, judge, install."""
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,15 +15,23 @@ from remat.capture.surroundings import (
     Surroundings,
     add_surroundings,
     captured_tensors,
+    existing_gradient,
     fake_outputs,
     resident_bytes,
+    tensors_in,
 )
-from remat.capture.tracing import check_batch, compiled_entry, raise_capture_error
+from remat.capture.tracing import (
+    check_batch,
+    compiled_entry,
+    quiet_tracer,
+    raise_capture_error,
+)
 from remat.costing import Costs, with_costs, with_known_costs
 from remat.errors import (
     CaptureError,
     PlanMismatchError,
     SolverUnsuitableError,
+    UnitError,
 )
 from remat.graph import Role
 from remat.graph_planning import chosen_solvers, plan_graph
@@ -39,6 +47,7 @@ Loss = Callable[[Any], torch.Tensor]
 
 _SMALL_TENSORS_BYTES = 4096
 _SCALAR_BYTES = 8
+_VARIANTS = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +72,7 @@ class PlanRequest:
     def __post_init__(self) -> None:
         if self.budget is None and self.given_plan is None:
             msg = "give a budget, for example budget='8 GiB' (or plan=, a saved plan)"
-            raise ValueError(msg)
+            raise UnitError(msg)
         chosen_solvers(self.solver)
         if self.platform is not None and len(self.platform.devices) > 1:
             msg = (
@@ -74,6 +83,19 @@ class PlanRequest:
         if self.costs not in {"measured", "estimated"}:
             msg = f"costs is {self.costs!r}; it must be 'measured' or 'estimated'"
             raise ValueError(msg)
+
+    @property
+    def required_budget(self) -> int | str:
+        """The budget of a request that has one.
+
+        Raises
+        ------
+        UnitError
+            If there is none.
+        """
+        if self.budget is None:
+            raise UnitError("give a budget, for example budget='8 GiB'")
+        return self.budget
 
 
 class Planner:
@@ -127,10 +149,11 @@ class Planner:
     def loss_memory(self, program: JointProgram) -> LossMemory:
         """Return what the caller's loss may need beyond the outputs.
 
-        Without a description of the loss, a scalar output is taken for the loss itself.
-        Other outputs are taken to need three times their own size (a copy, the
-        gradient, and one value in between), and the loss value to hold their size,
-        which is the most that torch's own losses do.
+        Without a description of the loss, a scalar that is the first output is taken
+        for the loss itself, as models that compute it return it. Other outputs are
+        taken to need four times their own size (a copy, the gradient, a value in
+        between, and a block of that size behind the loss value, which is the most that
+        torch's own losses keep).
         """
         graph = program.graph
         if self.request.loss is not None and self.model is not None:
@@ -142,7 +165,7 @@ class Planner:
             for s in graph.forward_outputs
             if graph.storages[s].role is Role.OUTPUT
         ]
-        if any(size <= _SCALAR_BYTES for size in sizes):
+        if not sizes or sizes[0] <= _SCALAR_BYTES:
             return LossMemory(peak_bytes=0, held_bytes=0)
         return LossMemory(
             peak_bytes=4 * sum(sizes) + _SMALL_TENSORS_BYTES, held_bytes=sum(sizes)
@@ -155,7 +178,7 @@ class Planner:
         graph = with_costs(program, self.request.costs, self.request.progress)
         return plan_graph(
             graph,
-            budget=self.request.budget or 0,
+            budget=self.request.required_budget,
             fingerprint=program.fingerprint,
             solver=self.request.solver,
             time_limit=self.request.time_limit,
@@ -201,6 +224,19 @@ def _outside_of_tracing() -> Generator[None]:
         yield
 
 
+def _tracer_settings() -> AbstractContextManager[None]:
+    """Return a context in which every new shape and every new hook is traced.
+
+    By default the tracer gives up after eight variants of a step, and does not look
+    for hooks that are added later.
+    """
+    return torch._dynamo.config.patch(
+        recompile_limit=_VARIANTS,
+        accumulated_recompile_limit=_VARIANTS,
+        skip_nnmodule_hook_guards=False,
+    )
+
+
 class FittedModel:
     """A model whose calls run by plans: what :func:`fit` installs.
 
@@ -231,21 +267,33 @@ class FittedModel:
             )
         return self.entries[is_accumulating]
 
-    def is_accumulating(self) -> bool:
+    def is_accumulating(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return whether gradients of an earlier pass exist."""
-        return any(p.grad is not None for p in self.model.parameters())
+        return any(p.grad is not None for p in self.model.parameters()) or any(
+            existing_gradient(tensor) is not None
+            for tensor in tensors_in((args, dict(kwargs)))
+        )
 
     def plan_now(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
         """Trace and plan the step of this example without running anything.
 
         Where gradients exist, the step without them is planned too: a training loop
-        usually clears them before its next step.
+        usually clears them before its next step. A percentage becomes a number of
+        bytes here, which then holds for every step.
         """
         check_batch(self.model, args, kwargs)
-        plan = self.plan_entry(args, kwargs, is_accumulating=False)
-        if self.is_accumulating():
-            plan = self.plan_entry(args, kwargs, is_accumulating=True)
+        is_accumulating = self.is_accumulating(args, kwargs)
+        plan = self.plan_entry(args, kwargs, is_accumulating=is_accumulating)
+        self.set_budget(plan)
+        if is_accumulating:
+            self.plan_entry(args, kwargs, is_accumulating=False)
         return plan
+
+    def set_budget(self, plan: Plan) -> None:
+        """Plan whatever comes next anew, within the bytes of ``plan``."""
+        self.request = replace(self.request, given_plan=None, budget=plan.budget_bytes)
+        for planner, _, _ in self.entries.values():
+            planner.request = self.request
 
     def plan_entry(
         self,
@@ -259,7 +307,7 @@ class FittedModel:
         backend.stop_before_running = True
         traced_before = backend.training_step_count
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), quiet_tracer():
                 self.run(args, kwargs, is_accumulating=is_accumulating)
         except StoppedBeforeRunningError:
             pass
@@ -275,7 +323,8 @@ class FittedModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step's forward pass by its plan; plan it first if it is new."""
-        return self.run(args, kwargs, is_accumulating=self.is_accumulating())
+        is_accumulating = self.is_accumulating(args, kwargs)
+        return self.run(args, kwargs, is_accumulating=is_accumulating)
 
     def run(
         self,
@@ -289,7 +338,8 @@ class FittedModel:
         planner.batch = (args, kwargs)
         backend.failure = None
         try:
-            return compiled(*args, **kwargs)
+            with _tracer_settings():
+                return compiled(*args, **kwargs)
         except TorchDynamoException as error:
             raise_capture_error(error, backend.failure)
         finally:
@@ -334,8 +384,9 @@ def fit(
         Counts its state and the memory of its step.
     loss
         The function of the model's outputs whose gradient is taken, when it is outside
-        the model: its memory is then predicted exactly. Without it, a scalar output is
-        taken for the loss, and other outputs to need twice their size.
+        the model: its memory is then predicted exactly. Without it, a scalar that is
+        the first output is taken for the loss, and other outputs to need four times
+        their size.
     platform
         A platform of one device; its budget is replaced by ``budget``.
     solver
@@ -345,7 +396,9 @@ def fit(
     seed
         Seed of solvers that randomise.
     costs
-        ``"measured"`` runs each distinct operator alone; ``"estimated"`` runs none.
+        ``"measured"`` runs each distinct operator alone; ``"estimated"`` runs none,
+        and predicts workspace by rules of thumb, so that the budget may be exceeded by
+        some percent.
     progress
         Called with what is being done and the share of it that is done.
     plan
@@ -389,11 +442,6 @@ def fit(
     )
     fitted = FittedModel(model, request)
     result = fitted.plan_now(positional(args), kwargs or {})
-    # A saved plan is for the example's shape; other shapes are planned anew.
-    if plan is not None:
-        fitted.request = replace(request, given_plan=None, budget=plan.budget_bytes)
-        for planner, _, _ in fitted.entries.values():
-            planner.request = fitted.request
     model._compiled_call_impl = fitted
     return result
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
-from remat.capture.surroundings import captured_tensors
+from remat.capture.surroundings import captured_tensors, plain_tensors, tensors_in
 from remat.errors import BudgetError, CaptureError
-from remat.fitting import Costs, FittedModel, Loss, PlanRequest, release
+from remat.fitting import Costs, FittedModel, Loss, PlanRequest
 from remat.fitting import positional as positional_arguments
 from remat.profile.memory import measure
 from remat.solvers.base import ProgressCallback, ignore_progress
@@ -196,8 +196,8 @@ def verify(
 ) -> VerifyReport:
     """Run the step plainly and within the budget, and compare everything.
 
-    Afterwards the model, its gradients, the optimizer and the random state are as
-    before, and the model is not fitted.
+    Afterwards the model, its gradients, the optimizer, the batch and the random state
+    are as before; a model that was fitted or compiled still is.
 
     Parameters
     ----------
@@ -242,7 +242,6 @@ def verify(
     reference = PlanRequest(
         budget=_NO_LIMIT, solver="store-all", costs="estimated", loss=loss
     )
-    release(model)
     with step.restored():
         planned = FittedModel(model, request)
         plan = planned.plan_now(step.args, step.kwargs)
@@ -311,7 +310,6 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return flat.clone(memory_format=torch.contiguous_format)
 
 
-
 class TrainingStep:
     """One training step of a model, run plainly or by a plan.
 
@@ -342,7 +340,12 @@ class TrainingStep:
         self.args = args
         self.kwargs = kwargs
         self.loss = loss or default_loss
-        self.resident: list[Any] = [model, args, kwargs, captured_tensors(loss)]
+        self.resident: list[Any] = [
+            model,
+            plain_tensors(model),
+            tensors_in((args, kwargs)),
+            captured_tensors(loss),
+        ]
         self.optimizer = optimizer
         if optimizer is not None:
             self.resident.append(optimizer)
@@ -353,21 +356,28 @@ class TrainingStep:
     @contextmanager
     def restored(self) -> Generator[None]:
         """Put the model, optimizer, gradients and random state back at the end."""
-        state = {k: v.detach().clone() for k, v in self.model.state_dict().items()}
+        state = {
+            name: value.detach().clone()
+            for name, value in self.model.state_dict().items()
+            if isinstance(value, torch.Tensor)
+        }
+        batch = [t.detach().clone() for t in tensors_in((self.args, self.kwargs))]
         extra = {k: b.detach().clone() for k, b in self.model.named_buffers()}
+        installed = self.model._compiled_call_impl
         leaves = [*self.model.parameters(), *self.leaves()]
         gradients = [leaf.grad for leaf in leaves]
         optimizer_state = (
             None if self.optimizer is None else deepcopy(self.optimizer.state_dict())
         )
         with torch.random.fork_rng(devices=self.devices):
-            self.state, self.buffers = state, extra
+            self.state, self.buffers, self.batch = state, extra, batch
             self.random_state = torch.get_rng_state()
             self.cuda_states = [torch.cuda.get_rng_state(d) for d in self.devices]
             try:
                 yield
             finally:
                 self.reset()
+                self.model._compiled_call_impl = installed
                 for leaf, gradient in zip(leaves, gradients, strict=True):
                     leaf.grad = gradient
                 if self.optimizer is not None and optimizer_state is not None:
@@ -378,17 +388,23 @@ class TrainingStep:
         with torch.no_grad():
             live = self.model.state_dict(keep_vars=True)
             for name, value in self.state.items():
-                if isinstance(live[name], torch.Tensor):
-                    live[name].detach().copy_(value)
+                live[name].detach().copy_(value)
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(self.buffers[name])
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        for leaf in self.leaves():
-            leaf.grad = None
+            batch = tensors_in((self.args, self.kwargs))
+            for tensor, value in zip(batch, self.batch, strict=True):
+                # A model that changes its input in place started from other values.
+                if not torch.equal(tensor, value):
+                    tensor.detach().copy_(value)
+        self.clear_gradients()
         torch.set_rng_state(self.random_state)
         for device, state in zip(self.devices, self.cuda_states, strict=True):
             torch.cuda.set_rng_state(state, device)
+
+    def clear_gradients(self) -> None:
+        """Drop the gradients of parameters and of example inputs."""
+        for leaf in [*self.model.parameters(), *self.leaves()]:
+            leaf.grad = None
 
     def call(self, called: Callable[..., Any] | None) -> Any:
         """Run the forward pass, plainly or by a plan."""
@@ -396,7 +412,7 @@ class TrainingStep:
         try:
             return self.model(*self.args, **self.kwargs)
         finally:
-            release(self.model)
+            self.model._compiled_call_impl = None
 
     def outcome(self, called: Callable[..., Any] | None, passes: int = 2) -> Outcome:
         """Return all results of some backward passes from the start."""
@@ -455,8 +471,7 @@ class TrainingStep:
 
     def train(self, called: Callable[..., Any] | None) -> None:
         """Run one whole training step, the optimizer's included."""
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        self.clear_gradients()
         outputs = self.call(called)
         self.loss(outputs).backward()
         if self.optimizer is not None:

@@ -89,8 +89,9 @@ def test_solved_plan_is_exact_and_within_budget(name: str) -> None:
     assert report.is_exact, report
     assert not report.against_eager, report
     assert report.predicted_peak_bytes >= report.measured_peak_bytes
-    # One generator state (5056 bytes) is counted even where nothing replays it.
-    slack_bytes = 5056 + 1024
+    # The generator state (5056 bytes) is counted, and as much for a replay of the op,
+    # even where nothing is replayed.
+    slack_bytes = 2 * 5056 + 1024
     assert report.predicted_peak_bytes <= report.measured_peak_bytes + slack_bytes
 
 

@@ -17,6 +17,12 @@ from remat.graph import Op, Phase, Role, Storage, TrainingGraph
 SCALARS_BYTES = 512
 """Set aside for the loss and other scalars that the caller and autograd hold."""
 
+FREES_TANGENTS = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
+"""Whether compiled backwards own the incoming gradients and free each at its last use.
+
+Since 2.13 they do; before, autograd is taken to hold them until backward returns.
+"""
+
 _ITEM = re.compile(r"\['([^']*)'\]")
 
 
@@ -54,6 +60,29 @@ def storage_bytes(values: Iterable[Any], device: torch.device) -> int:
     return sum(sizes.values())
 
 
+def tensors_in(items: Any) -> list[torch.Tensor]:
+    """Return the tensors nested in ``items``."""
+    return [leaf for leaf in tree_leaves(items) if isinstance(leaf, torch.Tensor)]
+
+
+def existing_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient that a leaf holds, or ``None``."""
+    return tensor.grad if tensor.is_leaf else None
+
+
+def plain_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Return tensors that modules hold as plain attributes.
+
+    Some modules keep what they computed last, such as a normalised weight.
+    """
+    return [
+        value
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
 def resident_bytes(
     model: nn.Module | None,
     batch: Any,
@@ -68,13 +97,17 @@ def resident_bytes(
     ones are computed (gradient accumulation).
     """
     sizes: dict[Role, int] = {}
+    inputs = tensors_in(batch)
+    gradients = [existing_gradient(tensor) for tensor in inputs]
     if model is not None:
         parameters = list(model.parameters())
-        gradients = [p.grad for p in parameters] if counts_gradients else []
+        gradients += [p.grad for p in parameters]
+        inputs += plain_tensors(model)
         sizes[Role.PARAMETER] = storage_bytes(parameters, device)
         sizes[Role.BUFFER] = storage_bytes(model.buffers(), device)
+    if counts_gradients:
         sizes[Role.GRADIENT] = storage_bytes(gradients, device)
-    sizes[Role.INPUT] = storage_bytes(tree_leaves(batch), device)
+    sizes[Role.INPUT] = storage_bytes(inputs, device)
     sizes[Role.OPTIMIZER_STATE] = optimizer_state_bytes
     return sizes
 
@@ -98,15 +131,17 @@ def fake_outputs(
 
 
 def captured_tensors(function: Any) -> list[torch.Tensor]:
-    """Return the tensors that a function closes over or a partial application holds."""
+    """Return the tensors that a function closes over, names globally, or has bound."""
     cells = [
         cell.cell_contents for cell in getattr(function, "__closure__", None) or ()
     ]
     bound = [getattr(function, "args", ()), getattr(function, "keywords", {})]
-    leaves = tree_leaves(
-        [cells, bound, list(getattr(function, "__defaults__", None) or ())]
-    )
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    defaults = list(getattr(function, "__defaults__", None) or ())
+    code = getattr(function, "__code__", None)
+    names = () if code is None else code.co_names
+    namespace = getattr(function, "__globals__", {})
+    used = [namespace[name] for name in names if name in namespace]
+    return tensors_in([cells, bound, defaults, used])
 
 
 def describe_input(source: str) -> InputSpec:
@@ -161,6 +196,7 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
         writes=(loss_value,),
         workspace_bytes=surroundings.loss_peak_bytes - surroundings.loss_held_bytes,
     )
+    held_tangents = () if FREES_TANGENTS else graph.tangents
     step = _external_op(
         "optimizer step",
         Phase.BACKWARD,
@@ -175,7 +211,7 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
             storages=tuple(storages),
             ops=(*graph.ops[:forward], loss, *graph.ops[forward:], step),
             forward_outputs=(*graph.forward_outputs, loss_value),
-            final_outputs=(*graph.final_outputs, loss_value),
+            final_outputs=(*graph.final_outputs, *held_tangents, loss_value),
         ),
         op_nodes=[
             *program.op_nodes[:forward],

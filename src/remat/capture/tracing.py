@@ -1,7 +1,9 @@
 """Trace a module's training step without running it, with errors a user can act on."""
 
+import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -10,6 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from remat.errors import CaptureError, RematError
 
+_RAISED = re.compile(r"Developer debug context: raised exception (.+)")
+_CONTEXT = re.compile(r"Developer debug context: (.+)")
+_NOT_THE_USERS = ("/site-packages/torch/", "remat/capture/tracing.py")
 _USER_FRAME = re.compile(
     r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<where>.+)'
 )
@@ -78,16 +83,35 @@ def raise_capture_error(error: Exception, failure: RematError | None) -> NoRetur
     text = str(error)
     what = _first_sentence(text)
     where = _user_source_line(text)
-    if type(error).__name__ == "InternalTorchDynamoError":
+    raised = _RAISED.search(text)
+    if raised is not None:
+        msg = f"the example raises inside the model: {raised[1]}; at {where}"
+    elif "failed to bind arguments" in text:
+        mismatch = _CONTEXT.search(text)
+        details = f": {mismatch[1]}" if mismatch else ""
+        msg = f"the example does not fit the arguments of forward{details}"
+    elif type(error).__name__ == "InternalTorchDynamoError":
         msg = f"the tracer itself failed: {what}; at {where}"
-    elif "fullgraph" in text or type(error).__name__ in {"Unsupported", "UserError"}:
+    elif "making fake tensor call" in text:
+        msg = f"the example raises inside the model: {what}; at {where}"
+    else:
         msg = (
             f"the model cannot be traced as one graph: {what}; at {where}. Move that "
             "code out of forward (for a loss: compute it outside the model)"
         )
-    else:
-        msg = f"the example raises inside the model: {what}; at {where}"
     raise CaptureError(msg) from error
+
+
+@contextmanager
+def quiet_tracer() -> Generator[None]:
+    """Keep torch from printing the traceback of an error that is raised anyway."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _first_sentence(text: str) -> str:
@@ -103,7 +127,7 @@ def _user_source_line(text: str) -> str:
     found = "a line that is not known"
     for position, line in enumerate(lines):
         match = _USER_FRAME.search(line)
-        if match:
+        if match and not any(part in match["file"] for part in _NOT_THE_USERS):
             code = lines[position + 1].strip() if position + 1 < len(lines) else ""
             found = f"{match['file']}:{match['line']} in {match['where']}: {code}"
     return found

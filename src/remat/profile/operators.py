@@ -31,6 +31,8 @@ from remat.profile.cache import CostCache
 
 _LEAST_SAMPLES = 3
 _MOST_SAMPLES = 15
+_MANY_SAMPLES = 9
+_LONG_RUN_NS = 40_000_000
 _SAMPLING_NS = 30_000_000
 _DISTURBED_RATIO = 1.5
 _NO_KWARGS: dict[str, Any] = {}
@@ -282,9 +284,10 @@ def _output_sizes(inputs: object, outputs: object) -> tuple[tuple[int, ...], boo
 
 
 def _has_enough(times: list[int]) -> bool:
-    return len(times) >= _MOST_SAMPLES or (
-        len(times) >= _LEAST_SAMPLES and sum(times) >= _SAMPLING_NS
-    )
+    if len(times) < _LEAST_SAMPLES or sum(times) < _SAMPLING_NS:
+        return len(times) >= _MOST_SAMPLES
+    # Several short runs in a row may all have waited for a core.
+    return min(times) >= _LONG_RUN_NS or len(times) >= _MANY_SAMPLES
 
 
 def _undisturbed(times: list[int]) -> list[int]:
