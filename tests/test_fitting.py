@@ -392,15 +392,18 @@ def test_a_percentage_is_bytes_from_the_first_plan_on() -> None:
 
 
 def test_hooks_that_are_added_later_run() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    x = torch.randn(4, 8)
+    linear = nn.Linear(8, 8)
+    model, x = nn.Sequential(linear, nn.Tanh()), torch.randn(4, 8)
     remat.fit(model, x, budget=10**7, costs="estimated")
     first = model(x)
-    model[0].register_forward_hook(lambda _module, _args, out: out * 2)
-    assert not torch.equal(model(x), first)
-    assert torch.equal(
-        model(x), torch.tanh(2 * functional.linear(x, *model[0].parameters()))
-    )
+
+    def double(_module: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor:
+        return 2 * out
+
+    linear.register_forward_hook(double)
+    expected = torch.tanh(2 * functional.linear(x, linear.weight, linear.bias))
+    assert not torch.equal(first, expected)
+    assert torch.equal(model(x), expected)
 
 
 def test_a_scalar_next_to_outputs_is_not_taken_for_the_loss() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves, tree_map
 
 from remat.capture.joint_program import InputSpec, JointProgram
@@ -17,7 +18,7 @@ from remat.graph import Op, Phase, Role, Storage, TrainingGraph
 SCALARS_BYTES = 512
 """Set aside for the loss and other scalars that the caller and autograd hold."""
 
-FREES_TANGENTS = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
+FREES_TANGENTS = TorchVersion(torch.__version__) >= "2.13"
 """Whether compiled backwards own the incoming gradients and free each at its last use.
 
 Since 2.13 they do; before, autograd is taken to hold them until backward returns.
