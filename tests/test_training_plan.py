@@ -99,3 +99,11 @@ def test_a_graph_is_no_plan(tmp_path: Path) -> None:
     save_graph(path, mlp_chain().graph)
     with pytest.raises(FileFormatError, match="graph"):
         load_plan(path)
+
+
+def test_a_file_of_version_1_stays_readable() -> None:
+    plan = load_plan(Path(__file__).parent / "data" / "plan_v1.json")
+    assert plan.fingerprint == "0123abcd"
+    assert plan.peak_bytes <= (plan.budget_bytes or 0)
+    assert plan.recomputed_op_count > 0
+    assert plan.settings["torch"] == "2.13.0"

@@ -120,7 +120,11 @@ def run(options: argparse.Namespace) -> ExitCode:
 def train(workload: "Workload", step_count: int) -> Trained:
     """Train the workload's model for some steps and measure them."""
     # Imported here because they import torch.
-    from remat.capture.surroundings import captured_tensors  # noqa: PLC0415
+    from remat.capture.surroundings import (  # noqa: PLC0415
+        captured_tensors,
+        plain_tensors,
+        tensors_in,
+    )
     from remat.verification import default_loss  # noqa: PLC0415
 
     model, optimizer = workload.model, workload.optimizer
@@ -129,7 +133,9 @@ def train(workload: "Workload", step_count: int) -> Trained:
 
     def step() -> None:
         model.zero_grad()
-        loss: Any = loss_of(model(*workload.args, **workload.kwargs))
+        # Held until the step ends, as plans assume that callers do.
+        outputs: Any = model(*workload.args, **workload.kwargs)
+        loss: Any = loss_of(outputs)
         loss.backward()
         if optimizer is not None:
             optimizer.step()
@@ -137,8 +143,8 @@ def train(workload: "Workload", step_count: int) -> Trained:
 
     resident: list[object] = [
         model,
-        workload.args,
-        workload.kwargs,
+        plain_tensors(model),
+        tensors_in((workload.args, workload.kwargs)),
         captured_tensors(workload.loss),
     ]
     if optimizer is not None:
