@@ -215,19 +215,14 @@ def _peer_row(line: Line, planned: Sequence[Line]) -> Sequence[str]:
     peak_bytes = line["measured_peak_bytes"]
     fitting = [run for run in planned if run["measured_peak_bytes"] <= peak_bytes]
     best = min(fitting, key=lambda run: run["slowdown"], default=None)
-    gradients = (
-        "equal"
-        if not line["differing_gradient_count"]
-        else f"error {line['gradient_error']:.1g}"
-    )
     row = [
         line["model"],
         title(line["case"]),
         mebibytes(peak_bytes),
         f"{peak_bytes / line['plain_peak_bytes']:.0%}",
         times(line["slowdown"]),
-        gradients,
-        "equal" if not line["differing_buffer_count"] else "**differ**",
+        gradients(line),
+        buffers(line),
     ]
     if best is None:
         return [*row, "none so low", "", ""]
@@ -326,6 +321,23 @@ def equality(differences: Line) -> str:
     if not count:
         return "bitwise"
     return f"{count} differ by ≤ {differences['largest']:.1g}"
+
+
+def gradients(line: Line) -> str:
+    """Return how far gradients are from those of eager PyTorch."""
+    if not line["differing_gradient_count"]:
+        return "bitwise"
+    if "overall_gradient_error" in line:
+        return f"off by {line['overall_gradient_error']:.1g}"
+    return f"off by {line['gradient_error']:.1g} (worst)"
+
+
+def buffers(line: Line) -> str:
+    """Return whether statistics are those of eager PyTorch."""
+    if not line["differing_buffer_count"]:
+        return "bitwise"
+    is_counted_twice = any("num_batches" in name for name in line["differing_buffers"])
+    return "**moved twice**" if is_counted_twice else "last digits"
 
 
 def load(line: Line) -> str:
