@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -454,3 +456,42 @@ def test_replaying_a_random_op_counts_the_generators_state() -> None:
         if op.name.startswith("native_dropout") and op.is_ordered
     ]
     assert dropout.workspace_bytes[0] >= torch.get_rng_state().numel()
+
+
+def test_an_optimizer_over_all_parameters_at_once_can_be_the_peak() -> None:
+    model, x = nn.Linear(256, 256), torch.randn(4, 256)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=True)
+    report = remat.verify(
+        model, x, budget="100%", optimizer=optimizer, loss=mean_square, repeats=1
+    )
+    assert report.is_within_budget
+    assert report.is_exact
+    assert 0 <= report.prediction_error < 0.02
+
+
+def test_a_saved_plan_is_installed_in_another_process(tmp_path: Any) -> None:
+    code = """
+import sys, torch, remat
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)])
+x = torch.randn(512, 64)
+if sys.argv[1] == "save":
+    remat.plan(model, x, budget="85%", costs="estimated").save(sys.argv[2])
+else:
+    plan = remat.fit(model, x, plan=remat.load_plan(sys.argv[2]))
+    model(x).sum().backward()
+    print(plan.recomputed_op_count, model[0][0].weight.grad.double().sum().item())
+"""
+    path = str(tmp_path / "plan.json")
+    results: list[str] = []
+    for word in ("save", "load", "load"):
+        done = subprocess.run(
+            [sys.executable, "-c", code, word, path],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        results.append(done.stdout)
+    assert int(results[1].split()[0]) > 0
+    assert results[1] == results[2]

@@ -98,6 +98,19 @@ class PlanRequest:
         return self.budget
 
 
+def optimizer_memory(request: PlanRequest) -> tuple[int, int]:
+    """Return the bytes of the optimizer's state, and of its step beyond that.
+
+    Not to be called while a model is traced: optimizers take another path then.
+
+    Raises
+    ------
+    CaptureError
+        If the optimizer's step cannot be predicted without running it.
+    """
+    return (0, 0) if request.optimizer is None else optimizer_bytes(request.optimizer)
+
+
 class Planner:
     """Makes one plan per traced training step and remembers it."""
 
@@ -105,11 +118,13 @@ class Planner:
         self,
         model: nn.Module | None,
         request: PlanRequest,
+        optimizer_memory: tuple[int, int],
         *,
         counts_gradients: bool = True,
     ) -> None:
         self.model = model
         self.request = request
+        self.optimizer_memory = optimizer_memory
         self.counts_gradients = counts_gradients
         self.batch: Any = ()
         self.plans: dict[str, Plan] = {}
@@ -129,9 +144,7 @@ class Planner:
         """Return what lives and runs around the traced step now."""
         request = self.request
         self.request.progress("surroundings", 0.0)
-        state_bytes = step_bytes = 0
-        if request.optimizer is not None:
-            state_bytes, step_bytes = optimizer_bytes(request.optimizer)
+        state_bytes, step_bytes = self.optimizer_memory
         loss = self.loss_memory(program)
         return Surroundings(
             resident_bytes=resident_bytes(
@@ -247,6 +260,7 @@ class FittedModel:
     def __init__(self, model: nn.Module, request: PlanRequest) -> None:
         self.model = model
         self.request = request
+        self.optimizer_memory = optimizer_memory(request)
         self.entries: dict[
             bool, tuple[Planner, PlannedBackend, Callable[..., Any]]
         ] = {}
@@ -257,7 +271,10 @@ class FittedModel:
         """Return the planner, the backend and the compiled call for a kind of step."""
         if is_accumulating not in self.entries:
             planner = Planner(
-                self.model, self.request, counts_gradients=is_accumulating
+                self.model,
+                self.request,
+                self.optimizer_memory,
+                counts_gradients=is_accumulating,
             )
             backend = PlannedBackend(planner.choose_schedule, type(self.model).__name__)
             self.entries[is_accumulating] = (
@@ -508,19 +525,17 @@ def backend(
     budget that is too small shows at the first call, as the cause of the compiler's
     own exception. Parameters are those of :func:`fit`.
     """
-    planner = Planner(
-        model,
-        PlanRequest(
-            budget=budget,
-            optimizer=optimizer,
-            loss=loss,
-            solver=solver,
-            time_limit=time_limit,
-            seed=seed,
-            costs=costs,
-            progress=progress or ignore_progress,
-        ),
+    request = PlanRequest(
+        budget=budget,
+        optimizer=optimizer,
+        loss=loss,
+        solver=solver,
+        time_limit=time_limit,
+        seed=seed,
+        costs=costs,
+        progress=progress or ignore_progress,
     )
+    planner = Planner(model, request, optimizer_memory(request))
     name = "compiled step" if model is None else type(model).__name__
     return PlannedBackend(planner.choose_schedule, name)
 

@@ -75,7 +75,8 @@ def raise_capture_error(error: Exception, failure: RematError | None) -> NoRetur
         Otherwise: what could not be traced, where in the user's code, what to do.
     """
     if failure is not None:
-        raise failure from error.__cause__
+        # The frames of the tracer in between tell a user nothing.
+        raise failure.with_traceback(None) from None
     inner = getattr(error, "inner_exception", None)
     if inner is not None:
         msg = f"the traced step could not be compiled: {type(inner).__name__}: {inner}"
