@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 SOURCES := $(wildcard src tests studies examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format docs clean
+.PHONY: help demo test sanitize lint format docs clean
 .PHONY: lint-format lint-style lint-types lint-layers lint-spelling
 # A recipe that fails leaves no stamp behind.
 .DELETE_ON_ERROR:
@@ -23,6 +23,16 @@ demo: $(STAMPS)/demo ## train two real models plainly and within a budget
 
 test: $(STAMPS)/dev ## run the tests; PYTEST_ARGS="-k name" is passed on
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+sanitize: $(STAMPS)/dev ## run the native core's tests under the sanitizers
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/sanitize -G Ninja --log-level=WARNING \
+		-D REMAT_SANITIZE=ON -D Python_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
+		-D nanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)"
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/sanitize
+	@# Leaks are not looked for: the interpreter itself leaves some behind.
+	REMAT_NATIVE="$$(ls $(CURDIR)/build/sanitize/_core.*)" ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \
+		$(BIN)/python -m pytest tests/native $(PYTEST_ARGS)
 
 lint: lint-format lint-style lint-types lint-layers lint-spelling ## check format, style, types, layers, spelling
 
@@ -68,6 +78,7 @@ $(STAMPS)/venv:
 $(STAMPS)/demo: EXTRAS := studies
 $(STAMPS)/dev: EXTRAS := dev,studies
 $(STAMPS)/docs: EXTRAS := docs
-$(STAMPS)/demo $(STAMPS)/dev $(STAMPS)/docs: pyproject.toml constraints.txt | $(STAMPS)/venv
+NATIVE := CMakeLists.txt $(wildcard src/remat/native/*.?pp)
+$(STAMPS)/demo $(STAMPS)/dev $(STAMPS)/docs: pyproject.toml constraints.txt $(NATIVE) | $(STAMPS)/venv
 	$(PIP_INSTALL) --editable ".[$(EXTRAS)]"
 	@touch $@

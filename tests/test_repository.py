@@ -124,7 +124,8 @@ class TestVersions:
 
     def test_version_is_read_from_the_package(self) -> None:
         assert "version" in CONFIG["project"]["dynamic"]
-        assert TOOLS["hatch"]["version"]["path"] == "src/remat/__init__.py"
+        provider = TOOLS["scikit-build"]["metadata"]["version"]
+        assert provider["input"] == "src/remat/__init__.py"
 
     def test_citation_has_the_version(self) -> None:
         assert re.search(

@@ -1,0 +1,9 @@
+// The extension module remat.native._core: what each file binds, listed once.
+
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
+NB_MODULE(_core, module) {
+  module.doc() = "Hot loops of the planning algorithms; each has a twin in Python.";
+}

@@ -1,0 +1,5 @@
+"""Reductions: from a training graph to the abstraction of a method, and back.
+
+Each module derives one abstraction from a training graph and *lifts* an answer back to
+an order of the graph's own ops, where the judge recomputes cost and peak.
+"""
