@@ -1,0 +1,255 @@
+"""Families of lower sets: what the programs choose increasing sequences from.
+
+A *lower set* contains, with each value, all that the value needs. A family is exact
+when it holds all of them; their number grows with what runs in parallel, so beyond a
+cap a family is chosen that holds the useful ones.
+
+A family is kept as bit sets: row ``i`` of ``rows`` is a lower set, value ``v`` is bit
+``v % 64`` of word ``v // 64``. Rows are distinct and sorted by their number of values;
+the first is empty, the last is all of ``V``.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from remat.lower_sets.forward_graph import ForwardGraph
+from remat.native import native
+
+DEFAULT_CAP = 5_000
+"""Most lower sets that :func:`choose_family` enumerates."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Family:
+    """Lower sets of one forward graph.
+
+    Parameters
+    ----------
+    rows
+        Bit sets, shape (sets, words) of ``uint64``, as the module describes.
+    node_count
+        Number of values of the graph.
+    is_complete
+        Whether these are all the lower sets of the graph.
+    label
+        What the family consists of, for people.
+    """
+
+    rows: NDArray[np.uint64]
+    node_count: int
+    is_complete: bool
+    label: str
+
+    def __len__(self) -> int:
+        """Return the number of lower sets, the empty one and ``V`` included."""
+        return len(self.rows)
+
+    def masks(self) -> list[int]:
+        """Return each lower set as an integer with bit ``v`` set for value ``v``."""
+        return masks_of_rows(self.rows)
+
+    def __or__(self, other: "Family") -> "Family":
+        """Return the union of two families of one graph."""
+        if other.node_count != self.node_count:
+            msg = f"families of {self.node_count} and {other.node_count} values"
+            raise ValueError(msg)
+        return family_of_masks(
+            self.node_count,
+            [*self.masks(), *other.masks()],
+            label=f"{self.label}, {other.label}",
+            is_complete=self.is_complete or other.is_complete,
+        )
+
+
+def members(mask: int) -> list[int]:
+    """Return the values of a lower set given as an integer, ascending."""
+    found: list[int] = []
+    while mask:
+        found.append((mask & -mask).bit_length() - 1)
+        mask &= mask - 1
+    return found
+
+
+def masks_of_rows(rows: NDArray[np.uint64]) -> list[int]:
+    """Return the rows of a family as integers."""
+    little = np.ascontiguousarray(rows, dtype="<u8")
+    return [int.from_bytes(row.tobytes(), "little") for row in little]
+
+
+def rows_of_masks(node_count: int, masks: Sequence[int]) -> NDArray[np.uint64]:
+    """Return integers as rows of a family, in the order given."""
+    words = -(-node_count // 64)
+    data = b"".join(mask.to_bytes(8 * words, "little") for mask in masks)
+    little = np.frombuffer(data, dtype="<u8").reshape(len(masks), words)
+    return little.astype(np.uint64)
+
+
+def family_of_masks(
+    node_count: int, masks: Iterable[int], *, label: str, is_complete: bool = False
+) -> Family:
+    """Return the family of these lower sets, the empty one and ``V`` added."""
+    everything = (1 << node_count) - 1
+    distinct = sorted(
+        {0, everything, *masks}, key=lambda mask: (mask.bit_count(), mask)
+    )
+    return Family(
+        rows=rows_of_masks(node_count, distinct),
+        node_count=node_count,
+        is_complete=is_complete,
+        label=label,
+    )
+
+
+@native
+def enumerate_lower_sets(
+    node_count: int, edges: Sequence[tuple[int, int]], cap: int
+) -> NDArray[np.uint64] | None:
+    """Return all lower sets as rows of a family; ``None`` if they are more than ``cap``.
+
+    Parameters
+    ----------
+    node_count
+        Number of values.
+    edges
+        Pairs ``(u, v)``, acyclic: a lower set with ``v`` contains ``u``.
+    cap
+        Most lower sets, at least 1.
+
+    Notes
+    -----
+    Grows each set by one ready value and keeps what is new. Time and memory
+    O(min(sets, cap) x values); nothing beyond ``cap`` sets is stored.
+    """
+    need = [0] * node_count
+    for u, v in edges:
+        need[v] |= 1 << u
+    layer, found = {0}, [0]
+    while layer:
+        larger: set[int] = set()
+        for mask in layer:
+            for v in range(node_count):
+                if not mask >> v & 1 and need[v] & ~mask == 0:
+                    larger.add(mask | 1 << v)
+                    if len(found) + len(larger) > cap:
+                        return None
+        found += sorted(larger)
+        layer = larger
+    return rows_of_masks(node_count, found) if len(found) <= cap else None
+
+
+def all_lower_sets(graph: ForwardGraph, cap: int = DEFAULT_CAP) -> Family | None:
+    """Return the family of all lower sets, or ``None`` if they are more than ``cap``.
+
+    Raises
+    ------
+    ValueError
+        If ``cap`` is not positive.
+    """
+    if cap < 1:
+        msg = f"the cap on lower sets is {cap}; it must be at least 1"
+        raise ValueError(msg)
+    rows = enumerate_lower_sets(graph.node_count, list(graph.all_edges), cap)
+    if rows is None:
+        return None
+    return Family(
+        rows=rows,
+        node_count=graph.node_count,
+        is_complete=True,
+        label="all lower sets",
+    )
+
+
+def ancestor_sets(graph: ForwardGraph) -> Family:
+    """Return the paper's pruned family: each value with all that it needs.
+
+    Source: Kusumoto et al. (NeurIPS 2019), the approximate program.
+    """
+    sets = [1 << v for v in range(graph.node_count)]
+    for v in graph.topological_order:
+        for u in graph.all_predecessors[v]:
+            sets[v] |= sets[u]
+    return family_of_masks(graph.node_count, sets, label="ancestor sets")
+
+
+def complements_of_descendants(graph: ForwardGraph) -> Family:
+    """Return the duals: for each value, all that does not need it."""
+    everything = (1 << graph.node_count) - 1
+    later = [1 << v for v in range(graph.node_count)]
+    for u in reversed(graph.topological_order):
+        for v in graph.all_successors[u]:
+            later[u] |= later[v]
+    masks = [everything & ~mask for mask in later]
+    return family_of_masks(graph.node_count, masks, label="complements of descendants")
+
+
+def prefixes(graph: ForwardGraph, order: Sequence[int]) -> Family:
+    """Return the prefixes of one topological order of all the values.
+
+    Raises
+    ------
+    ValueError
+        If the order leaves a value out or puts one before what it needs.
+    """
+    masks, mask = [0], 0
+    for v in order:
+        if any(not mask >> u & 1 for u in graph.all_predecessors[v]):
+            msg = f"{graph.node_name(v)} comes before a value that it needs"
+            raise ValueError(msg)
+        mask |= 1 << v
+        masks.append(mask)
+    if len(order) != graph.node_count or mask != (1 << graph.node_count) - 1:
+        msg = f"an order of {len(order)} values; need each of {graph.node_count} once"
+        raise ValueError(msg)
+    return family_of_masks(graph.node_count, masks, label="prefixes of an order")
+
+
+def breadth_first_order(graph: ForwardGraph) -> list[int]:
+    """Return the topological order that takes first what became ready first."""
+    waiting = [len(nodes) for nodes in graph.all_predecessors]
+    ready = deque(v for v, count in enumerate(waiting) if count == 0)
+    order: list[int] = []
+    while ready:
+        v = ready.popleft()
+        order.append(v)
+        for w in graph.all_successors[v]:
+            waiting[w] -= 1
+            if waiting[w] == 0:
+                ready.append(w)
+    return order
+
+
+def depth_first_order(graph: ForwardGraph) -> list[int]:
+    """Return the topological order that takes first what became ready last."""
+    waiting = [len(nodes) for nodes in graph.all_predecessors]
+    ready = [v for v, count in enumerate(waiting) if count == 0]
+    order: list[int] = []
+    while ready:
+        v = ready.pop()
+        order.append(v)
+        for w in graph.all_successors[v]:
+            waiting[w] -= 1
+            if waiting[w] == 0:
+                ready.append(w)
+    return order
+
+
+def choose_family(graph: ForwardGraph, cap: int = DEFAULT_CAP) -> Family:
+    """Return all lower sets if they are at most ``cap``, else an approximate family.
+
+    Raises
+    ------
+    ValueError
+        If ``cap`` is not positive.
+    """
+    return all_lower_sets(graph, cap) or approximate_family(graph)
+
+
+def approximate_family(graph: ForwardGraph) -> Family:
+    """Return the union of the families that are small for every graph."""
+    family = ancestor_sets(graph) | complements_of_descendants(graph)
+    family |= prefixes(graph, breadth_first_order(graph))
+    return family | prefixes(graph, depth_first_order(graph))

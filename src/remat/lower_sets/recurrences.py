@@ -1,0 +1,262 @@
+"""The dynamic programs over increasing sequences of lower sets.
+
+Each function here is the plain Python twin of the native function of its name: the
+recurrences as they are written down, for reading and for comparison.
+
+State ``(L, t, m)``: last lower set, overhead so far, bytes of the values kept so far.
+From ``L`` to a larger ``L'`` of the family, with ``V' = L' \\ L``::
+
+    M = m + W(V') + owed(L') <= budget
+    m' = m + M(kept)    with kept = d(L') \\ L: later segments read these values of V'
+    t' = t + T(V') - T(kept)
+
+(Kusumoto et al., NeurIPS 2019.) Which states may be dropped depends on the objective:
+for the least overhead those with more ``t`` and more ``m`` than another, for the most
+overhead those with less ``t`` and more ``m``.
+"""
+
+import time
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from remat.lower_sets.families import masks_of_rows, members
+from remat.native import native
+
+
+class Goal(IntEnum):
+    """What a query asks for; a tie is broken by the other of overhead and bytes."""
+
+    LEAST_OVERHEAD = 0
+    MOST_OVERHEAD = 1
+    LEAST_CACHED = 2
+
+
+class Found(IntEnum):
+    """What an answer is."""
+
+    INFEASIBLE = 0
+    """No increasing sequence of the family fits."""
+    OPTIMAL = 1
+    """The best sequence of the family."""
+    STOPPED_WITH_ANSWER = 2
+    """A sequence that fits; time ran out before it was known to be best."""
+    STOPPED = 3
+    """Nothing; time ran out."""
+
+
+Query = tuple[int, int, bool]
+"""Budget in bytes, :class:`Goal`, whether the last segment's overhead counts."""
+
+Answer = tuple[int, int, int, list[int]]
+""":class:`Found`, overhead, bytes of all values kept, rows of the sequence after the
+empty set; zeros and an empty list without a sequence."""
+
+
+class _Tables:
+    """Per lower set of a family, what the recurrence needs."""
+
+    def __init__(
+        self,
+        memory_bytes: Sequence[int],
+        cost: Sequence[int],
+        segment_bytes: Sequence[int],
+        edges: Sequence[tuple[int, int]],
+        owed: int,
+        masks: Sequence[int],
+    ) -> None:
+        count = len(memory_bytes)
+        readers, reads = [0] * count, [0] * count
+        for u, v in edges:
+            readers[u] |= 1 << v
+            reads[v] |= 1 << u
+        self.memory_bytes, self.cost = memory_bytes, cost
+        self.masks = masks
+        self.segment_sum = [_total(segment_bytes, mask) for mask in masks]
+        self.cost_sum = [_total(cost, mask) for mask in masks]
+        self.boundary: list[int] = []
+        self.owed_bytes: list[int] = []
+        for mask in masks:
+            boundary = 0
+            consumers = 0
+            for u in members(mask):
+                outside = readers[u] & ~mask
+                consumers |= outside
+                if outside:
+                    boundary |= 1 << u
+            read = 0
+            for w in members(consumers):
+                read |= reads[w] & ~mask
+            self.boundary.append(boundary)
+            held = (
+                _total(memory_bytes, consumers) + _total(memory_bytes, read),
+                _total(memory_bytes, boundary),
+                0,
+            )
+            self.owed_bytes.append(held[owed])
+
+    def is_step(self, a: int, b: int) -> bool:
+        """Whether row ``b`` strictly contains row ``a``."""
+        return a != b and self.masks[a] & ~self.masks[b] == 0
+
+    def charge_bytes(self, a: int, b: int) -> int:
+        """Bytes while the segment from ``a`` to ``b`` is processed, less ``m``."""
+        return self.segment_sum[b] - self.segment_sum[a] + self.owed_bytes[b]
+
+    def kept(self, a: int, b: int) -> int:
+        return self.boundary[b] & ~self.masks[a]
+
+
+def _total(numbers: Sequence[int], mask: int) -> int:
+    return sum(numbers[v] for v in members(mask))
+
+
+@native
+def solve_lower_sets(
+    memory_bytes: Sequence[int],
+    cost: Sequence[int],
+    segment_bytes: Sequence[int],
+    edges: Sequence[tuple[int, int]],
+    owed: int,
+    rows: NDArray[np.uint64],
+    queries: Sequence[Query],
+    time_limit_s: float | None,
+) -> list[Answer]:
+    """Return the best increasing sequence of a family for each query.
+
+    Parameters
+    ----------
+    memory_bytes, cost, segment_bytes, edges
+        The forward graph; data edges only.
+    owed
+        0, 1, 2: what is owed counts consumers, the boundary, nothing.
+    rows
+        The family, as :class:`remat.lower_sets.families.Family` keeps it.
+    queries
+        What to find.
+    time_limit_s
+        Seconds after which to stop, or ``None``.
+
+    Notes
+    -----
+    Per query, time O(pairs of sets x length of the fronts), memory O(sets x length of
+    the fronts), where a front is no longer than the sum of the costs.
+    """
+    deadline_s = None if time_limit_s is None else time.monotonic() + time_limit_s
+    tables = _Tables(
+        memory_bytes, cost, segment_bytes, edges, owed, masks_of_rows(rows)
+    )
+    return [_solve(tables, query, deadline_s) for query in queries]
+
+
+_State = tuple[int, int]
+"""Overhead so far (negated for the most overhead), and bytes kept so far."""
+
+
+def _solve(tables: _Tables, query: Query, deadline_s: float | None) -> Answer:
+    budget, goal, charge_last = query
+    sign = -1 if goal == Goal.MOST_OVERHEAD else 1
+    last = len(tables.masks) - 1
+    # Per row, its states, and where each came from; kept sorted by overhead.
+    fronts: list[dict[_State, tuple[int, _State] | None]] = [{} for _ in tables.masks]
+    fronts[0] = {(0, 0): None}
+    for b in range(1, last + 1):
+        if deadline_s is not None and time.monotonic() > deadline_s:
+            return Found.STOPPED, 0, 0, []
+        reached: dict[_State, tuple[int, _State] | None] = {}
+        for a in range(b):
+            if not fronts[a] or not tables.is_step(a, b):
+                continue
+            kept = tables.kept(a, b)
+            room = budget - tables.charge_bytes(a, b)
+            added = tables.cost_sum[b] - tables.cost_sum[a] - _total(tables.cost, kept)
+            if b == last and not charge_last:
+                added = 0
+            kept_bytes = _total(tables.memory_bytes, kept)
+            for t, m in fronts[a]:
+                if m <= room:
+                    reached.setdefault((t + sign * added, m + kept_bytes), (a, (t, m)))
+        fronts[b] = _front(reached)
+    final = fronts[last]
+    if not final:
+        return Found.INFEASIBLE, 0, 0, []
+    if goal == Goal.LEAST_CACHED:
+        best = min(final, key=lambda state: (state[1], state[0]))
+    else:
+        best = min(final)
+    overhead, cached = sign * best[0], best[1]
+    chain: list[int] = []
+    row, state = last, best
+    while row:
+        chain.append(row)
+        step = fronts[row][state]
+        if step is None:
+            break
+        row, state = step
+    return Found.OPTIMAL, overhead, cached, chain[::-1]
+
+
+def _front(
+    reached: dict[_State, tuple[int, _State] | None],
+) -> dict[_State, tuple[int, _State] | None]:
+    front: dict[_State, tuple[int, _State] | None] = {}
+    least = None
+    for state in sorted(reached):
+        if least is None or state[1] < least:
+            front[state] = reached[state]
+            least = state[1]
+    return front
+
+
+@native
+def smallest_lower_set_budget(
+    memory_bytes: Sequence[int],
+    segment_bytes: Sequence[int],
+    edges: Sequence[tuple[int, int]],
+    owed: int,
+    rows: NDArray[np.uint64],
+    time_limit_s: float | None,
+) -> Answer:
+    """Return the least peak of any increasing sequence of a family.
+
+    The answer holds the least peak in bytes in place of the overhead; stopped, the
+    least peak found. Arguments as those of :func:`solve_lower_sets`.
+
+    Notes
+    -----
+    States ``(L, peak, m)``, of which those with more of both are dropped. Time
+    O(pairs of sets x length of the fronts).
+    """
+    deadline_s = None if time_limit_s is None else time.monotonic() + time_limit_s
+    costs = [0] * len(memory_bytes)
+    masks = masks_of_rows(rows)
+    tables = _Tables(memory_bytes, costs, segment_bytes, edges, owed, masks)
+    last = len(masks) - 1
+    fronts: list[dict[_State, tuple[int, _State] | None]] = [{} for _ in masks]
+    fronts[0] = {(0, 0): None}
+    for b in range(1, last + 1):
+        if deadline_s is not None and time.monotonic() > deadline_s:
+            return Found.STOPPED, 0, 0, []
+        reached: dict[_State, tuple[int, _State] | None] = {}
+        for a in range(b):
+            if not fronts[a] or not tables.is_step(a, b):
+                continue
+            charge = tables.charge_bytes(a, b)
+            kept_bytes = _total(memory_bytes, tables.kept(a, b))
+            for peak, m in fronts[a]:
+                state = max(peak, m + charge), m + kept_bytes
+                reached.setdefault(state, (a, (peak, m)))
+        fronts[b] = _front(reached)
+    state = min(fronts[last])
+    least, cached = state
+    chain: list[int] = []
+    row = last
+    while row:
+        chain.append(row)
+        step = fronts[row][state]
+        if step is None:
+            break
+        row, state = step
+    return Found.OPTIMAL, least, cached, chain[::-1]
