@@ -84,13 +84,6 @@ def test_on_a_chain_all_but_the_borders_and_the_last_segment_run_twice(root: int
     assert trace.recomputed_ns == (root - 1) * (root - 1)
 
 
-def test_the_last_segment_may_be_recomputed_too():
-    graph = chain(9)
-    kept = replay(graph, segment_order(graph, [0, 3, 6]))
-    lost = replay(graph, segment_order(graph, [0, 3, 6], keeps_last=False))
-    assert lost.recomputed_ns == kept.recomputed_ns + 3
-
-
 def test_segments_are_recomputed_when_backward_reaches_them():
     graph = chain(4)
     assert segment_order(graph, [0, 2]) == [0, 1, 2, 3, BOUNDARY, 4, 5, 6, 0, 7]
@@ -119,12 +112,11 @@ def test_greedy_segments_end_when_they_exceed_their_bytes():
 
 
 @pytest.mark.parametrize("name", INSTANCES)
-@pytest.mark.parametrize("keeps_last", [True, False])
-def test_every_segmentation_is_a_valid_schedule(name: str, keeps_last: bool):
+def test_every_segmentation_is_a_valid_schedule(name: str):
     graph = INSTANCES[name]().graph
     for segment_bytes in (0, 2**12, 2**17, 2**20):
         starts = greedy_starts(graph, segment_bytes)
-        order = segment_order(graph, starts, keeps_last=keeps_last)
+        order = segment_order(graph, starts)
         replay(graph, order)
         assert max(order.count(op) for op in set(order)) <= 2
 

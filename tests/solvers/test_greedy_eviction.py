@@ -43,7 +43,7 @@ def replay(graph: TrainingGraph, order: list[int]) -> Trace:
 
 def per_block(graph: TrainingGraph, starts: tuple[int, ...]) -> Trace:
     """Return what checkpointing each block costs: its input stays, its inside goes."""
-    return replay(graph, segment_order(graph, starts, keeps_last=True))
+    return replay(graph, segment_order(graph, starts))
 
 
 @pytest.mark.parametrize(

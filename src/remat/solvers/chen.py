@@ -2,7 +2,7 @@
 
 Also known as sqrt(n) checkpointing and gradient checkpointing. The forward ops, in
 their topological order, are cut into segments. What a later segment reads is saved;
-the rest of a segment is recomputed, all at once, when backward first reads any of it.
+the rest of a segment is recomputed when backward reads it.
 
 Departures from the paper [1]_:
 
@@ -32,17 +32,16 @@ from typing import ClassVar
 
 from remat.bounds import cost_bound_ns, required_ops
 from remat.graph import TrainingGraph
-from remat.liveness import BOUNDARY, schedule_from_order
+from remat.liveness import schedule_from_order
 from remat.problem import Limits, Problem, Proposal, Status, StopReason
+from remat.reductions.segments import SegmentedGraph
 from remat.schedule import Schedule
 from remat.simulator import Trace, simulate
 from remat.solvers.base import ProgressCallback, single_device_kind_index
 from remat.units import format_bytes
 
 
-def segment_order(
-    graph: TrainingGraph, starts: Iterable[int], *, keeps_last: bool = True
-) -> list[int]:
+def segment_order(graph: TrainingGraph, starts: Iterable[int]) -> list[int]:
     """Return the order that saves what crosses segments and recomputes the rest.
 
     Parameters
@@ -51,89 +50,15 @@ def segment_order(
         The graph whose forward ops are cut.
     starts
         Forward op indices at which a segment starts; 0 is implied.
-    keeps_last
-        Whether the last segment is kept instead of recomputed.
 
     Returns
     -------
     list[int]
-        Op indices and the boundary, for :func:`remat.liveness.schedule_from_order`.
-        Ops that no output needs are left out.
-
-    Notes
-    -----
-    Each forward op runs at most twice. Time O(total reads of the graph).
+        As :meth:`remat.reductions.segments.SegmentedGraph.order` gives it.
     """
-    return _Segments(graph, sorted({0, *starts}), keeps_last=keeps_last).order()
-
-
-class _Segments:
-    def __init__(
-        self, graph: TrainingGraph, starts: Sequence[int], *, keeps_last: bool
-    ) -> None:
-        self.graph = graph
-        self.starts = starts
-        self.required = required_ops(graph)
-        self.is_kept = [
-            producer is None
-            or producer >= graph.forward_count
-            or (keeps_last and self.segment(producer) == len(starts) - 1)
-            or not graph.ops[producer].is_recomputable
-            or self.is_read_beyond(storage, producer)
-            for storage, producer in enumerate(graph.producers)
-        ]
-
-    def segment(self, op: int) -> int:
-        return bisect_right(self.starts, op) - 1
-
-    def is_read_beyond(self, storage: int, producer: int) -> bool:
-        return any(
-            self.segment(reader) != self.segment(producer)
-            for reader in self.graph.consumers[storage]
-            if reader < self.graph.forward_count and reader in self.required
-        )
-
-    def order(self) -> list[int]:
-        """Return forward, boundary, and backward with segments recomputed on demand."""
-        graph = self.graph
-        required = sorted(self.required)
-        forward = [op for op in required if op < graph.forward_count]
-        backward = [op for op in required if op >= graph.forward_count]
-        wanted: list[set[int]] = [set() for _ in self.starts]
-        for op in backward:
-            for storage in self.lost_reads(op):
-                wanted[self.segment(self.producer(storage))].add(storage)
-        order = [*forward, BOUNDARY]
-        is_back = [False] * len(self.starts)
-        for op in backward:
-            for storage in self.lost_reads(op):
-                segment = self.segment(self.producer(storage))
-                if not is_back[segment]:
-                    is_back[segment] = True
-                    order += self.inside(wanted[segment])
-            order.append(op)
-        return order
-
-    def lost_reads(self, op: int) -> list[int]:
-        return [s for s in self.graph.ops[op].reads if not self.is_kept[s]]
-
-    def producer(self, storage: int) -> int:
-        producer = self.graph.producers[storage]
-        if producer is None:
-            msg = f"storage {storage} has no producer, so it is never lost"
-            raise AssertionError(msg)
-        return producer
-
-    def inside(self, storages: Iterable[int]) -> list[int]:
-        """Return the ops to recompute, ascending, for ``storages`` of one segment."""
-        ops: set[int] = set()
-        pending = list(storages)
-        while pending:
-            op = self.producer(pending.pop())
-            if op not in ops:
-                ops.add(op)
-                pending.extend(self.lost_reads(op))
-        return sorted(ops)
+    limits = sorted({0, *starts})
+    segmented = SegmentedGraph(graph)
+    return segmented.order({op: bisect_right(limits, op) for op in segmented.forward})
 
 
 def sqrt_starts(graph: TrainingGraph) -> list[int]:
