@@ -3,14 +3,32 @@
 Each entry of :data:`MODELS` builds a :class:`Workload`: one training step of a model in
 training mode with dropout active. At ``scale=1`` the widths are a fraction of the
 published ones, so that activations rather than parameters make up the peak and a step
-takes about a second on two cores. ``scale`` multiplies widths and batch alike, hence
-activations and parameters by its square: 2 gives the published width of the
-convolutional networks, 4 that of the transformers. ``tiny`` keeps what makes each
-model hard to capture but not its depth, for tests.
+takes about a second on one core. ``scale`` multiplies widths, and batch or pixels,
+alike, hence activations and parameters by its square: 4 gives the published width (2
+for DenseNet-121). ``tiny`` keeps what makes each model hard to capture but not its
+depth, for tests.
+
+ResNet-50, ResNet-152, VGG-19, DenseNet-161, GoogLeNet, U-Net and PSPNet are the
+networks of [1]_: ``scale=4`` gives width, image and batch of its experiments, for a
+GPU, and ``scale=1`` a quarter of the width and of the pixels in a batch, so that
+parameters have about the same share of the peak as there.
+
+Images and convolutions are in the channels-last layout, in which the CPU's kernels work
+in place. In the other layout each convolution copies what it reads and writes into a
+layout of its own, and the copies, not the activations, are then the largest part of the
+smallest budget.
 
 Nothing is downloaded: configurations are written here and weights drawn at random.
+
+References
+----------
+.. [1] M. Kusumoto, T. Inoue, G. Watanabe, T. Akiba, M. Koyama. A graph theoretic
+   framework of recomputation algorithms for memory-efficient backpropagation. NeurIPS
+   2019.
 """
 
+import functools
+import math
 import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -26,11 +44,25 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
 
-from studies.networks import VGG, DenseNet, ResNet, UNet
+from studies.networks import (
+    DENSENET161_LAYERS,
+    GOOGLENET_INCEPTIONS,
+    RESNET152_BLOCKS,
+    VGG,
+    DenseNet,
+    GoogLeNet,
+    PSPNet,
+    ResNet,
+    UNet,
+    unet_output_side,
+)
 
 DROPOUT = 0.1
 VOCABULARY = 1024
 N_CLASSES = 100
+
+Criterion = Callable[[Any, Tensor], Tensor]
+"""From outputs and labels to a scalar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +74,7 @@ class Options:
     tiny
         Whether to build the small variant for tests; ``scale`` is then ignored.
     scale
-        Multiplier of widths and batch, at least 1.
+        Multiplier of widths, and of batch or pixels, at least 1.
     is_loss_inside
         Whether the model takes the labels and returns the loss itself.
     attention
@@ -113,9 +145,7 @@ class LossInside(nn.Module):
         From outputs and labels to a scalar.
     """
 
-    def __init__(
-        self, model: nn.Module, criterion: Callable[[Any, Tensor], Tensor]
-    ) -> None:
+    def __init__(self, model: nn.Module, criterion: Criterion) -> None:
         super().__init__()
         self.model = model
         self.criterion = criterion
@@ -127,6 +157,17 @@ class LossInside(nn.Module):
 def classification_loss(outputs: Any, labels: Tensor) -> Tensor:
     """Average the cross-entropy of one class per row (or per pixel)."""
     return functional.cross_entropy(_logits(outputs), labels)
+
+
+def auxiliary_loss(
+    outputs: tuple[Tensor, ...], labels: Tensor, *, weight: float
+) -> Tensor:
+    """Add the weighted losses of auxiliary scores to the loss of the first scores."""
+    scores, *auxiliary = outputs
+    loss = functional.cross_entropy(scores, labels)
+    for other in auxiliary:
+        loss = loss + weight * functional.cross_entropy(other, labels)
+    return loss
 
 
 def token_loss(outputs: Any, labels: Tensor) -> Tensor:
@@ -142,39 +183,39 @@ def next_token_loss(outputs: Any, labels: Tensor) -> Tensor:
 
 def resnet50(options: Options = DEFAULT_OPTIONS) -> Workload:
     """Build ResNet-50 (batch normalisation, in-place activations, shortcuts)."""
-    with _seeded(options.seed):
-        if options.tiny:
-            model = ResNet((1, 2), width=8, n_classes=N_CLASSES)
-            return _images("resnet50", model, options, batch=2, side=32)
-        model = ResNet(width=32 * options.scale, n_classes=N_CLASSES)
-        return _images("resnet50", model, options, batch=12 * options.scale, side=128)
+    return _classifier(
+        "resnet50",
+        options,
+        batch=24,
+        tiny=lambda: ResNet((1, 2), width=8, n_classes=N_CLASSES),
+        full=lambda scale: ResNet(width=16 * scale, n_classes=250 * scale),
+    )
+
+
+def resnet152(options: Options = DEFAULT_OPTIONS) -> Workload:
+    """Build ResNet-152 (the same, three times as deep)."""
+    return _classifier(
+        "resnet152",
+        options,
+        batch=12,
+        tiny=lambda: ResNet((1, 3), width=8, n_classes=N_CLASSES),
+        full=lambda scale: ResNet(
+            RESNET152_BLOCKS, width=16 * scale, n_classes=250 * scale
+        ),
+    )
 
 
 def vgg19(options: Options = DEFAULT_OPTIONS) -> Workload:
     """Build VGG-19 (a plain chain of convolutions, dropout with p = 0.5)."""
-    with _seeded(options.seed):
-        if options.tiny:
-            model = VGG((1, 1), width=8, image=16, hidden=16, n_classes=N_CLASSES)
-            return _images("vgg19", model, options, batch=2, side=16)
-        model = VGG(
-            width=16 * options.scale,
-            image=128,
-            hidden=512 * options.scale,
-            n_classes=N_CLASSES,
-        )
-        return _images("vgg19", model, options, batch=24 * options.scale, side=128)
-
-
-def unet(options: Options = DEFAULT_OPTIONS) -> Workload:
-    """Build a U-Net (skips that live from the first layers to the last)."""
-    with _seeded(options.seed):
-        if options.tiny:
-            model = UNet(depth=2, width=4, dropout=DROPOUT)
-            return _images("unet", model, options, batch=2, side=16, per_pixel=True)
-        model = UNet(width=16 * options.scale, dropout=DROPOUT)
-        return _images(
-            "unet", model, options, batch=4 * options.scale, side=160, per_pixel=True
-        )
+    return _classifier(
+        "vgg19",
+        options,
+        batch=16,
+        tiny=lambda: VGG((1, 1), width=8, image=32, hidden=16, n_classes=N_CLASSES),
+        full=lambda scale: VGG(
+            width=16 * scale, hidden=1024 * scale, n_classes=250 * scale
+        ),
+    )
 
 
 def densenet121(options: Options = DEFAULT_OPTIONS) -> Workload:
@@ -182,13 +223,69 @@ def densenet121(options: Options = DEFAULT_OPTIONS) -> Workload:
     with _seeded(options.seed):
         if options.tiny:
             model = DenseNet((2, 2), growth=4, n_classes=N_CLASSES, dropout=DROPOUT)
-            return _images("densenet121", model, options, batch=2, side=32)
+            return _images("densenet121", model, options, _Batch(2, 32))
         model = DenseNet(
             growth=16 * options.scale, n_classes=N_CLASSES, dropout=DROPOUT
         )
-        return _images(
-            "densenet121", model, options, batch=10 * options.scale, side=112
-        )
+        return _images("densenet121", model, options, _Batch(10 * options.scale, 112))
+
+
+def densenet161(options: Options = DEFAULT_OPTIONS) -> Workload:
+    """Build DenseNet-161 (the same, wider and deeper, without dropout)."""
+    return _classifier(
+        "densenet161",
+        options,
+        batch=8,
+        tiny=lambda: DenseNet((2, 2), growth=4, n_classes=N_CLASSES, dropout=0.0),
+        full=lambda scale: DenseNet(
+            DENSENET161_LAYERS, growth=12 * scale, n_classes=250 * scale, dropout=0.0
+        ),
+    )
+
+
+def googlenet(options: Options = DEFAULT_OPTIONS) -> Workload:
+    """Build GoogLeNet (parallel branches, two auxiliary classifiers in the loss)."""
+    first, middle, last = GOOGLENET_INCEPTIONS
+    return _classifier(
+        "googlenet",
+        options,
+        batch=64,
+        tiny=lambda: GoogLeNet(
+            (first[:1], middle[:3], last[:1]), width=8, n_classes=N_CLASSES
+        ),
+        full=lambda scale: GoogLeNet(width=16 * scale, n_classes=250 * scale),
+        criterion=functools.partial(auxiliary_loss, weight=0.3),
+    )
+
+
+def unet(options: Options = DEFAULT_OPTIONS) -> Workload:
+    """Build a U-Net (skips that live from the first layers to the last)."""
+    with _seeded(options.seed):
+        if options.tiny:
+            depth, count, side = 2, 2, 44
+            model = UNet(depth=depth, width=4)
+        else:
+            # Unpadded convolutions want four pixels less than a multiple of 16.
+            depth, count = 4, 8
+            side = 16 * round(18 * math.sqrt(options.scale)) - 4
+            model = UNet(width=16 * options.scale)
+        batch = _Batch(count, side, 2, label_side=unet_output_side(side, depth))
+        return _images("unet", model, options, batch)
+
+
+def pspnet(options: Options = DEFAULT_OPTIONS) -> Workload:
+    """Build PSPNet (dilated convolutions, a pyramid, an auxiliary classifier)."""
+    n_classes = 17
+    with _seeded(options.seed):
+        if options.tiny:
+            side = 33
+            model = PSPNet((1, 1, 1, 1), width=4, n_classes=n_classes)
+        else:
+            side = 1 + round(356 * math.sqrt(options.scale))
+            model = PSPNet(width=16 * options.scale, n_classes=n_classes)
+        batch = _Batch(2, side, n_classes, label_side=side)
+        criterion = functools.partial(auxiliary_loss, weight=0.4)
+        return _images("pspnet", model, options, batch, criterion)
 
 
 def gpt2(options: Options = DEFAULT_OPTIONS) -> Workload:
@@ -356,6 +453,10 @@ MODELS: dict[str, Callable[..., Workload]] = {
     "vgg19": vgg19,
     "unet": unet,
     "densenet121": densenet121,
+    "resnet152": resnet152,
+    "densenet161": densenet161,
+    "googlenet": googlenet,
+    "pspnet": pspnet,
     "gpt2": gpt2,
     "bert": bert,
     "vit": vit,
@@ -398,27 +499,54 @@ def _logits(outputs: Any) -> Tensor:
     return outputs if isinstance(outputs, Tensor) else outputs.logits
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """Random images; with ``label_side`` one label a pixel, else one an image."""
+
+    count: int
+    side: int
+    n_classes: int = N_CLASSES
+    label_side: int | None = None
+
+
+def _classifier(
+    name: str,
+    options: Options,
+    *,
+    batch: int,
+    tiny: Callable[[], nn.Module],
+    full: Callable[[int], nn.Module],
+    criterion: Criterion = classification_loss,
+) -> Workload:
+    """Build a network that classifies images of 224 pixels, or its tiny variant.
+
+    ``full`` makes the network from the scale, with 250 classes times the scale.
+    """
+    scale = options.scale
+    with _seeded(options.seed):
+        if options.tiny:
+            return _images(name, tiny(), options, _Batch(2, 32), criterion)
+        images = _Batch(batch * scale, 224, 250 * scale)
+        return _images(name, full(scale), options, images, criterion)
+
+
 def _images(
     name: str,
     model: nn.Module,
     options: Options,
-    *,
-    batch: int,
-    side: int,
-    per_pixel: bool = False,
+    batch: _Batch,
+    criterion: Criterion = classification_loss,
 ) -> Workload:
     """Add a batch of random images, a loss and momentum SGD to a network."""
-    images = torch.randn(batch, 3, side, side)
-    labels = torch.randint(
-        2 if per_pixel else N_CLASSES,
-        (batch, side, side) if per_pixel else (batch,),
-    )
+    images = torch.randn(batch.count, 3, batch.side, batch.side)
+    side = batch.label_side
+    shape = (batch.count,) if side is None else (batch.count, side, side)
     return _workload(
         name,
-        model,
-        {"x": images},
-        labels,
-        classification_loss,
+        model.to(memory_format=torch.channels_last),
+        {"x": images.contiguous(memory_format=torch.channels_last)},
+        torch.randint(batch.n_classes, shape),
+        criterion,
         options,
         lambda module: SGD(module.parameters(), lr=0.01, momentum=0.9),
     )
@@ -429,7 +557,7 @@ def _text(
     model: nn.Module,
     inputs: dict[str, Tensor],
     labels: Tensor,
-    criterion: Callable[[Any, Tensor], Tensor],
+    criterion: Criterion,
     options: Options,
 ) -> Workload:
     """Add a loss and AdamW to a transformer."""
@@ -449,7 +577,7 @@ def _workload(
     model: nn.Module,
     inputs: dict[str, Tensor],
     labels: Tensor,
-    criterion: Callable[[Any, Tensor], Tensor],
+    criterion: Criterion,
     options: Options,
     make_optimizer: Callable[[nn.Module], Optimizer],
 ) -> Workload:
