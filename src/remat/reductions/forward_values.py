@@ -12,9 +12,10 @@ again:
 * what its segment holds in memory while backward passes through it is what backward
   reads of its outputs, and its own gradient.
 
-Free and nearly free nodes are merged into the node that reads them, as far as no cut is
-lost that could be worth making: a value with one reader whose result is no larger.
-More are merged, cheapest first, in graphs that have more nodes than asked for.
+Free and nearly free nodes are merged with a neighbour, as far as no cut is lost that
+could be worth making: where a value has one reader, one of the two is nearly free, and
+what is read of the reader is no larger. More are merged, cheapest first, in graphs that
+have more nodes than asked for.
 
 The answer, a segment per node, is lifted by :class:`remat.reductions.segments`.
 
@@ -85,8 +86,8 @@ def reduce_to_forward_values(
     kind_index: int = 0,
     max_nodes: int = 256,
     cost_units: int = 2048,
-) -> ForwardValues:
-    """Return the forward values of a training graph.
+) -> ForwardValues | None:
+    """Return the forward values of a training graph; ``None`` if it has none.
 
     Parameters
     ----------
@@ -108,6 +109,8 @@ def reduce_to_forward_values(
     merging = _Merging(segments, kind_index)
     merging.merge(max_nodes)
     groups = merging.groups()
+    if not groups:
+        return None
     node_of = {op: v for v, ops in enumerate(groups) for op in ops}
     edges, order_edges = _edges(segments, node_of)
     costs = [

@@ -144,7 +144,7 @@ class SegmentedGraph:
             turns = [turn[p] for p in self.predecessors[op] if p in turn]
             for storage in self.graph.ops[op].reads:
                 producer = producers[storage]
-                if producer in segment_of and not is_kept[storage]:
+                if producer is not None and not is_kept[storage]:
                     turns.append(segment_of[producer])
             turn[op] = min(turns, default=last)
         return sorted(self.backward, key=lambda op: (-turn[op], op))
