@@ -108,7 +108,7 @@ def family_of_masks(
 def enumerate_lower_sets(
     node_count: int, edges: Sequence[tuple[int, int]], cap: int
 ) -> NDArray[np.uint64] | None:
-    """Return all lower sets as rows of a family; ``None`` if they are more than ``cap``.
+    """Return all lower sets as rows of a family; ``None`` beyond ``cap`` of them.
 
     Parameters
     ----------

@@ -16,6 +16,7 @@ from remat.lower_sets.forward_graph import MOST_TOTAL, ForwardGraph, Owed
 from remat.lower_sets.recurrences import (
     Found,
     Goal,
+    GraphArrays,
     smallest_lower_set_budget,
     solve_lower_sets,
 )
@@ -126,11 +127,7 @@ def sweep(
     """
     _check_family(graph, family)
     answers = solve_lower_sets(
-        graph.memory_bytes,
-        graph.cost,
-        graph.charged_bytes,
-        graph.edges,
-        _OWED[graph.owed],
+        _arrays(graph),
         family.rows,
         [
             (_clipped(query.budget_bytes), _GOALS[query.objective], query.charge_last)
@@ -210,10 +207,7 @@ def smallest_budget(
     """
     _check_family(graph, family)
     found, _, _, chain = smallest_lower_set_budget(
-        graph.memory_bytes,
-        graph.charged_bytes,
-        graph.edges,
-        _OWED[graph.owed],
+        _arrays(graph),
         family.rows,
         _remaining_s(deadline_s),
     )
@@ -236,6 +230,16 @@ def _check_family(graph: ForwardGraph, family: Family) -> None:
             f"{graph.node_count}"
         )
         raise ValueError(msg)
+
+
+def _arrays(graph: ForwardGraph) -> GraphArrays:
+    return (
+        graph.memory_bytes,
+        graph.cost,
+        graph.charged_bytes,
+        graph.edges,
+        _OWED[graph.owed],
+    )
 
 
 def _clipped(budget_bytes: int) -> int:

@@ -1,13 +1,13 @@
-"""The dynamic programs over increasing sequences of lower sets.
+r"""The dynamic programs over increasing sequences of lower sets.
 
 Each function here is the plain Python twin of the native function of its name: the
 recurrences as they are written down, for reading and for comparison.
 
 State ``(L, t, m)``: last lower set, overhead so far, bytes of the values kept so far.
-From ``L`` to a larger ``L'`` of the family, with ``V' = L' \\ L``::
+From ``L`` to a larger ``L'`` of the family, with ``V' = L' \ L``::
 
     M = m + W(V') + owed(L') <= budget
-    m' = m + M(kept)    with kept = d(L') \\ L: later segments read these values of V'
+    m' = m + M(kept)    with kept = d(L') \ L: later segments read these values of V'
     t' = t + T(V') - T(kept)
 
 (Kusumoto et al., NeurIPS 2019.) Which states may be dropped depends on the objective:
@@ -47,6 +47,12 @@ class Found(IntEnum):
     """Nothing; time ran out."""
 
 
+GraphArrays = tuple[
+    Sequence[int], Sequence[int], Sequence[int], Sequence[tuple[int, int]], int
+]
+"""``M_v``, ``T_v``, ``W_v`` of each value, data edges, and what is owed: 0 for that of
+consumers, 1 for the boundary's, 2 for nothing."""
+
 Query = tuple[int, int, bool]
 """Budget in bytes, :class:`Goal`, whether the last segment's overhead counts."""
 
@@ -58,15 +64,8 @@ empty set; zeros and an empty list without a sequence."""
 class _Tables:
     """Per lower set of a family, what the recurrence needs."""
 
-    def __init__(
-        self,
-        memory_bytes: Sequence[int],
-        cost: Sequence[int],
-        segment_bytes: Sequence[int],
-        edges: Sequence[tuple[int, int]],
-        owed: int,
-        masks: Sequence[int],
-    ) -> None:
+    def __init__(self, graph: GraphArrays, masks: Sequence[int]) -> None:
+        memory_bytes, cost, segment_bytes, edges, owed = graph
         count = len(memory_bytes)
         readers, reads = [0] * count, [0] * count
         for u, v in edges:
@@ -115,11 +114,7 @@ def _total(numbers: Sequence[int], mask: int) -> int:
 
 @native
 def solve_lower_sets(
-    memory_bytes: Sequence[int],
-    cost: Sequence[int],
-    segment_bytes: Sequence[int],
-    edges: Sequence[tuple[int, int]],
-    owed: int,
+    graph: GraphArrays,
     rows: NDArray[np.uint64],
     queries: Sequence[Query],
     time_limit_s: float | None,
@@ -128,10 +123,8 @@ def solve_lower_sets(
 
     Parameters
     ----------
-    memory_bytes, cost, segment_bytes, edges
-        The forward graph; data edges only.
-    owed
-        0, 1, 2: what is owed counts consumers, the boundary, nothing.
+    graph
+        The forward graph.
     rows
         The family, as :class:`remat.lower_sets.families.Family` keeps it.
     queries
@@ -145,9 +138,7 @@ def solve_lower_sets(
     the fronts), where a front is no longer than the sum of the costs.
     """
     deadline_s = None if time_limit_s is None else time.monotonic() + time_limit_s
-    tables = _Tables(
-        memory_bytes, cost, segment_bytes, edges, owed, masks_of_rows(rows)
-    )
+    tables = _Tables(graph, masks_of_rows(rows))
     return [_solve(tables, query, deadline_s) for query in queries]
 
 
@@ -212,10 +203,7 @@ def _front(
 
 @native
 def smallest_lower_set_budget(
-    memory_bytes: Sequence[int],
-    segment_bytes: Sequence[int],
-    edges: Sequence[tuple[int, int]],
-    owed: int,
+    graph: GraphArrays,
     rows: NDArray[np.uint64],
     time_limit_s: float | None,
 ) -> Answer:
@@ -230,9 +218,8 @@ def smallest_lower_set_budget(
     O(pairs of sets x length of the fronts).
     """
     deadline_s = None if time_limit_s is None else time.monotonic() + time_limit_s
-    costs = [0] * len(memory_bytes)
     masks = masks_of_rows(rows)
-    tables = _Tables(memory_bytes, costs, segment_bytes, edges, owed, masks)
+    tables = _Tables(graph, masks)
     last = len(masks) - 1
     fronts: list[dict[_State, tuple[int, _State] | None]] = [{} for _ in masks]
     fronts[0] = {(0, 0): None}
@@ -244,7 +231,7 @@ def smallest_lower_set_budget(
             if not fronts[a] or not tables.is_step(a, b):
                 continue
             charge = tables.charge_bytes(a, b)
-            kept_bytes = _total(memory_bytes, tables.kept(a, b))
+            kept_bytes = _total(tables.memory_bytes, tables.kept(a, b))
             for peak, m in fronts[a]:
                 state = max(peak, m + charge), m + kept_bytes
                 reached.setdefault(state, (a, (peak, m)))

@@ -2,8 +2,11 @@
 
 #include <nanobind/nanobind.h>
 
+#include "lower_sets.hpp"
+
 namespace nb = nanobind;
 
 NB_MODULE(_core, module) {
   module.doc() = "Hot loops of the planning algorithms; each has a twin in Python.";
+  remat::bind_lower_sets(module);
 }

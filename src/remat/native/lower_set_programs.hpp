@@ -1,0 +1,45 @@
+// The dynamic programs over increasing sequences of lower sets.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "lower_set_tables.hpp"
+#include "watch.hpp"
+
+namespace remat::lower_sets {
+
+enum class Goal : int { kLeastOverhead = 0, kMostOverhead = 1, kLeastCached = 2 };
+
+struct Query {
+  std::int64_t budget;
+  Goal goal;
+  bool charge_last;
+};
+
+enum class Found : int { kInfeasible = 0, kOptimal = 1, kStoppedWithAnswer = 2, kStopped = 3 };
+
+// An increasing sequence as rows of the family, the empty set left out. `overhead` is
+// signed so that less is better: negated when the most is looked for.
+struct Sequence {
+  std::int64_t overhead = 0;
+  std::int64_t cached = 0;
+  std::int64_t peak = 0;
+  std::vector<Index> rows;
+};
+
+struct Answer {
+  Found found = Found::kInfeasible;
+  Sequence sequence;
+};
+
+// The least peak of any sequence.
+Answer smallest_budget(const Tables& tables, Watch& watch);
+
+// The best sequence within the budget. `known`: sequences of the family; those that fit
+// bound the search.
+Answer solve(const Tables& tables, const Query& query,
+             const std::vector<std::vector<Index>>& known, Watch& watch);
+
+}  // namespace remat::lower_sets

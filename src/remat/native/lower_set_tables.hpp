@@ -1,0 +1,96 @@
+// What the recurrences over lower sets need to know of each set, laid out for scanning.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace remat::lower_sets {
+
+using Word = std::uint64_t;
+using Index = std::uint32_t;
+
+// The arrays of a forward graph as they come from Python: bytes, costs and bytes while
+// in a segment of each value, data edges, and what is owed (0, 1 or 2).
+using GraphArrays =
+    std::tuple<std::vector<std::int64_t>, std::vector<std::int64_t>, std::vector<std::int64_t>,
+               std::vector<std::pair<std::int64_t, std::int64_t>>, int>;
+
+// One bit set's words that are not zero.
+struct Piece {
+  Index word;
+  Word bits;
+};
+
+// A value on the boundary of a set: later segments read it.
+struct Kept {
+  Index word;
+  Index bit;
+  std::int64_t bytes;
+  std::int64_t cost;
+};
+
+// Slots are the sets of a family, sorted by `key`, the bytes of one segment up to the
+// set: W(L) + owed(L). From set a to a larger set b a segment takes key[b] - segment[a]
+// bytes besides the kept ones, so the sets within reach of a are a range of slots.
+class Tables {
+ public:
+  // `rows` holds `words` words for each set. Throws std::invalid_argument if arrays do
+  // not fit together or sums do not fit in 64 bits.
+  Tables(const GraphArrays& graph, std::span<const Word> rows, std::size_t words);
+
+  // The tables of some of the slots, ascending.
+  [[nodiscard]] Tables subset(const std::vector<Index>& slots) const;
+
+  [[nodiscard]] Index size() const { return static_cast<Index>(key.size()); }
+
+  // Whether set b contains set a.
+  [[nodiscard]] bool contains(Index b, Index a) const {
+    const Word* const bits_b = &bits[static_cast<std::size_t>(b) * words];
+    for (Index i = maximal_start[a]; i < maximal_start[a + 1]; ++i) {
+      if ((bits_b[maximal[i].word] & maximal[i].bits) != maximal[i].bits) return false;
+    }
+    return true;
+  }
+
+  struct Step {
+    std::int64_t bytes;  // kept of the segment, for later segments
+    std::int64_t cost;   // of computing these
+  };
+
+  // What a segment from a to b keeps.
+  [[nodiscard]] Step kept(Index a, Index b) const {
+    const Word* const bits_a = &bits[static_cast<std::size_t>(a) * words];
+    Step sum{0, 0};
+    for (Index i = boundary_start[b]; i < boundary_start[b + 1]; ++i) {
+      const Kept& value = boundary[i];
+      const std::int64_t is_new =
+          1 - static_cast<std::int64_t>((bits_a[value.word] >> value.bit) & 1U);
+      sum.bytes += is_new * value.bytes;
+      sum.cost += is_new * value.cost;
+    }
+    return sum;
+  }
+
+  // The slots of sets that may contain a and cost at most `most` bytes up to them.
+  [[nodiscard]] std::pair<Index, Index> reach(Index a, std::int64_t most) const;
+
+  std::size_t words = 0;
+  std::vector<Word> bits;                   // by slot
+  std::vector<std::int64_t> key, segment;   // W(L) + owed(L), W(L)
+  std::vector<std::int64_t> cost;           // T(L)
+  std::vector<std::int64_t> boundary_bytes, boundary_cost;
+  std::vector<Index> boundary_start, maximal_start;
+  std::vector<Kept> boundary;
+  std::vector<Piece> maximal;  // values that no other value of the set needs
+  std::vector<Index> by_size;  // slots, smaller sets first
+  std::vector<Index> row;      // of the family, by slot
+  Index empty = 0, full = 0;   // slots
+
+ private:
+  Tables() = default;
+};
+
+}  // namespace remat::lower_sets

@@ -1,0 +1,52 @@
+// A deadline and Ctrl-C for loops that may run long, looked at after enough work.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <optional>
+
+namespace remat {
+
+// Thrown when the time is up; carries nothing, the caller knows its best answer.
+struct TimeUp {};
+
+class Watch {
+ public:
+  explicit Watch(std::optional<double> time_limit_s) {
+    // A limit of a century is none; more would overflow the clock.
+    if (time_limit_s && *time_limit_s < 3.0e9) {
+      const double limit_s = std::isnan(*time_limit_s) ? 0.0 : *time_limit_s;
+      deadline_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                     std::chrono::duration<double>(limit_s));
+    }
+  }
+
+  // Count some steps of a few nanoseconds each. Throws TimeUp, or the exception of a
+  // pending signal (nanobind turns it back into KeyboardInterrupt).
+  void spend(std::int64_t steps) {
+    spent_ += steps;
+    if (spent_ < kStepsBetweenLooks) return;
+    spent_ = 0;
+    look();
+  }
+
+  void look() const {
+    {
+      nanobind::gil_scoped_acquire hold;
+      if (PyErr_CheckSignals() != 0) throw nanobind::python_error();
+    }
+    if (deadline_ && Clock::now() >= *deadline_) throw TimeUp{};
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr std::int64_t kStepsBetweenLooks = std::int64_t{1} << 21;
+
+  std::optional<Clock::time_point> deadline_;
+  std::int64_t spent_ = 0;
+};
+
+}  // namespace remat
