@@ -1,0 +1,234 @@
+"""Joins of chains of unit-size values: the optimal schedule for any number of branches.
+
+Several chains whose last values meet in the loss: siamese, triplet and cross-modal
+networks. Every value takes one unit of memory, under a convention that is a parameter;
+forward costs may differ from stage to stage.
+
+What is optimal. :func:`plan_join` returns the least forward cost *among schedules that
+run the turn and every backward stage once*, on any interleaving of the branches. Running
+them again can be cheaper at the tightest budgets, and feasible below them
+(:mod:`remat.chains.reexecution`).
+
+Why the program is exact. Before the turn nothing is recomputed: of what is live at the
+turn each value can be kept on its first computation. After it the branches share only
+the number of free units, a segment between two stored values is reversed without
+interruption, and reversing one frees its base (and, at the bottom of a branch, the
+gradient): a state is how far each branch is and how many values are stored. Order and
+interleaving of segments are part of what is optimised. The turn limits how many values
+are stored: in strict accounting all last values and all their gradients are live at
+once, so that many units are of no use for storing although they are free right after.
+
+Complexity. Time O(M * sum(l) * prod(l)) and memory M * prod(l + 1) numbers for M stored
+values at most, divided by the symmetries of equal branches in time. For many long
+branches :func:`plan_join_by_branch` finishes branches one by one: never better, rarely
+worse, and polynomial in the number of stages for any number of branches up to eight.
+"""
+
+from collections.abc import Sequence
+from itertools import permutations
+from math import prod
+
+from remat.chains.conventions import MemoryConvention
+from remat.chains.join_tables import INFINITE, join_plan, join_plan_by_branch
+from remat.chains.operations import Backward, Forward
+from remat.chains.plans import Piece, UnitPlan
+from remat.errors import InvalidGraphError, SolverUnsuitableError
+from remat.units import format_bytes
+
+MAX_TABLE_BYTES = 2**30
+"""Default limit of the tables of a join, in bytes."""
+
+MAX_PERMUTED_BRANCHES = 8
+"""Most branches for which :func:`plan_join_by_branch` tries every order."""
+
+
+def plan_join(
+    stage_costs: Sequence[Sequence[int]],
+    memory_units: int,
+    convention: MemoryConvention,
+    *,
+    max_table_bytes: int = MAX_TABLE_BYTES,
+) -> UnitPlan | None:
+    """Return the best schedule of a join among those with one turn.
+
+    Parameters
+    ----------
+    stage_costs
+        Per branch the forward cost of each stage: at least one branch, at least one
+        stage in each, integers of at least 0. Equal stages: all 1.
+    memory_units
+        Units that all counted values have to fit in at any time.
+    convention
+        Which values count, and whether outputs may replace inputs.
+    max_table_bytes
+        Limit of the table in bytes.
+
+    Returns
+    -------
+    UnitPlan or None
+        The schedule, with ``forward_cost`` the sum over all forward runs; ``None`` if
+        no schedule with one turn fits.
+
+    Raises
+    ------
+    InvalidGraphError
+        If there is no branch, a branch is empty or a cost is negative.
+    SolverUnsuitableError
+        If the table would take more than ``max_table_bytes``.
+
+    Examples
+    --------
+    >>> from remat.chains.conventions import IN_PLACE, STRICT
+    >>> [plan_join([[1] * 3] * 2, m, IN_PLACE).forward_cost for m in (5, 6, 7, 8)]
+    [9, 8, 7, 6]
+    >>> plan_join([[1] * 3] * 2, 5, STRICT) is None
+    True
+    """
+    costs = _checked(stage_costs, memory_units)
+    needed = join_table_bytes([len(branch) for branch in costs], memory_units)
+    if needed > max_table_bytes:
+        lengths = [len(branch) for branch in costs]
+        msg = (
+            f"the table of a join of branches of {lengths} stages in {memory_units} "
+            f"units takes {format_bytes(needed)}, more than the limit of "
+            f"{format_bytes(max_table_bytes)}; plan branch by branch, merge stages, or "
+            "raise the limit"
+        )
+        raise SolverUnsuitableError(msg)
+    found = join_plan(
+        costs,
+        memory_units,
+        convention.gradient_units,
+        convention.transient_units,
+        convention.counts_inputs,
+        convention.move_needs_two,
+    )
+    return None if found is None else _plan(costs, memory_units, convention, found)
+
+
+def plan_join_by_branch(
+    stage_costs: Sequence[Sequence[int]],
+    memory_units: int,
+    convention: MemoryConvention,
+) -> UnitPlan | None:
+    """Return the best schedule of a join that reverses one whole branch at a time.
+
+    Parameters, errors and answer are those of :func:`plan_join`, except that the
+    number of branches is at most :data:`MAX_PERMUTED_BRANCHES` different ones.
+
+    Notes
+    -----
+    Every order of the branches is tried, equal branches once. Time
+    O(k! k M^2 + M^2 sum(l^2)), memory O(M^2 max(l)) numbers. A schedule with
+    interleaved branches can be feasible where this finds none, and cheaper; it rarely
+    is.
+    """
+    costs = _checked(stage_costs, memory_units)
+    if len(costs) > MAX_PERMUTED_BRANCHES:
+        msg = (
+            f"a join of {len(costs)} branches; orders are tried for at most "
+            f"{MAX_PERMUTED_BRANCHES}: merge branches, or treat the join as a chain"
+        )
+        raise SolverUnsuitableError(msg)
+    kinds = [costs.index(branch) for branch in costs]
+    orders: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for order in permutations(range(len(costs))):
+        orders.setdefault(tuple(kinds[b] for b in order), order)
+    found = join_plan_by_branch(
+        costs,
+        memory_units,
+        convention.gradient_units,
+        convention.transient_units,
+        convention.counts_inputs,
+        convention.move_needs_two,
+        list(orders.values()),
+    )
+    return None if found is None else _plan(costs, memory_units, convention, found)
+
+
+def smallest_units(lengths: Sequence[int], convention: MemoryConvention) -> int:
+    """Return the fewest units in which a join can be trained with one turn.
+
+    Raises
+    ------
+    InvalidGraphError
+        If there is no branch or a branch is empty.
+
+    Examples
+    --------
+    >>> from remat.chains.conventions import IN_PLACE, STRICT
+    >>> smallest_units([2, 2], IN_PLACE), smallest_units([2, 2], STRICT)
+    (5, 6)
+    """
+    costs = _checked([[1] * length for length in lengths], 0)
+    # No schedule needs more than everything at once.
+    for units in range(2 * sum(lengths) + 2 * len(lengths) + 2):
+        if _fits(costs, units, convention):
+            return units
+    msg = "no number of units is enough; this contradicts what all values take"
+    raise AssertionError(msg)
+
+
+def _fits(
+    costs: list[list[int]], units: int, convention: MemoryConvention
+) -> bool:
+    # Feasibility does not depend on lengths beyond a few stages.
+    short = [branch[:3] for branch in costs]
+    return plan_join(short, units, convention) is not None
+
+
+def join_table_bytes(lengths: Sequence[int], memory_units: int) -> int:
+    """Return the bytes that the table of :func:`plan_join` takes at most."""
+    stored = min(memory_units, sum(lengths))
+    states = prod(length + 1 for length in lengths) * (stored + 1)
+    units = min(memory_units, max(lengths)) + 1
+    segments = sum((length + 1) ** 2 * units for length in lengths)
+    return 8 * (states + segments)
+
+
+def _checked(
+    stage_costs: Sequence[Sequence[int]], memory_units: int
+) -> list[list[int]]:
+    costs = [list(branch) for branch in stage_costs]
+    if not costs:
+        msg = "a join needs at least one branch; got none"
+        raise InvalidGraphError(msg)
+    for index, branch in enumerate(costs):
+        if not branch:
+            msg = f"branch {index} of {len(costs)} has no stage; it needs at least one"
+            raise InvalidGraphError(msg)
+        for stage, cost in enumerate(branch):
+            if cost < 0:
+                msg = f"stage {stage} of branch {index} has cost {cost}; need 0 or more"
+                raise InvalidGraphError(msg)
+    if memory_units < 0:
+        msg = f"memory is 0 units or more; got {memory_units}"
+        raise InvalidGraphError(msg)
+    # A stage runs at most once per stage above it: sums stay below INFINITE.
+    most = sum(sum(branch) * (len(branch) + 1) for branch in costs)
+    if most >= INFINITE:
+        msg = f"costs add up to {most:_} at worst; need less than {INFINITE:_}"
+        raise InvalidGraphError(msg)
+    return costs
+
+
+def _plan(
+    costs: list[list[int]],
+    memory_units: int,
+    convention: MemoryConvention,
+    found: tuple[
+        int, list[tuple[int, int, int, int]], list[tuple[bool, int, int]]
+    ],
+) -> UnitPlan:
+    cost, pieces, order = found
+    return UnitPlan.from_order(
+        lengths=[len(branch) for branch in costs],
+        memory_units=memory_units,
+        convention=convention,
+        forward_cost=cost + sum(map(sum, costs)),
+        pieces=[Piece(*piece) for piece in pieces],
+        backward_phase=[
+            Forward(stage, branch) if is_forward else Backward(stage, branch)
+            for is_forward, branch, stage in order
+        ],
+    )

@@ -1,0 +1,166 @@
+"""Unit-size plans as training graphs and schedules that the judge can replay.
+
+The judge allocates outputs beside inputs. A convention in which outputs may replace
+inputs is expressed by splitting each operation in two: one that reads the inputs and
+writes an empty *token*, and one that turns the token into the output after the inputs
+had a chance to go. Uncounted values have size 0, pinned inputs are resident and empty,
+counted inputs are written by an operation that may run only once.
+"""
+
+from collections.abc import Sequence
+
+from remat.chains.conventions import MemoryConvention
+from remat.chains.operations import Backward, Forward, Turn, UnitOperation
+from remat.errors import InvalidGraphError
+from remat.graph import Op, Phase, Role, Storage, TrainingGraph
+from remat.liveness import insert_discards
+from remat.schedule import Boundary, Compute, Schedule, Step
+
+
+class UnitGraph:
+    """The training graph of a join of chains, and the way to it from a plan.
+
+    Parameters
+    ----------
+    stage_costs
+        Per branch the forward cost of each stage, at least one stage each.
+    convention
+        What a unit of memory pays for; a unit is one byte of the graph.
+    backward_cost, turn_cost
+        Cost of a backward stage and of the turn.
+
+    Attributes
+    ----------
+    graph
+        The training graph, with times in the unit of the costs.
+    """
+
+    def __init__(
+        self,
+        stage_costs: Sequence[Sequence[int]],
+        convention: MemoryConvention,
+        *,
+        backward_cost: int = 0,
+        turn_cost: int = 0,
+    ) -> None:
+        if not stage_costs or not all(stage_costs):
+            msg = f"every branch needs at least one stage; got {list(stage_costs)}"
+            raise InvalidGraphError(msg)
+        self.stage_costs = [tuple(costs) for costs in stage_costs]
+        self.convention = convention
+        self._storages: list[Storage] = []
+        self._forward: list[Op] = []
+        self._backward: list[Op] = []
+        # Per operation, the ops that run for it, as (phase list, index in it).
+        self._parts: dict[UnitOperation, list[tuple[Phase, int]]] = {}
+        self._loads: list[int] = []
+        self._value = [self._input(b) for b in range(len(stage_costs))]
+        self._gradient: list[list[int]] = [[] for _ in stage_costs]
+        for branch in range(len(stage_costs)):
+            self._add_forward(branch)
+        self._add_turn(turn_cost)
+        for branch in range(len(stage_costs)):
+            self._add_backward(branch, backward_cost)
+        self.graph = TrainingGraph(
+            name=f"join of {len(stage_costs)} chains",
+            storages=tuple(self._storages),
+            ops=(*self._forward, *self._backward),
+        )
+
+    def schedule(self, operations: Sequence[UnitOperation]) -> Schedule:
+        """Return the schedule that runs ``operations`` and frees at the last use."""
+        steps: list[Step] = [Compute(op) for op in self._loads]
+        for operation in operations:
+            if isinstance(operation, Turn) and Boundary() not in steps:
+                steps.append(Boundary())
+            for phase, index in self._parts[operation]:
+                offset = 0 if phase is Phase.FORWARD else len(self._forward)
+                steps.append(Compute(offset + index))
+        return insert_discards(self.graph, steps)
+
+    def _storage(self, name: str, size: int, *, is_resident: bool = False) -> int:
+        role = Role.INPUT if is_resident else Role.ACTIVATION
+        self._storages.append(
+            Storage(name=name, size_bytes=size, is_resident=is_resident, role=role)
+        )
+        return len(self._storages) - 1
+
+    def _op(
+        self,
+        name: str,
+        reads: Sequence[int],
+        writes: Sequence[int],
+        cost: int,
+        phase: Phase,
+        *,
+        runs_once: bool = False,
+    ) -> tuple[Phase, int]:
+        ops = self._forward if phase is Phase.FORWARD else self._backward
+        ops.append(
+            Op(
+                name=name,
+                reads=tuple(reads),
+                writes=tuple(writes),
+                cost_ns=(cost,),
+                workspace_bytes=(0,),
+                phase=phase,
+                non_recomputable="it is an input" if runs_once else None,
+            )
+        )
+        return phase, len(ops) - 1
+
+    def _add(
+        self,
+        operation: UnitOperation,
+        name: str,
+        reads: Sequence[int],
+        writes: Sequence[int],
+        cost: int,
+    ) -> None:
+        phase = Phase.FORWARD if isinstance(operation, Forward) else Phase.BACKWARD
+        if not self.convention.overwrites_inputs:
+            self._parts[operation] = [self._op(name, reads, writes, cost, phase)]
+            return
+        tokens = [self._storage(f"{name} token {i}", 0) for i in range(len(writes))]
+        parts = [self._op(name, reads, tokens, cost, phase)]
+        parts += [
+            self._op(f"{name} emits", (token,), (output,), 0, phase)
+            for token, output in zip(tokens, writes, strict=True)
+        ]
+        self._parts[operation] = parts
+
+    def _input(self, branch: int) -> list[int]:
+        if not self.convention.counts_inputs:
+            return [self._storage(f"x0 of {branch}", 0, is_resident=True)]
+        storage = self._storage(f"x0 of {branch}", 1)
+        _, index = self._op(
+            f"load {branch}", (), (storage,), 0, Phase.FORWARD, runs_once=True
+        )
+        self._loads.append(index)
+        return [storage]
+
+    def _add_forward(self, branch: int) -> None:
+        for stage, cost in enumerate(self.stage_costs[branch]):
+            name = f"F{stage} of {branch}"
+            output = self._storage(f"x{stage + 1} of {branch}", 1)
+            reads = (self._value[branch][stage],)
+            self._add(Forward(stage, branch), name, reads, (output,), cost)
+            self._value[branch].append(output)
+
+    def _add_turn(self, cost: int) -> None:
+        size = self.convention.gradient_units
+        writes = [
+            self._storage(f"top gradient of {branch}", size)
+            for branch in range(len(self.stage_costs))
+        ]
+        self._add(Turn(), "T", [v[-1] for v in self._value], writes, cost)
+        self._gradient = [[storage] for storage in writes]
+
+    def _add_backward(self, branch: int, cost: int) -> None:
+        size = self.convention.gradient_units
+        for stage in reversed(range(len(self.stage_costs[branch]))):
+            output = self._storage(f"gradient of x{stage} of {branch}", size)
+            reads = (self._value[branch][stage], self._gradient[branch][-1])
+            name = f"B{stage} of {branch}"
+            self._add(Backward(stage, branch), name, reads, (output,), cost)
+            self._gradient[branch].append(output)

@@ -1,0 +1,7 @@
+// Chains and joins: what the files chains_*.cpp bind.
+
+#include "chains.hpp"
+
+void bind_chains(nanobind::module_& module) {
+  remat::chains::bind_joins(module);
+}
