@@ -72,9 +72,7 @@ class Segments:
         return [*sweep, *upper, *self.reverse(base, split, units)]
 
 
-JoinAnswer = tuple[
-    int, list[tuple[int, int, int, int]], list[tuple[bool, int, int]]
-]
+JoinAnswer = tuple[int, list[tuple[int, int, int, int]], list[tuple[bool, int, int]]]
 """Forward cost after the turn; pieces (branch, base, end, free units) in the order of
 reversal; what runs after the turn, as (is forward, branch, stage)."""
 

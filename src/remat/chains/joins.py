@@ -169,9 +169,7 @@ def smallest_units(lengths: Sequence[int], convention: MemoryConvention) -> int:
     raise AssertionError(msg)
 
 
-def _fits(
-    costs: list[list[int]], units: int, convention: MemoryConvention
-) -> bool:
+def _fits(costs: list[list[int]], units: int, convention: MemoryConvention) -> bool:
     # Feasibility does not depend on lengths beyond a few stages.
     short = [branch[:3] for branch in costs]
     return plan_join(short, units, convention) is not None
@@ -216,9 +214,7 @@ def _plan(
     costs: list[list[int]],
     memory_units: int,
     convention: MemoryConvention,
-    found: tuple[
-        int, list[tuple[int, int, int, int]], list[tuple[bool, int, int]]
-    ],
+    found: tuple[int, list[tuple[int, int, int, int]], list[tuple[bool, int, int]]],
 ) -> UnitPlan:
     cost, pieces, order = found
     return UnitPlan.from_order(

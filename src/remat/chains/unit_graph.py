@@ -10,11 +10,23 @@ counted inputs are written by an operation that may run only once.
 from collections.abc import Sequence
 
 from remat.chains.conventions import MemoryConvention
-from remat.chains.operations import Backward, Forward, Turn, UnitOperation
+from remat.chains.levels import StorageLevel
+from remat.chains.operations import (
+    Backward,
+    Fetch,
+    Forward,
+    Load,
+    Offload,
+    Operation,
+    Store,
+    Turn,
+    UnitOperation,
+)
 from remat.errors import InvalidGraphError
 from remat.graph import Op, Phase, Role, Storage, TrainingGraph
 from remat.liveness import insert_discards
-from remat.schedule import Boundary, Compute, Schedule, Step
+from remat.platform import Device, Link, Platform
+from remat.schedule import Boundary, Compute, Copy, Schedule, Step
 
 
 class UnitGraph:
@@ -67,16 +79,40 @@ class UnitGraph:
             ops=(*self._forward, *self._backward),
         )
 
-    def schedule(self, operations: Sequence[UnitOperation]) -> Schedule:
-        """Return the schedule that runs ``operations`` and frees at the last use."""
+    def schedule(self, operations: Sequence[Operation]) -> Schedule:
+        """Return the schedule that runs ``operations`` and frees at the last use.
+
+        Storage level ``k`` is device ``k``; level 0 is the device that computes.
+
+        Raises
+        ------
+        InvalidGraphError
+            If an operation is none of unit-size chains.
+        """
         steps: list[Step] = [Compute(op) for op in self._loads]
+        has_turned = False
         for operation in operations:
-            if isinstance(operation, Turn) and Boundary() not in steps:
+            if isinstance(operation, Offload | Fetch):
+                msg = f"{operation} is not an operation of a unit-size chain"
+                raise InvalidGraphError(msg)
+            if isinstance(operation, Store | Load):
+                steps += self._copy(operation)
+                continue
+            if isinstance(operation, Turn) and not has_turned:
+                has_turned = True
                 steps.append(Boundary())
             for phase, index in self._parts[operation]:
                 offset = 0 if phase is Phase.FORWARD else len(self._forward)
                 steps.append(Compute(offset + index))
         return insert_discards(self.graph, steps)
+
+    def _copy(self, operation: Store | Load) -> list[Step]:
+        if operation.level == 0:
+            return []
+        storage = self._value[0][operation.stage]
+        if isinstance(operation, Store):
+            return [Copy(storage, 0, operation.level)]
+        return [Copy(storage, operation.level, 0)]
 
     def _storage(self, name: str, size: int, *, is_resident: bool = False) -> int:
         role = Role.INPUT if is_resident else Role.ACTIVATION
@@ -164,3 +200,50 @@ class UnitGraph:
             name = f"B{stage} of {branch}"
             self._add(Backward(stage, branch), name, reads, (output,), cost)
             self._gradient[branch].append(output)
+
+
+def level_platform(levels: Sequence[StorageLevel]) -> Platform:
+    """Return a device that computes and, per further level, one that only stores.
+
+    Parameters
+    ----------
+    levels
+        The levels of a plan; level 0 is the memory of the device that computes.
+
+    Raises
+    ------
+    InvalidGraphError
+        If level 0 costs time, or another level costs less than 1 ns: copies of one byte
+        cannot be free.
+    """
+    links: list[Link] = []
+    for index, level in enumerate(levels):
+        least = min(level.write_ns, level.read_ns)
+        if (index == 0 and level.write_ns + level.read_ns > 0) or (index and not least):
+            msg = (
+                f"level {index} has write_ns={level.write_ns} and "
+                f"read_ns={level.read_ns}; a platform has 0 for level 0, and at least "
+                "1 for others"
+            )
+            raise InvalidGraphError(msg)
+        if index:
+            # A byte takes the last nanosecond.
+            fast = 10**9
+            links.append(
+                Link(
+                    source=0,
+                    target=index,
+                    bytes_per_s=fast,
+                    latency_ns=level.write_ns - 1,
+                )
+            )
+            links.append(
+                Link(
+                    source=index,
+                    target=0,
+                    bytes_per_s=fast,
+                    latency_ns=level.read_ns - 1,
+                )
+            )
+    devices = tuple(Device(name=f"level {index}") for index in range(len(levels)))
+    return Platform(devices=devices, links=tuple(links))

@@ -4,4 +4,5 @@
 
 void bind_chains(nanobind::module_& module) {
   remat::chains::bind_joins(module);
+  remat::chains::bind_levels(module);
 }
