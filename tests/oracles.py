@@ -121,6 +121,15 @@ class History:
     def runs(self) -> list[int]:
         return [step.op for step in self.steps if isinstance(step, Compute)]
 
+    def is_callers_turn(self) -> bool:
+        """Whether an external op has run since the pass began."""
+        backward = Boundary() in self.steps
+        start = self.steps.index(Boundary()) if backward else 0
+        return any(
+            isinstance(step, Compute) and self.graph.ops[step.op].is_external
+            for step in self.steps[start:]
+        )
+
     def first_runs_of_ordered_ops(self) -> list[int]:
         return [
             op for op in dict.fromkeys(self.runs()) if self.graph.ops[op].is_ordered
@@ -149,6 +158,8 @@ class History:
             yield Rule.CANNOT_RUN
         if op.phase is Phase.BACKWARD and Boundary() not in self.steps:
             yield Rule.PHASE
+        if not op.is_external and self.is_callers_turn():
+            yield Rule.AFTER_CALLER
         if step.op in self.runs() and not op.is_recomputable:
             yield Rule.RECOMPUTED
         ordered = [*self.first_runs_of_ordered_ops(), *([step.op] * op.is_ordered)]
@@ -174,6 +185,8 @@ class History:
             return
         if ends not in {(k.source, k.target) for k in self.platform.links}:
             yield Rule.NO_LINK
+        if self.is_callers_turn():
+            yield Rule.AFTER_CALLER
         if not self.is_live(step.storage, step.source):
             yield Rule.COPY_NOT_LIVE
         if self.is_live(step.storage, step.target):
@@ -440,8 +453,14 @@ class Search:
             live = state.live | set(graph.tangents)
             appearing = self.size(graph.tangents)
             yield Boundary(), held + appearing, 0, State(live, state.run, True)
+        phase = Phase.BACKWARD if state.is_backward else Phase.FORWARD
+        is_callers_turn = any(
+            graph.ops[r].is_external and graph.ops[r].phase is phase for r in state.run
+        )
         for index, op in enumerate(graph.ops):
             cost = op.cost_ns[0]
+            if is_callers_turn and not op.is_external:
+                continue
             runs_too_early = (op.phase is Phase.BACKWARD and not state.is_backward) or (
                 op.is_ordered
                 and index not in state.run

@@ -31,7 +31,10 @@ def graphs(
     device_count: int = 1,
     sizes: st.SearchStrategy[int] = sizes_bytes,
 ) -> TrainingGraph:
-    """Training graphs of 1 to ``max_ops`` ops that some order of steps can train."""
+    """Training graphs of 1 to ``max_ops`` ops that some order of steps can train.
+
+    To those come, in some graphs, a loss and an optimizer step of the caller's.
+    """
     storages: list[Storage] = []
 
     def add(name: str, *, is_resident: bool = False) -> int:
@@ -58,9 +61,25 @@ def graphs(
     ops: list[Op] = []
     forward_outputs: tuple[int, ...] = ()
     tangents: tuple[int, ...] = ()
+
+    def callers(name: str, phase: Phase, reads: tuple[int, ...]) -> Op:
+        return Op(
+            name=name,
+            reads=reads,
+            writes=(),
+            cost_ns=(draw(costs_ns),) * kind_count,
+            workspace_bytes=tuple(draw(sizes) for _ in range(kind_count)),
+            phase=phase,
+            non_recomputable="it is done by the caller",
+            is_external=True,
+        )
+
+    has_caller = device_count == 1 and draw(st.booleans())
     for index in range(op_count + 1):
         if index == forward_count:
             forward_outputs = some_of(available, 2)
+            if has_caller:
+                ops.append(callers("loss", Phase.FORWARD, forward_outputs))
             tangents = tuple(add("tangent") for _ in range(draw(st.integers(0, 2))))
             available += tangents
         if index == op_count:
@@ -85,13 +104,16 @@ def graphs(
             )
         )
         available += writes
+    final_outputs = some_of(available, 3)
+    if has_caller:
+        ops.append(callers("optimizer", Phase.BACKWARD, final_outputs))
     return TrainingGraph(
         name="drawn",
         storages=tuple(storages),
         ops=tuple(ops),
         forward_outputs=forward_outputs,
         tangents=tangents,
-        final_outputs=some_of(available, 3),
+        final_outputs=final_outputs,
         device_kinds=KINDS[:kind_count],
     )
 
@@ -219,6 +241,10 @@ class Player:
             wanted = index not in self.run and (
                 op.is_ordered or not op.writes or self.draw(st.integers(0, 7)) > 0
             )
+            if op.is_external:
+                # Where what leaves with the pass is at home: nothing comes after it.
+                self.compute(index, 0)
+                continue
             if wanted:
                 self.compute(index, self.draw(st.sampled_from(self.devices_for(op))))
             if self.draw(st.integers(0, 2)) == 0:

@@ -399,7 +399,61 @@ def test_each_rule_is_named_with_its_step(
 
 def test_every_rule_has_a_case():
     tested = {rule for rule, *_ in BROKEN}
-    assert tested | {Rule.OVER_BUDGET} == set(Rule)
+    assert tested | {Rule.OVER_BUDGET, Rule.AFTER_CALLER} == set(Rule)
+
+
+LOSS, BACK_OF_LOSS, OPTIMIZER = 3, 4, 5
+CALLED = replace(
+    GRAPH,
+    ops=(
+        *GRAPH.ops[:BACK],
+        op("loss", (Y,), (), is_external=True),
+        GRAPH.ops[BACK],
+        op("optimizer", (G,), (), Phase.BACKWARD, is_external=True),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("steps", "index", "message"),
+    [
+        ([*FORWARD, Compute(LOSS), Compute(EMBED)], 4, "op 0 'embed' comes after op 3"),
+        ([*FORWARD, Compute(LOSS), Copy(A, 0, 1)], 4, "the copy of storage 1 'a'"),
+        (
+            [
+                *FORWARD,
+                Compute(LOSS),
+                Boundary(),
+                Compute(BACK_OF_LOSS),
+                Compute(OPTIMIZER),
+                Compute(EMBED),
+            ],
+            7,
+            "op 0 'embed' comes after op 5 'optimizer', which the caller does when the",
+        ),
+    ],
+)
+def test_nothing_runs_after_the_work_of_the_caller(
+    steps: Sequence[Step], index: int, message: str
+):
+    trace = run(steps, graph=CALLED)
+    assert trace.violation is not None
+    assert trace.violation.rule is Rule.AFTER_CALLER
+    assert trace.violation.step == index
+    assert message in trace.violation.message
+
+
+def test_a_pass_begins_anew_after_the_boundary():
+    steps = [
+        *FORWARD,
+        Compute(LOSS),
+        Discard(A),
+        Boundary(),
+        Compute(EMBED),
+        Compute(BACK_OF_LOSS),
+        Compute(OPTIMIZER),
+    ]
+    assert run(steps, graph=CALLED).violation is None
 
 
 def test_every_rule_is_in_the_written_semantics():

@@ -9,12 +9,15 @@ Invariants (checked on construction of :class:`TrainingGraph`):
 * every storage is either *resident* (always live), a *tangent* (appears at the
   boundary), or written by exactly one op;
 * ops are listed in a topological order, all forward ops before all backward ops;
-* forward ops read nothing that exists only after the boundary.
+* forward ops read nothing that exists only after the boundary;
+* external ops come last in their pass and, between them, read what leaves with it: the
+  forward or final outputs, as far as an op that may run again writes them.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import pairwise
 
 from remat.errors import InvalidGraphError
 
@@ -99,8 +102,8 @@ class Op:
         Whether the op advances hidden state (a random number generator): the first
         runs of all ordered ops happen in op order.
     is_external
-        Whether the op stands for work that the caller does between or after the
-        passes (loss outside the model, optimizer step).
+        Whether the op stands for work that the caller does when a pass has ended (loss
+        outside the model, optimizer step); nothing else of the pass runs after it.
     source
         The user's source line that created the op, or an empty string.
     """
@@ -182,6 +185,8 @@ class TrainingGraph:
         self._check_kinds()
         self._check_boundary_lists()
         self._check_ops()
+        self._check_external(Phase.FORWARD, self.forward_outputs)
+        self._check_external(Phase.BACKWARD, self.final_outputs)
 
     def _fail(self, message: str) -> None:
         msg = f"graph {self.name!r}: {message}"
@@ -242,6 +247,30 @@ class TrainingGraph:
                 self._fail(
                     f"storage {index} {self.storages[index].name!r} is neither resident, "
                     "nor a tangent, nor written by any op"
+                )
+
+    def _check_external(self, phase: Phase, leaving: tuple[int, ...]) -> None:
+        ops = [(index, op) for index, op in enumerate(self.ops) if op.phase is phase]
+        seen = {s for _, op in ops if op.is_external for s in op.reads}
+        if not any(op.is_external for _, op in ops):
+            return
+        for (index, op), (_, following) in pairwise(ops):
+            if op.is_external and not following.is_external:
+                self._fail(
+                    f"op {index} {op.name!r} is the caller's work after the {phase} pass, "
+                    f"but {following.name!r} of the pass follows it"
+                )
+        for storage in leaving:
+            producer = self.producers[storage]
+            if (
+                producer is not None
+                and self.ops[producer].is_recomputable
+                and not self.ops[producer].is_external
+                and storage not in seen
+            ):
+                self._fail(
+                    f"storage {storage} {self.storages[storage].name!r} leaves with the "
+                    f"{phase} pass, but no external op of that pass reads it"
                 )
 
     def _check_forward_outputs(self, available: set[int]) -> None:

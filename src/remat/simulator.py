@@ -29,6 +29,7 @@ class Rule(StrEnum):
     PHASE = "a backward op runs before the boundary"
     RECOMPUTED = "an op that may run only once runs twice"
     ORDER = "ordered ops run first in another order than the graph's"
+    AFTER_CALLER = "something runs after the caller's own work in the same pass"
     DISCARD_NOT_LIVE = "a discarded storage is not live on that device"
     DISCARD_RESIDENT = "a resident storage is discarded"
     COPY_NOT_LIVE = "a copied storage is not live on the source"
@@ -142,6 +143,8 @@ class _Replay:
     timeline: list[list[int]] = field(default_factory=list[list[int]])
     run: set[int] = field(default_factory=set[int])
     last_ordered: int = -1
+    # The external op that has run in this pass.
+    caller_op: int | None = None
     over_budget: Violation | None = None
     device_free_ns: list[int] = field(default_factory=list[int])
     link_free_ns: dict[tuple[int, int], int] = field(
@@ -269,10 +272,14 @@ class _Replay:
         self.serial_ns += cost
         self.recomputed_ns += cost if step.op in self.run else 0
         self.run.add(step.op)
+        if op.is_external:
+            self.caller_op = step.op
 
     def check_may_run(self, step: Compute, op: Op, label: str) -> None:
         if op.phase is Phase.BACKWARD and not self.is_backward:
             self.fail(Rule.PHASE, f"{label} runs before the boundary", op=step.op)
+        if not op.is_external:
+            self.check_before_caller(label)
         if step.op in self.run:
             if op.non_recomputable is not None:
                 self.fail(
@@ -288,6 +295,17 @@ class _Replay:
                     op=step.op,
                 )
             self.last_ordered = step.op
+
+    def check_before_caller(self, label: str) -> None:
+        """Check that the caller's work has not begun, which no plan can interrupt."""
+        if self.caller_op is not None:
+            name = self.graph.ops[self.caller_op].name
+            self.fail(
+                Rule.AFTER_CALLER,
+                f"{label} comes after op {self.caller_op} {name!r}, which the caller does "
+                "when the pass has ended",
+                op=self.caller_op,
+            )
 
     def discard(self, step: Discard) -> None:
         self.check_device(step.device)
@@ -323,6 +341,7 @@ class _Replay:
                 f"no link from device {step.source} to {step.target}",
                 storage=step.storage,
             )
+        self.check_before_caller(f"the copy of {self.name(step.storage)}")
         ready = self.ready_ns(step.storage, step.source)
         if ready is None:
             self.fail(
@@ -366,6 +385,7 @@ class _Replay:
             now = max(now, ready)
         self.check_effects(range(self.graph.forward_count))
         self.is_backward = True
+        self.caller_op = None
         appearing: dict[int, int] = {}
         for storage in self.graph.tangents:
             home = self.graph.storages[storage].home

@@ -128,8 +128,16 @@ def test_backward_follows_the_segments():
     assert (by_segment, by_graph) == (11, 19)
 
 
-def test_work_of_the_caller_is_a_barrier():
+def test_work_of_the_caller_comes_last():
     graph = two_towers()
+    note = Op(
+        name="note",
+        reads=(0,),
+        writes=(),
+        cost_ns=(1,),
+        workspace_bytes=(0,),
+        phase=Phase.BACKWARD,
+    )
     optimizer = Op(
         name="optimizer",
         reads=(8,),
@@ -143,14 +151,15 @@ def test_work_of_the_caller_is_a_barrier():
     graph = TrainingGraph(
         name=graph.name,
         storages=graph.storages,
-        ops=(*graph.ops, optimizer),
+        ops=(*graph.ops, note, optimizer),
         forward_outputs=graph.forward_outputs,
         tangents=graph.tangents,
-        final_outputs=graph.final_outputs,
+        final_outputs=(8,),
     )
-    segmented = SegmentedGraph(graph)
-    # What the optimizer reads is there before the gradient of tower a.
-    assert segmented.order({0: 0, 2: 0, 1: 1, 3: 1, 4: 2})[-1] == 9
+    # The gradient of tower b is there before tower a, of which note reads.
+    order = SegmentedGraph(graph).order({0: 0, 2: 0, 1: 1, 3: 1, 4: 2})
+    assert order[-3:] == [0, 9, 10]
+    judged(graph, order)
 
 
 def test_hidden_state_advances_in_op_order():

@@ -187,13 +187,11 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
         *_missing_residents(graph, surroundings),
     ]
     forward = graph.forward_count
-    held = tuple(
-        s for s in graph.forward_outputs if graph.storages[s].role is Role.OUTPUT
-    )
     loss = _external_op(
         "work between forward and backward (loss)",
         Phase.FORWARD,
-        reads=held,
+        # Not all of them are held by the caller, but all exist before the loss begins.
+        reads=graph.forward_outputs,
         writes=(loss_value,),
         workspace_bytes=surroundings.loss_peak_bytes - surroundings.loss_held_bytes,
     )

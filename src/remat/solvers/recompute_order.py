@@ -62,6 +62,9 @@ class UseTables:
     delayed_with
         Per op, the first intervals of its outputs if its first run may be delayed,
         else nothing.
+    is_external
+        Per op, whether it is the caller's work: what it reads stays until the pass has
+        ended, since nothing can be recomputed meanwhile.
     resident_bytes
         Bytes that are always live.
     final_outputs, tangents
@@ -85,6 +88,7 @@ class UseTables:
     interval_start: list[int]
     interval_end: list[int]
     delayed_with: list[tuple[int, ...]]
+    is_external: list[bool]
     resident_bytes: int
     final_outputs: tuple[int, ...]
     tangents: tuple[int, ...]
@@ -191,6 +195,7 @@ def use_tables(graph: TrainingGraph, kind_index: int = 0) -> UseTables:
             else tuple(first_interval[s] for s in op.writes)
             for index, op in enumerate(ops)
         ],
+        is_external=[op.is_external for op in ops],
         resident_bytes=graph.resident_bytes(0),
         final_outputs=absent(graph.final_outputs),
         tangents=absent(graph.tangents),
@@ -295,9 +300,10 @@ def evaluate(tables: UseTables, policies: Sequence[int]) -> Evaluation:
         else:
             builder.step(op)
         positions.extend([position] * (len(builder.order) - len(positions)))
+        stays = tables.is_external[op] if op != BOUNDARY else False
         for storage, opened in tables.opens_at[position]:
             interval[storage] = opened
-            is_live[storage] = is_pinned[storage] or not policies[opened]
+            is_live[storage] = stays or is_pinned[storage] or not policies[opened]
     missing = [s for s in tables.final_outputs if not is_live[s]]
     if missing:
         _recompute(builder, missing, is_live, policies, interval)
