@@ -2,7 +2,7 @@
 
 #include "chains.hpp"
 
-void bind_chains(nanobind::module_& module) {
+void remat::bind_chains(nanobind::module_& module) {
   remat::chains::bind_joins(module);
   remat::chains::bind_levels(module);
 }

@@ -30,4 +30,10 @@ void bind_rotor(nanobind::module_& module);
 
 }  // namespace remat::chains
 
+namespace remat {
+
 void bind_chains(nanobind::module_& module);
+
+}  // namespace remat
+
+

@@ -2,11 +2,13 @@
 
 #include <nanobind/nanobind.h>
 
+#include "chains.hpp"
 #include "lower_sets.hpp"
 
 namespace nb = nanobind;
 
 NB_MODULE(_core, module) {
   module.doc() = "Hot loops of the planning algorithms; each has a twin in Python.";
+  remat::bind_chains(module);
   remat::bind_lower_sets(module);
 }
