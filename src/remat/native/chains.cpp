@@ -5,4 +5,5 @@
 void remat::bind_chains(nanobind::module_& module) {
   remat::chains::bind_joins(module);
   remat::chains::bind_levels(module);
+  remat::chains::bind_rotor(module);
 }

@@ -1,0 +1,330 @@
+"""The Rotor program on quantised sizes, as a plain function: twin of the native core.
+
+Stages are 0 .. L - 1; stage ``s`` reads value ``s`` and writes value ``s + 1``; stage
+``L`` stands for the turn. Memory ``m`` is in slots.
+
+``below(s, t, m)``
+    least time to run stages ``s .. t`` forward and backward, with value ``s`` stored
+    outside of ``m`` and the gradient of value ``t + 1`` live inside of it.
+``held(s, t, k, m)``
+    the same where stage ``t`` has already run with option ``k``, and what its backward
+    needs of that is held outside of ``m``: only value ``t`` has to be brought back.
+
+Ways to go on from ``below(s, t, m)``:
+
+1. advance from ``s`` to a value ``v`` keeping nothing, store ``v``, do ``below(v, t)``
+   in what is left, then ``below(s, v - 1)`` in all of ``m``;
+2. run stage ``s`` with an option, do ``below(s + 1, t)`` with what it saved held, then
+   its backward;
+3. advance to ``v``, run stage ``v`` with an option *and drop value ``v``*, do
+   ``below(v + 1, t)``, then ``held(s, v)``.
+
+1 and 2 are the published program: a value once stored stays until its last use. 3 goes
+beyond this persistence. ``held`` goes on in the same three ways, with the memory of what
+was held added once the backward of stage ``t`` is done.
+
+Transient needs of an operation (its gradient, its input where that is not stored, its
+outputs, its workspace) are rounded up once, as a sum; what is stored, one by one.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+from remat.chains.join_tables import INFINITE
+from remat.native import native
+from remat.units import ceil_slots
+
+ADVANCE, SAVE, BACKWARD, TURN = range(4)
+
+Option = tuple[int, int, int, bool, int, int]
+"""Forward time (-1: no forward), backward time, saved bytes, whether the output is
+needed, forward and backward workspace bytes."""
+
+RotorAnswer = tuple[int, list[tuple[int, int, int]]]
+"""Time, and what runs: (ADVANCE, stage, -1), (SAVE, stage, option),
+(BACKWARD, stage, option), (TURN, -1, -1)."""
+
+# Time and the next states of one way to go on: what runs now, then tasks in order.
+_Task = tuple[str, int, int, int, int]
+
+
+class _Rotor:
+    def __init__(
+        self,
+        values: Sequence[int],
+        gradients: Sequence[int],
+        forward: Sequence[int],
+        workspace: Sequence[int],
+        options: Sequence[Sequence[Option]],
+        turn: tuple[int, int],
+        slot_bytes: int,
+        beyond: bool,  # noqa: FBT001 - as in C++, where arguments have no names
+    ) -> None:
+        self.values, self.gradients = values, gradients
+        self.forward, self.workspace = forward, workspace
+        self.options = options
+        self.turn_ns, self.turn_workspace = turn
+        self.slot_bytes = slot_bytes
+        self.beyond = beyond
+        self.length = len(forward)
+        self.below = cache(self._below)
+        self.held = cache(self._held)
+
+    def slots(self, size_bytes: int) -> int:
+        return ceil_slots(size_bytes, self.slot_bytes)
+
+    # --- sizes, in slots ---------------------------------------------------------
+
+    def gradient(self, top: int) -> int:
+        """Bytes of the gradient above stage ``top``; nothing is above the turn."""
+        return 0 if top == self.length else self.gradients[top + 1]
+
+    def advance_need(self, base: int, top: int, value: int) -> int:
+        """Slots that advancing from ``base`` to ``value`` needs."""
+        most = 0
+        for stage in range(base, value):
+            source = self.values[stage] if stage > base else 0
+            output = self.values[stage + 1]
+            most = max(most, source + output + self.workspace[stage])
+        return self.slots(most + self.gradient(top))
+
+    def save_need(self, stage: int, option: int, top: int, *, is_base: bool) -> int:
+        """Slots that running ``stage`` with ``option`` needs, below ``top``."""
+        _, _, saved, _, workspace, _ = self.options[stage][option]
+        most = max(self.workspace[stage], saved + workspace)
+        source = 0 if is_base else self.values[stage]
+        return self.slots(source + self.values[stage + 1] + most + self.gradient(top))
+
+    def backward_need(self, stage: int, option: int, *, is_held: bool) -> int:
+        """Slots that the backward of ``stage`` needs, its held part counted or not."""
+        _, _, saved, needs_output, _, workspace = self.options[stage][option]
+        inside = saved + (self.values[stage + 1] if needs_output else 0)
+        return self.slots(
+            self.gradients[stage + 1]
+            + self.gradients[stage]
+            + workspace
+            + (0 if is_held else inside)
+        )
+
+    def passed(self, stage: int, option: int) -> int:
+        """Slots that stay while the stages above run: what is saved, and the output."""
+        return self.slots(self.options[stage][option][2] + self.values[stage + 1])
+
+    def kept(self, stage: int, option: int) -> int:
+        """Slots that stay when the stages above are done."""
+        _, _, saved, needs_output, _, _ = self.options[stage][option]
+        return self.slots(saved + (self.values[stage + 1] if needs_output else 0))
+
+    def sweep(self, base: int, value: int) -> int:
+        return sum(self.forward[base:value])
+
+    def saving(self, stage: int) -> Iterator[tuple[int, Option]]:
+        """Yield the options with a forward."""
+        return ((k, o) for k, o in enumerate(self.options[stage]) if o[0] >= 0)
+
+    # --- the recurrence ----------------------------------------------------------
+
+    def _below(self, base: int, top: int, memory: int) -> int:
+        ways = (cost for cost, _, _ in self.ways_below(base, top, memory))
+        return min(min(ways, default=INFINITE), INFINITE)
+
+    def _held(self, base: int, top: int, option: int, memory: int) -> int:
+        ways = (cost for cost, _, _ in self.ways_held(base, top, option, memory))
+        return min(min(ways, default=INFINITE), INFINITE)
+
+    def ways_below(
+        self, base: int, top: int, memory: int
+    ) -> Iterator[tuple[int, list[tuple[int, int, int]], list[_Task]]]:
+        """Yield cost, what runs at once, and what is to be done then, of every way."""
+        if base == top:
+            yield from self.single(base, memory)
+            return
+        for value in range(base + 1, top + 1):
+            left = memory - self.slots(self.values[value])
+            if memory >= self.advance_need(base, top, value) and left >= 0:
+                cost = (
+                    self.sweep(base, value)
+                    + self.below(value, top, left)
+                    + self.below(base, value - 1, memory)
+                )
+                tasks = [
+                    ("below", value, top, -1, left),
+                    ("below", base, value - 1, -1, memory),
+                ]
+                yield cost, self.advance(base, value), tasks
+        for k, option in self.saving(base):
+            left = memory - self.passed(base, k)
+            need = max(
+                self.save_need(base, k, top, is_base=True),
+                self.backward_need(base, k, is_held=False),
+            )
+            if memory >= need and left >= 0:
+                cost = option[0] + option[1] + self.below(base + 1, top, left)
+                tasks = [
+                    ("below", base + 1, top, -1, left),
+                    ("backward", base, base, k, 0),
+                ]
+                yield cost, [(SAVE, base, k)], tasks
+        if self.beyond:
+            yield from self.dropping_below(base, top, memory)
+
+    def single(
+        self, stage: int, memory: int
+    ) -> Iterator[tuple[int, list[tuple[int, int, int]], list[_Task]]]:
+        if stage == self.length:
+            need = self.slots(self.gradients[stage] + self.turn_workspace)
+            if memory >= need:
+                yield self.turn_ns, [(TURN, -1, -1)], []
+            return
+        for k, option in enumerate(self.options[stage]):
+            need = self.backward_need(stage, k, is_held=False)
+            if option[0] >= 0:
+                need = max(need, self.save_need(stage, k, stage, is_base=True))
+            if memory >= need:
+                run = [(SAVE, stage, k)] if option[0] >= 0 else []
+                cost = max(option[0], 0) + option[1]
+                yield cost, [*run, (BACKWARD, stage, k)], []
+
+    def dropping_below(
+        self, base: int, top: int, memory: int
+    ) -> Iterator[tuple[int, list[tuple[int, int, int]], list[_Task]]]:
+        for value in range(base + 1, min(top, self.length)):
+            for k, option in self.saving(value):
+                need = max(
+                    self.advance_need(base, top, value),
+                    self.save_need(value, k, top, is_base=False),
+                )
+                left = memory - self.passed(value, k)
+                after = memory - self.kept(value, k)
+                if memory >= need and left >= 0:
+                    cost = (
+                        self.sweep(base, value)
+                        + option[0]
+                        + self.below(value + 1, top, left)
+                        + self.held(base, value, k, after)
+                    )
+                    run = [*self.advance(base, value), (SAVE, value, k)]
+                    tasks = [
+                        ("below", value + 1, top, -1, left),
+                        ("held", base, value, k, after),
+                    ]
+                    yield cost, run, tasks
+
+    def ways_held(
+        self, base: int, top: int, option: int, memory: int
+    ) -> Iterator[tuple[int, list[tuple[int, int, int]], list[_Task]]]:
+        if base == top:
+            if memory >= self.backward_need(top, option, is_held=True):
+                yield self.options[top][option][1], [(BACKWARD, top, option)], []
+            return
+        freed = memory + self.kept(top, option)
+        for value in range(base + 1, top + 1):
+            left = memory - self.slots(self.values[value])
+            if memory >= self.advance_need(base, top, value) and left >= 0:
+                cost = (
+                    self.sweep(base, value)
+                    + self.held(value, top, option, left)
+                    + self.below(base, value - 1, freed)
+                )
+                tasks = [
+                    ("held", value, top, option, left),
+                    ("below", base, value - 1, -1, freed),
+                ]
+                yield cost, self.advance(base, value), tasks
+        for k, saving in self.saving(base):
+            left = memory - self.passed(base, k)
+            if (
+                memory >= self.save_need(base, k, top, is_base=True)
+                and freed >= self.backward_need(base, k, is_held=False)
+                and left >= 0
+            ):
+                cost = saving[0] + saving[1] + self.held(base + 1, top, option, left)
+                tasks = [
+                    ("held", base + 1, top, option, left),
+                    ("backward", base, base, k, 0),
+                ]
+                yield cost, [(SAVE, base, k)], tasks
+        for value in range(base + 1, top):
+            for k, saving in self.saving(value):
+                need = max(
+                    self.advance_need(base, top, value),
+                    self.save_need(value, k, top, is_base=False),
+                )
+                left = memory - self.passed(value, k)
+                after = freed - self.kept(value, k)
+                if memory >= need and left >= 0:
+                    cost = (
+                        self.sweep(base, value)
+                        + saving[0]
+                        + self.held(value + 1, top, option, left)
+                        + self.held(base, value, k, after)
+                    )
+                    run = [*self.advance(base, value), (SAVE, value, k)]
+                    tasks = [
+                        ("held", value + 1, top, option, left),
+                        ("held", base, value, k, after),
+                    ]
+                    yield cost, run, tasks
+
+    def advance(self, base: int, value: int) -> list[tuple[int, int, int]]:
+        return [(ADVANCE, stage, -1) for stage in range(base, value)]
+
+    def answer(self, memory: int) -> RotorAnswer | None:
+        cost = self.below(0, self.length, memory) if memory >= 0 else INFINITE
+        if cost >= INFINITE:
+            return None
+        order: list[tuple[int, int, int]] = []
+        pending: list[_Task] = [("below", 0, self.length, -1, memory)]
+        while pending:
+            kind, base, top, option, left = pending.pop()
+            if kind == "backward":
+                order.append((BACKWARD, base, option))
+                continue
+            if kind == "below":
+                ways = self.ways_below(base, top, left)
+            else:
+                ways = self.ways_held(base, top, option, left)
+            _, run, tasks = min(ways, key=lambda way: way[0])
+            order += run
+            pending += reversed(tasks)
+        return cost, order
+
+
+@native
+def rotor_plan(
+    values: Sequence[int],
+    gradients: Sequence[int],
+    forward: Sequence[int],
+    workspace: Sequence[int],
+    options: Sequence[Sequence[Option]],
+    turn: tuple[int, int],
+    slot_bytes: int,
+    slots: int,
+    beyond: bool,  # noqa: FBT001 - as in C++, where arguments have no names
+) -> RotorAnswer | None:
+    """Return the quickest schedule of a chain in ``slots`` slots, or ``None``.
+
+    Parameters
+    ----------
+    values, gradients
+        Sizes in bytes of the input and of each stage's output, and of their gradients.
+    forward, workspace
+        Time and workspace bytes of each stage's forward that keeps nothing.
+    options
+        The options of each stage.
+    turn
+        Time and workspace bytes of the turn.
+    slot_bytes, slots
+        Size of a slot, at least 1, and number of slots for everything.
+    beyond
+        Whether stored values may be dropped before their last use.
+
+    Notes
+    -----
+    Of equally quick ways: the first in the order of the module docstring, with nearer
+    values and earlier options first.
+    """
+    rotor = _Rotor(
+        values, gradients, forward, workspace, options, turn, slot_bytes, beyond
+    )
+    return rotor.answer(slots - rotor.slots(values[0]))
