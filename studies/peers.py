@@ -2,7 +2,8 @@
 
 Each case is measured in a process of its own, which :mod:`studies.run` starts:
 ``checkpoint`` is ``torch.utils.checkpoint`` around every block (transformers' own
-switch where the model has one), ``<backend>@<budget>`` is ``torch.compile`` with
+switch where the model has one), ``checkpoint@<count>`` the same around so many
+consecutive blocks at a time, ``<backend>@<budget>`` is ``torch.compile`` with
 ``activation_memory_budget`` and that backend.
 """
 
@@ -17,7 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 from remat.verification import Outcome, TrainingStep, compare
 from studies.models import MODELS, Options
-from studies.networks import Bottleneck, DenseLayer, DoubleConvolution
+from studies.networks import (
+    Bottleneck,
+    DenseLayer,
+    DoubleConvolution,
+    Inception,
+    PyramidPooling,
+)
 from studies.planned import Subject, make_step, paired_times, study_budget
 
 AOT = "aot_eager_decomp_partition"
@@ -27,7 +34,8 @@ CASES = (
     *(f"{AOT}@{budget}" for budget in BUDGETS),
     *(f"inductor@{budget}" for budget in BUDGETS),
 )
-_BLOCKS = (Bottleneck, DenseLayer, DoubleConvolution)
+_BLOCKS = (Bottleneck, DenseLayer, DoubleConvolution, Inception, PyramidPooling)
+_CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 _POOLS = (nn.MaxPool2d, nn.AvgPool2d)
 
 
@@ -114,9 +122,9 @@ def make_peer(case: str, model: nn.Module) -> Peer:
     ValueError
         If there is no such case.
     """
-    if case == "checkpoint":
-        return checkpointed(model)
     backend, _, budget = case.partition("@")
+    if backend == "checkpoint":
+        return checkpointed(model, int(budget or 1))
     if case not in CASES:
         msg = f"there is no peer {case!r}; there are {', '.join(CASES)}"
         raise ValueError(msg)
@@ -130,30 +138,42 @@ def make_peer(case: str, model: nn.Module) -> Peer:
     return Peer(torch.compile(call, backend=backend, dynamic=False))
 
 
-def checkpointed(model: nn.Module) -> Peer:
-    """Return the model with every natural block checkpointed.
+def checkpointed(model: nn.Module, count: int = 1) -> Peer:
+    """Return the model with its natural blocks checkpointed.
+
+    Parameters
+    ----------
+    model
+        A transformer with a switch of its own, or a network of blocks.
+    count
+        Consecutive blocks of a chain that are recomputed together, at least 1. Layers
+        outside of blocks form one up to each pooling.
 
     Raises
     ------
     ValueError
-        If the model has no blocks that this study knows.
+        If the model has no blocks that this study knows, or ``count`` is not possible.
     """
     call: Callable[..., Any] = getattr(model, "_call_impl")  # noqa: B009
     for word in ("activation", "gradient"):  # renamed within transformers 5
-        if hasattr(model, f"{word}_checkpointing_enable"):
+        if count == 1 and hasattr(model, f"{word}_checkpointing_enable"):
             return Peer(call, functools.partial(_switch_transformer, model, word))
-    blocks = [block for block in model.modules() if isinstance(block, _BLOCKS)]
-    chain = getattr(model, "features", None)
+    if count < 1:
+        msg = f"{count} blocks cannot be checkpointed together; give at least 1"
+        raise ValueError(msg)
     forwards: dict[nn.Module, Callable[..., Any]] = {
-        block: functools.partial(checkpoint, block.forward, use_reentrant=False)
-        for block in blocks
+        chain: functools.partial(_run_groups, list(_groups(list(_units(chain)), count)))
+        for chain in _chains(model)
     }
-    if not blocks and isinstance(chain, nn.Sequential):
-        forwards[chain] = functools.partial(_run_stages, list(_stages(chain)))
     if not forwards:
         msg = f"{type(model).__name__} has no blocks to checkpoint"
         raise ValueError(msg)
     return Peer(call, functools.partial(_switch_forwards, forwards))
+
+
+def longest_chain(model: nn.Module) -> int:
+    """Return how many blocks the longest chain of a model has, at least 1."""
+    return max((len(list(_units(chain))) for chain in _chains(model)), default=1)
 
 
 def _switch_transformer(model: Any, word: str, is_on: bool) -> None:  # noqa: FBT001
@@ -174,21 +194,52 @@ def _switch_forwards(
             vars(block).pop("forward", None)
 
 
-def _stages(chain: nn.Sequential) -> Iterator[nn.Sequential]:
-    """Cut a chain after each pooling layer."""
-    stage: list[nn.Module] = []
-    for layer in chain:
-        stage.append(layer)
-        if isinstance(layer, _POOLS):
-            yield nn.Sequential(*stage)
-            stage = []
-    if stage:
-        yield nn.Sequential(*stage)
+def _chains(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost blocks and sequences that hold convolutions."""
+    for child in module.children():
+        if isinstance(child, _BLOCKS):
+            yield child
+        elif not isinstance(child, nn.Sequential):
+            yield from _chains(child)
+        elif any(isinstance(layer, _CONVOLUTIONS) for layer in child.modules()):
+            yield child
 
 
-def _run_stages(stages: list[nn.Sequential], x: torch.Tensor) -> torch.Tensor:
-    for stage in stages:
-        x = checkpoint(stage, x, use_reentrant=False)
+def _units(chain: nn.Module) -> Iterator[list[Callable[..., Any]]]:
+    """Cut a chain into blocks; other layers form one up to each pooling."""
+    if isinstance(chain, _BLOCKS):
+        # Its own call is what is replaced.
+        yield [chain.forward]
+        return
+    layers: list[Callable[..., Any]] = []
+    for layer in chain.children():
+        if isinstance(layer, _BLOCKS) and layers:
+            yield layers
+            layers = []
+        layers.append(layer)
+        if isinstance(layer, (*_BLOCKS, *_POOLS)):
+            yield layers
+            layers = []
+    if layers:
+        yield layers
+
+
+def _groups(
+    units: list[list[Callable[..., Any]]], count: int
+) -> Iterator[list[Callable[..., Any]]]:
+    for start in range(0, len(units), count):
+        yield [layer for unit in units[start : start + count] for layer in unit]
+
+
+def _run_groups(groups: list[list[Callable[..., Any]]], x: torch.Tensor) -> Any:
+    for group in groups:
+        x = checkpoint(_run, group, x, use_reentrant=False)
+    return x
+
+
+def _run(layers: list[Callable[..., Any]], x: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        x = layer(x)
     return x
 
 
