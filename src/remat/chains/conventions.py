@@ -47,6 +47,16 @@ class MemoryConvention:
         """Whether two free units are needed to advance past an uncounted input."""
         return not self.overwrites_inputs and not self.counts_gradients
 
+    @property
+    def numbers(self) -> tuple[int, int, bool, bool]:
+        """The convention as :mod:`remat.chains.join_tables` takes it."""
+        return (
+            self.gradient_units,
+            self.transient_units,
+            self.counts_inputs,
+            self.move_needs_two,
+        )
+
 
 STRICT = MemoryConvention()
 """Outputs beside inputs, everything counts: what an executor of tensors has."""

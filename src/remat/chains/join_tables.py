@@ -21,7 +21,7 @@ stored has ``f(r, n) = M - n - gradients(r) - transient`` free units::
 with ``n' = n - 1``, or ``n`` when the base is a pinned input (``a = 0``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import accumulate
 
@@ -72,6 +72,13 @@ class Segments:
         return [*sweep, *upper, *self.reverse(base, split, units)]
 
 
+Convention = tuple[int, int, bool, bool]
+"""Units of a gradient, units that an operation needs beyond its results, whether inputs
+count, whether moving on takes two units; see
+:class:`~remat.chains.conventions.MemoryConvention`."""
+
+_Piece = tuple[int, int, int, int]
+
 JoinAnswer = tuple[int, list[tuple[int, int, int, int]], list[tuple[bool, int, int]]]
 """Forward cost after the turn; pieces (branch, base, end, free units) in the order of
 reversal; what runs after the turn, as (is forward, branch, stage)."""
@@ -84,18 +91,13 @@ class _Join:
         self,
         costs: Sequence[Sequence[int]],
         memory_units: int,
-        gradient_units: int,
-        transient_units: int,
-        counts_inputs: bool,
-        move_needs_two: bool,
+        convention: Convention,
     ) -> None:
         self.units = memory_units
-        self.gradient_units = gradient_units
-        self.transient_units = transient_units
-        self.counts_inputs = counts_inputs
-        self.move_needs_two = move_needs_two
+        self.gradient_units, self.transient_units = convention[:2]
+        self.counts_inputs, self.move_needs_two = convention[2:]
         self.segments = [
-            Segments(branch, move_needs_two=move_needs_two) for branch in costs
+            Segments(branch, move_needs_two=self.move_needs_two) for branch in costs
         ]
         self.lengths = tuple(len(branch) for branch in costs)
         self.cost = cache(self._cost)
@@ -105,7 +107,9 @@ class _Join:
         used = stored + self.gradient_units * unfinished + self.transient_units
         return self.units - used
 
-    def pieces(self, left: tuple[int, ...], stored: int):
+    def pieces(
+        self, left: tuple[int, ...], stored: int
+    ) -> Iterator[tuple[int, _Piece, tuple[int, ...], int]]:
         """Yield cost, piece and next state of every way to go on, in a fixed order."""
         free = self.free(left, stored)
         for branch, end in enumerate(left):
@@ -133,7 +137,9 @@ class _Join:
         )
         return min(min(options, default=INFINITE), INFINITE)
 
-    def at_turn(self, stored: int):
+    def at_turn(
+        self, stored: int
+    ) -> Iterator[tuple[int, list[_Piece], tuple[int, ...], int]]:
         """Yield cost, first pieces and state behind them for ``stored`` values."""
         count = len(self.lengths)
         tops = count + (count if self.transient_units else 0)
@@ -154,7 +160,8 @@ class _Join:
                 yield self.cost(rest, after), [first], rest, after
 
     def answer(self) -> JoinAnswer | None:
-        best, pieces, left, stored = INFINITE, [], self.lengths, 0
+        best, left, stored = INFINITE, self.lengths, 0
+        pieces: list[_Piece] = []
         most = min(self.units, sum(self.lengths))
         for count in range(most + 1):
             for cost, first, rest, after in self.at_turn(count):
@@ -183,10 +190,7 @@ class _Join:
 def join_plan(
     costs: Sequence[Sequence[int]],
     memory_units: int,
-    gradient_units: int,
-    transient_units: int,
-    counts_inputs: bool,  # noqa: FBT001 - as in C++, where arguments have no names
-    move_needs_two: bool,  # noqa: FBT001 - as above
+    convention: Convention,
 ) -> JoinAnswer | None:
     """Return the cheapest backward phase of a join, or ``None`` if none fits.
 
@@ -196,8 +200,8 @@ def join_plan(
         Per branch the forward cost of each stage, at least 0, one stage or more.
     memory_units
         Units at any time.
-    gradient_units, transient_units, counts_inputs, move_needs_two
-        The convention, as :class:`~remat.chains.conventions.MemoryConvention` has it.
+    convention
+        What counts, see :data:`Convention`.
 
     Notes
     -----
@@ -205,15 +209,7 @@ def join_plan(
     first branch with the shortest segment, then the first split. Table of
     ``prod(l_j + 1) * (n + 1)`` entries for up to n stored values.
     """
-    join = _Join(
-        costs,
-        memory_units,
-        gradient_units,
-        transient_units,
-        counts_inputs,
-        move_needs_two,
-    )
-    return join.answer()
+    return _Join(costs, memory_units, convention).answer()
 
 
 class _ByBranch(_Join):
@@ -223,23 +219,15 @@ class _ByBranch(_Join):
         self,
         costs: Sequence[Sequence[int]],
         memory_units: int,
-        gradient_units: int,
-        transient_units: int,
-        counts_inputs: bool,
-        move_needs_two: bool,
+        convention: Convention,
     ) -> None:
-        super().__init__(
-            costs,
-            memory_units,
-            gradient_units,
-            transient_units,
-            counts_inputs,
-            move_needs_two,
-        )
+        super().__init__(costs, memory_units, convention)
         self.alone = cache(self._alone)
         self.rest = cache(self._rest)
 
-    def steps(self, branch: int, end: int, own: int, free: int):
+    def steps(
+        self, branch: int, end: int, own: int, free: int
+    ) -> Iterator[tuple[int, int, int]]:
         """Yield cost, base and values stored below it for the next piece of a branch.
 
         ``own`` values of the branch are stored, a pinned input not counted.
@@ -328,10 +316,7 @@ class _ByBranch(_Join):
 def join_plan_by_branch(
     costs: Sequence[Sequence[int]],
     memory_units: int,
-    gradient_units: int,
-    transient_units: int,
-    counts_inputs: bool,  # noqa: FBT001 - as in C++, where arguments have no names
-    move_needs_two: bool,  # noqa: FBT001 - as above
+    convention: Convention,
     orders: Sequence[Sequence[int]],
 ) -> JoinAnswer | None:
     """Return the cheapest backward phase that finishes one branch after the other.
@@ -344,12 +329,4 @@ def join_plan_by_branch(
     of them in the first branches, then the shortest segments. Where moving on takes two
     units, one is set aside for it at the turn.
     """
-    join = _ByBranch(
-        costs,
-        memory_units,
-        gradient_units,
-        transient_units,
-        counts_inputs,
-        move_needs_two,
-    )
-    return join.answer_in(orders)
+    return _ByBranch(costs, memory_units, convention).answer_in(orders)

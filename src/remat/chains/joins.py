@@ -5,8 +5,8 @@ networks. Every value takes one unit of memory, under a convention that is a par
 forward costs may differ from stage to stage.
 
 What is optimal. :func:`plan_join` returns the least forward cost *among schedules that
-run the turn and every backward stage once*, on any interleaving of the branches. Running
-them again can be cheaper at the tightest budgets, and feasible below them
+run the turn and every backward stage once*, on any interleaving of the branches.
+Running them again can be cheaper at the tightest budgets, and feasible below them
 (:mod:`remat.chains.reexecution`).
 
 Why the program is exact. Before the turn nothing is recomputed: of what is live at the
@@ -98,10 +98,7 @@ def plan_join(
     found = join_plan(
         costs,
         memory_units,
-        convention.gradient_units,
-        convention.transient_units,
-        convention.counts_inputs,
-        convention.move_needs_two,
+        convention.numbers,
     )
     return None if found is None else _plan(costs, memory_units, convention, found)
 
@@ -137,10 +134,7 @@ def plan_join_by_branch(
     found = join_plan_by_branch(
         costs,
         memory_units,
-        convention.gradient_units,
-        convention.transient_units,
-        convention.counts_inputs,
-        convention.move_needs_two,
+        convention.numbers,
         list(orders.values()),
     )
     return None if found is None else _plan(costs, memory_units, convention, found)

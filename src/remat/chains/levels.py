@@ -7,9 +7,9 @@ memory, on a disk. The running value and the gradient take no slot.
 * :func:`plan_disk_revolve`: limited memory at no cost, and an unlimited second level;
 * :func:`plan_hrevolve`: any number of levels, each with its slots and costs.
 
-What is optimal: both programs are exact for the total time of schedules in which a value
-is stored on one level when it is first reached, loaded when the sweep needs it, and
-every backward stage runs once; no copy overlaps a computation
+What is optimal: both programs are exact for the total time of schedules in which a
+value is stored on one level when it is first reached, loaded when the sweep needs it,
+and every backward stage runs once; no copy overlaps a computation
 (:mod:`remat.chains.offload` has overlap).
 
 Departure from published code: for chains of one stage the recurrence as published
@@ -40,7 +40,7 @@ from remat.chains.level_tables import (
 )
 from remat.chains.operations import Backward, Forward, Load, Operation, Store, Turn
 from remat.chains.plans import Piece
-from remat.chains.revolve import revolve_forwards, reverse_segment
+from remat.chains.revolve import reverse_segment, revolve_forwards
 from remat.errors import InvalidGraphError, SolverUnsuitableError
 from remat.units import format_bytes
 
@@ -211,8 +211,8 @@ def plan_disk_revolve(
         msg = f"memory has {memory_slots} slots; need 0 or more"
         raise InvalidGraphError(msg)
     in_memory = [
-        INFINITE if count is None else count * forward_ns + (l + 1) * backward_ns
-        for l, count in enumerate(memory_forwards(length, memory_slots))
+        INFINITE if count is None else count * forward_ns + (stages + 1) * backward_ns
+        for stages, count in enumerate(memory_forwards(length, memory_slots))
     ]
     found = disk_revolve_plan(
         in_memory, disk.write_ns, disk.read_ns, forward_ns, backward_ns
@@ -222,7 +222,7 @@ def plan_disk_revolve(
 
 def memory_forwards(length: int, slots: int) -> list[int | None]:
     """Return the counts of :func:`~remat.chains.revolve.revolve_forwards` to length."""
-    return [revolve_forwards(l, slots) for l in range(length + 1)]
+    return [revolve_forwards(stages, slots) for stages in range(length + 1)]
 
 
 def _check(

@@ -1,7 +1,7 @@
 """Revolve: the homogeneous chain, by recurrence and in closed form.
 
-A chain of ``l`` stages of equal cost, ``x_0 -> x_1 -> ... -> x_l``, is reversed with few
-places for values. Two indexings are common, and mixing them is the classical
+A chain of ``l`` stages of equal cost, ``x_0 -> x_1 -> ... -> x_l``, is reversed with
+few places for values. Two indexings are common, and mixing them is the classical
 off-by-one:
 
 * Griewank and Walther count ``n`` steps to reverse with ``s`` checkpoints *including*

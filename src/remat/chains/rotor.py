@@ -8,9 +8,9 @@ it may be quicker, never slower. Sizes are quantised: see :func:`slot_size`.
 
 With unequal sizes persistence costs something. By default the program therefore also
 considers schedules that keep what a stage saved inside but drop the stage's input, and
-bring the input back later (:mod:`remat.chains.rotor_tables`); the answer is never slower
-than the persistent one. It is not always the optimum over all schedules:
-:mod:`remat.chains.search` finds that on short chains.
+bring the input back later (:mod:`remat.chains.rotor_tables`); the answer is never
+slower than the persistent one. It is not always the optimum over all schedules, but on
+short random chains it nearly is (``studies/results/chains.jsonl``).
 
 References
 ----------
@@ -28,7 +28,15 @@ from math import gcd
 
 from remat.chains.join_tables import INFINITE
 from remat.chains.operations import Backward, Forward, Operation, Turn
-from remat.chains.rotor_tables import ADVANCE, BACKWARD, SAVE, TURN, Option, rotor_plan
+from remat.chains.rotor_tables import (
+    ADVANCE,
+    BACKWARD,
+    SAVE,
+    TURN,
+    ChainNumbers,
+    Option,
+    rotor_plan,
+)
 from remat.chains.stages import StageChain, StageOption
 from remat.errors import InvalidGraphError, SolverUnsuitableError
 from remat.units import ceil_slots, floor_slots, format_bytes
@@ -113,7 +121,7 @@ def plan_rotor(
             "or raise the limit"
         )
         raise SolverUnsuitableError(msg)
-    found = rotor_plan(*_arrays(chain), slot_bytes, count, beyond_persistence)
+    found = rotor_plan(chain_numbers(chain), slot_bytes, count, beyond_persistence)
     if found is None:
         return None
     cost, order = found
@@ -182,16 +190,8 @@ def _check(chain: StageChain, budget_bytes: int, slots: int) -> None:
         raise InvalidGraphError(msg)
 
 
-def _arrays(
-    chain: StageChain,
-) -> tuple[
-    list[int],
-    list[int],
-    list[int],
-    list[int],
-    list[list[Option]],
-    tuple[int, int],
-]:
+def chain_numbers(chain: StageChain) -> ChainNumbers:
+    """Return a chain as :mod:`remat.chains.rotor_tables` takes it."""
     return (
         list(chain.value_bytes),
         list(chain.gradient_bytes),

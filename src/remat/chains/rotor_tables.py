@@ -20,8 +20,8 @@ Ways to go on from ``below(s, t, m)``:
    ``below(v + 1, t)``, then ``held(s, v)``.
 
 1 and 2 are the published program: a value once stored stays until its last use. 3 goes
-beyond this persistence. ``held`` goes on in the same three ways, with the memory of what
-was held added once the backward of stage ``t`` is done.
+beyond this persistence. ``held`` goes on in the same three ways, with the memory of
+what was held added once the backward of stage ``t`` is done.
 
 Transient needs of an operation (its gradient, its input where that is not stored, its
 outputs, its workspace) are rounded up once, as a sum; what is stored, one by one.
@@ -40,6 +40,18 @@ Option = tuple[int, int, int, bool, int, int]
 """Forward time (-1: no forward), backward time, saved bytes, whether the output is
 needed, forward and backward workspace bytes."""
 
+ChainNumbers = tuple[
+    Sequence[int],
+    Sequence[int],
+    Sequence[int],
+    Sequence[int],
+    Sequence[Sequence[Option]],
+    tuple[int, int],
+]
+"""Sizes in bytes of the input and of each stage's output, and of their gradients; time
+and workspace bytes of each stage's forward that keeps nothing; the options of each
+stage; time and workspace bytes of the turn."""
+
 RotorAnswer = tuple[int, list[tuple[int, int, int]]]
 """Time, and what runs: (ADVANCE, stage, -1), (SAVE, stage, option),
 (BACKWARD, stage, option), (TURN, -1, -1)."""
@@ -51,22 +63,17 @@ _Task = tuple[str, int, int, int, int]
 class _Rotor:
     def __init__(
         self,
-        values: Sequence[int],
-        gradients: Sequence[int],
-        forward: Sequence[int],
-        workspace: Sequence[int],
-        options: Sequence[Sequence[Option]],
-        turn: tuple[int, int],
+        chain: ChainNumbers,
         slot_bytes: int,
-        beyond: bool,  # noqa: FBT001 - as in C++, where arguments have no names
+        *,
+        beyond: bool,
     ) -> None:
-        self.values, self.gradients = values, gradients
-        self.forward, self.workspace = forward, workspace
-        self.options = options
-        self.turn_ns, self.turn_workspace = turn
+        self.values, self.gradients, self.forward, self.workspace = chain[:4]
+        self.options = chain[4]
+        self.turn_ns, self.turn_workspace = chain[5]
         self.slot_bytes = slot_bytes
         self.beyond = beyond
-        self.length = len(forward)
+        self.length = len(self.forward)
         self.below = cache(self._below)
         self.held = cache(self._held)
 
@@ -292,12 +299,7 @@ class _Rotor:
 
 @native
 def rotor_plan(
-    values: Sequence[int],
-    gradients: Sequence[int],
-    forward: Sequence[int],
-    workspace: Sequence[int],
-    options: Sequence[Sequence[Option]],
-    turn: tuple[int, int],
+    chain: ChainNumbers,
     slot_bytes: int,
     slots: int,
     beyond: bool,  # noqa: FBT001 - as in C++, where arguments have no names
@@ -306,14 +308,8 @@ def rotor_plan(
 
     Parameters
     ----------
-    values, gradients
-        Sizes in bytes of the input and of each stage's output, and of their gradients.
-    forward, workspace
-        Time and workspace bytes of each stage's forward that keeps nothing.
-    options
-        The options of each stage.
-    turn
-        Time and workspace bytes of the turn.
+    chain
+        The chain in numbers, see :data:`ChainNumbers`.
     slot_bytes, slots
         Size of a slot, at least 1, and number of slots for everything.
     beyond
@@ -324,7 +320,5 @@ def rotor_plan(
     Of equally quick ways: the first in the order of the module docstring, with nearer
     values and earlier options first.
     """
-    rotor = _Rotor(
-        values, gradients, forward, workspace, options, turn, slot_bytes, beyond
-    )
-    return rotor.answer(slots - rotor.slots(values[0]))
+    rotor = _Rotor(chain, slot_bytes, beyond=beyond)
+    return rotor.answer(slots - rotor.slots(chain[0][0]))

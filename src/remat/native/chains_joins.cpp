@@ -631,35 +631,31 @@ class ByBranch {
   std::vector<std::vector<Cost>> alone_;
 };
 
+using Numbers = std::tuple<Index, Index, bool, bool>;
+
+Convention convention_of(Index memory_units, const Numbers& numbers) {
+  const auto& [gradient_units, transient_units, counts_inputs, move_needs_two] = numbers;
+  return {memory_units, gradient_units, transient_units, counts_inputs, move_needs_two};
+}
+
 std::optional<Answer> join_plan(const std::vector<std::vector<Cost>>& costs,
-                                Index memory_units, Index gradient_units,
-                                Index transient_units, bool counts_inputs,
-                                bool move_needs_two) {
-  const Convention convention{memory_units, gradient_units, transient_units,
-                              counts_inputs, move_needs_two};
-  return Join(costs, convention).answer();
+                                Index memory_units, const Numbers& convention) {
+  return Join(costs, convention_of(memory_units, convention)).answer();
 }
 
 std::optional<Answer> join_plan_by_branch(const std::vector<std::vector<Cost>>& costs,
-                                          Index memory_units, Index gradient_units,
-                                          Index transient_units, bool counts_inputs,
-                                          bool move_needs_two,
+                                          Index memory_units, const Numbers& convention,
                                           const std::vector<std::vector<Index>>& orders) {
-  const Convention convention{memory_units, gradient_units, transient_units,
-                              counts_inputs, move_needs_two};
-  return ByBranch(costs, convention).answer(orders);
+  return ByBranch(costs, convention_of(memory_units, convention)).answer(orders);
 }
 
 }  // namespace
 
 void bind_joins(nb::module_& module) {
   module.def("join_plan", &join_plan, nb::arg("costs"), nb::arg("memory_units"),
-             nb::arg("gradient_units"), nb::arg("transient_units"),
-             nb::arg("counts_inputs"), nb::arg("move_needs_two"));
+             nb::arg("convention"));
   module.def("join_plan_by_branch", &join_plan_by_branch, nb::arg("costs"),
-             nb::arg("memory_units"), nb::arg("gradient_units"),
-             nb::arg("transient_units"), nb::arg("counts_inputs"),
-             nb::arg("move_needs_two"), nb::arg("orders"));
+             nb::arg("memory_units"), nb::arg("convention"), nb::arg("orders"));
 }
 
 }  // namespace remat::chains

@@ -25,6 +25,9 @@ using Bytes = std::int64_t;
 using Option = std::tuple<Cost, Cost, Bytes, bool, Bytes, Bytes>;
 using Run = std::tuple<Index, Index, Index>;
 using Answer = std::tuple<Cost, std::vector<Run>>;
+using Chain = std::tuple<std::vector<Bytes>, std::vector<Bytes>, std::vector<Cost>,
+                         std::vector<Bytes>, std::vector<std::vector<Option>>,
+                         std::pair<Cost, Bytes>>;
 
 enum Kind : Index { advance = 0, save = 1, backward = 2, turn = 3 };
 
@@ -43,17 +46,16 @@ struct Saving {
 
 class Rotor {
  public:
-  Rotor(std::vector<Bytes> values, std::vector<Bytes> gradients, std::vector<Cost> forward,
-        std::vector<Bytes> workspace, const std::vector<std::vector<Option>>& options,
-        std::pair<Cost, Bytes> at_turn, Bytes slot_bytes, bool beyond)
-      : values_(std::move(values)),
-        gradients_(std::move(gradients)),
-        forward_(std::move(forward)),
-        workspace_(std::move(workspace)),
-        turn_(at_turn),
+  Rotor(const Chain& chain, Bytes slot_bytes, bool beyond)
+      : values_(std::get<0>(chain)),
+        gradients_(std::get<1>(chain)),
+        forward_(std::get<2>(chain)),
+        workspace_(std::get<3>(chain)),
+        turn_(std::get<5>(chain)),
         slot_bytes_(slot_bytes),
         beyond_(beyond),
         length_(static_cast<Index>(forward_.size())) {
+    const auto& options = std::get<4>(chain);
     Index count = 0;
     for (Index s = 0; s < length_; ++s) {
       first_option_.push_back(count);
@@ -466,23 +468,16 @@ class Rotor {
   std::vector<Run> order_;
 };
 
-std::optional<Answer> rotor_plan(std::vector<Bytes> values, std::vector<Bytes> gradients,
-                                 std::vector<Cost> forward, std::vector<Bytes> workspace,
-                                 const std::vector<std::vector<Option>>& options,
-                                 std::pair<Cost, Bytes> at_turn, Bytes slot_bytes,
-                                 Index slots, bool beyond) {
-  Rotor rotor(std::move(values), std::move(gradients), std::move(forward),
-              std::move(workspace), options, at_turn, slot_bytes, beyond);
-  return rotor.answer(slots);
+std::optional<Answer> rotor_plan(const Chain& chain, Bytes slot_bytes, Index slots,
+                                 bool beyond) {
+  return Rotor(chain, slot_bytes, beyond).answer(slots);
 }
 
 }  // namespace
 
 void bind_rotor(nb::module_& module) {
-  module.def("rotor_plan", &rotor_plan, nb::arg("values"), nb::arg("gradients"),
-             nb::arg("forward"), nb::arg("workspace"), nb::arg("options"),
-             nb::arg("turn"), nb::arg("slot_bytes"), nb::arg("slots"),
-             nb::arg("beyond"));
+  module.def("rotor_plan", &rotor_plan, nb::arg("chain"), nb::arg("slot_bytes"),
+             nb::arg("slots"), nb::arg("beyond"));
 }
 
 }  // namespace remat::chains

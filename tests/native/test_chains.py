@@ -1,0 +1,119 @@
+"""Chains and joins: the native core gives the answers of its Python twins, exactly."""
+
+import inspect
+from collections.abc import Callable
+from itertools import permutations
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remat.chains.join_tables import join_plan, join_plan_by_branch
+from remat.chains.level_tables import disk_revolve_plan, hrevolve_plan
+from remat.chains.rotor_tables import rotor_plan
+
+costs = st.integers(0, 9)
+sizes = st.integers(0, 40)
+stage_costs = st.lists(costs, min_size=1, max_size=4)
+unit_costs = st.integers(1, 4).map(lambda length: [1] * length)
+
+
+def same(function: Callable[..., Any], *args: Any) -> None:
+    assert function(*args) == inspect.unwrap(function)(*args)
+
+
+@st.composite
+def joins(draw: st.DrawFn) -> tuple[Any, ...]:
+    branch = draw(st.sampled_from([stage_costs, unit_costs]))
+    branches = draw(st.lists(branch, min_size=1, max_size=3))
+    if draw(st.booleans()):
+        branches = [branches[0] for _ in branches]
+    has_gradients = draw(st.booleans())
+    is_strict = draw(st.booleans())
+    return (
+        branches,
+        draw(st.integers(0, 16)),
+        (
+            int(has_gradients),
+            int(is_strict and has_gradients),
+            draw(st.booleans()),
+            is_strict and not has_gradients,
+        ),
+    )
+
+
+@settings(max_examples=300)
+@given(joins())
+def test_join_plan(join: tuple[Any, ...]) -> None:
+    same(join_plan, *join)
+
+
+@settings(max_examples=200)
+@given(joins())
+def test_join_plan_by_branch(join: tuple[Any, ...]) -> None:
+    orders = [list(order) for order in permutations(range(len(join[0])))]
+    same(join_plan_by_branch, *join, orders)
+
+
+@settings(max_examples=200)
+@given(
+    st.integers(0, 14),
+    st.lists(st.tuples(st.integers(0, 4), costs, costs), min_size=1, max_size=3),
+    costs,
+    costs,
+)
+def test_hrevolve_plan(
+    length: int, levels: list[tuple[int, int, int]], forward: int, backward: int
+) -> None:
+    slots, write, read = (list(column) for column in zip(*levels, strict=True))
+    same(hrevolve_plan, length, slots, write, read, forward, backward)
+
+
+@settings(max_examples=200)
+@given(st.lists(costs, min_size=1, max_size=30), costs, costs, costs)
+def test_disk_revolve_plan(
+    in_memory: list[int], write: int, read: int, forward: int
+) -> None:
+    same(disk_revolve_plan, in_memory, write, read, forward, in_memory[0])
+
+
+@st.composite
+def rotor_options(draw: st.DrawFn) -> tuple[int, int, int, bool, int, int]:
+    if draw(st.integers(0, 5)) == 0:
+        return (-1, draw(costs), 0, False, 0, draw(sizes))
+    return (
+        draw(costs),
+        draw(costs),
+        draw(sizes),
+        draw(st.booleans()),
+        draw(sizes),
+        draw(sizes),
+    )
+
+
+@st.composite
+def rotor_chains(draw: st.DrawFn) -> tuple[Any, ...]:
+    length = draw(st.integers(1, 5))
+
+    def row(count: int, numbers: st.SearchStrategy[int]) -> list[int]:
+        return draw(st.lists(numbers, min_size=count, max_size=count))
+
+    options = [
+        draw(st.lists(rotor_options(), min_size=1, max_size=2)) for _ in range(length)
+    ]
+    return (
+        row(length + 1, sizes),
+        row(length + 1, sizes),
+        row(length, costs),
+        row(length, sizes),
+        options,
+        (draw(costs), draw(sizes)),
+    )
+
+
+@settings(max_examples=300)
+@given(rotor_chains(), st.integers(1, 30), st.integers(0, 40), st.booleans())
+def test_rotor_plan(
+    chain: tuple[Any, ...], slot_bytes: int, slots: int, beyond: bool
+) -> None:
+    same(rotor_plan, chain, slot_bytes, slots, beyond)
