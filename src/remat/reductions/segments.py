@@ -111,6 +111,11 @@ class SegmentedGraph:
             order.append(op)
         return order + self._recomputed(self.graph.final_outputs, is_live)
 
+    def kept(self, segment_of: Mapping[int, int]) -> frozenset[int]:
+        """Return the storages that stay from forward to their last use."""
+        kept = self._kept(segment_of)
+        return frozenset(storage for storage, stays in enumerate(kept) if stays)
+
     def _kept(self, segment_of: Mapping[int, int]) -> list[bool]:
         """Return per storage whether it stays from forward to its last use."""
         graph = self.graph

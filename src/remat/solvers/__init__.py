@@ -4,6 +4,8 @@ from remat.solvers.base import Solver as Solver
 from remat.solvers.chen import ChenGreedy as ChenGreedy
 from remat.solvers.chen import ChenSqrt as ChenSqrt
 from remat.solvers.greedy_eviction import GreedyEviction as GreedyEviction
+from remat.solvers.lower_sets import LowerSets as LowerSets
+from remat.solvers.lower_sets import LowerSetsApprox as LowerSetsApprox
 from remat.solvers.min_cut_retention import MinCutRetention as MinCutRetention
 from remat.solvers.store_all import StoreAll as StoreAll
 
@@ -13,8 +15,15 @@ SOLVERS: dict[str, type[Solver]] = {
     "chen-greedy": ChenGreedy,
     "greedy-eviction": GreedyEviction,
     "min-cut-retention": MinCutRetention,
+    "lower-sets": LowerSets,
+    "lower-sets-approx": LowerSetsApprox,
 }
 """Name on the command line and in ``solver=`` -> solver class."""
 
-AUTO: tuple[type[Solver], ...] = (StoreAll, MinCutRetention, GreedyEviction)
+AUTO: tuple[type[Solver], ...] = (
+    StoreAll,
+    LowerSets,
+    MinCutRetention,
+    GreedyEviction,
+)
 """What ``solver="auto"`` runs, in this order, until the bound on every cost is met."""

@@ -1,0 +1,415 @@
+"""LowerSets and LowerSetsApprox: dynamic programs over lower sets of the forward graph.
+
+Also known as canonical strategies, or the exact and the approximate dynamic program of
+Kusumoto et al. [1]_. The training graph is reduced to its forward values
+(:mod:`remat.reductions.forward_values`); the programs (:mod:`remat.lower_sets`) cut
+those into segments, exactly over all lower sets or over a family of them; each answer
+is lifted to an order of the real ops (:mod:`remat.reductions.segments`).
+
+The program's formula for the peak is a model: it charges a segment's values and
+gradients all at once, and knows no workspace. So the program's own budget is swept, for
+each objective, and every answer is weighed by the true bytes of its lifted order. Then
+
+* the cheapest that fit are improved: runs that the memory left over can do without are
+  taken out (:mod:`remat.retention`), which also keeps what is recomputed while it is
+  still live;
+* those closest to the budget are executed within it, forward keeping what they keep,
+  with eviction where that alone does not fit (:mod:`remat.eviction`), and improved.
+
+Departures from the paper: the last segment is not recomputed; only what backward reads
+is; the objectives are three (least overhead, most overhead, fewest bytes kept); the
+approximate family is wider than the paper's; eviction may recompute a value more than
+once.
+
+Known to be improvable: costs are in coarse units within the program, and graphs with
+more forward values than ``max_nodes`` are merged until they have no more.
+
+References
+----------
+.. [1] M. Kusumoto, T. Inoue, G. Watanabe, T. Akiba, M. Koyama. A graph theoretic
+   framework of recomputation algorithms for memory-efficient backpropagation. NeurIPS
+   2019.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import ClassVar
+
+from remat.bounds import cost_bound_ns, peak_bound_bytes
+from remat.eviction import EvictionRule, evicting_order
+from remat.liveness import schedule_from_order, store_all_order
+from remat.lower_sets.families import (
+    DEFAULT_CAP,
+    Family,
+    approximate_family,
+    choose_family,
+)
+from remat.lower_sets.forward_graph import ForwardGraph
+from remat.lower_sets.programs import (
+    Objective,
+    Query,
+    Segmentation,
+    smallest_budget,
+    sweep,
+)
+from remat.problem import Limits, Problem, Proposal, Status, StopReason
+from remat.reductions.forward_values import ForwardValues, reduce_to_forward_values
+from remat.retention import RetentionTable, improve_order
+from remat.solvers.base import ProgressCallback, single_device_kind_index
+from remat.units import format_bytes
+
+_RULES = (
+    EvictionRule(distance_exponent=0.0, ancestor_share=1.0),
+    EvictionRule(distance_exponent=0.5, ancestor_share=1.0),
+    EvictionRule(distance_exponent=0.0, ancestor_share=0.0),
+)
+"""How victims are chosen where what a segmentation keeps does not fit by itself."""
+
+_RUNS_PER_OP = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowerSetsEffort:
+    """How much a lower-set solver tries.
+
+    Parameters
+    ----------
+    max_nodes
+        Forward values are merged until there are no more than this, at least 1.
+    budget_count
+        Budgets of the program that are tried, for each objective, at least 1.
+    improved_count
+        Segmentations that are improved as they are.
+    executed_count
+        Executions with eviction, by several rules from each segmentation.
+    """
+
+    max_nodes: int = 256
+    budget_count: int = 16
+    improved_count: int = 8
+    executed_count: int = 9
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    order: list[int]
+    cost_ns: int
+    peak_bytes: int
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        return (self.cost_ns, self.peak_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lifted:
+    """What forward keeps under a segmentation, and the best order it gives."""
+
+    kept: frozenset[int]
+    candidate: _Candidate
+
+
+class _Search:
+    """The lifted answers so far, and the cheapest order that fits."""
+
+    def __init__(
+        self, problem: Problem, kind_index: int, values: ForwardValues, limits: Limits
+    ) -> None:
+        self.graph = problem.graph
+        self.kind_index = kind_index
+        self.budget_bytes = problem.budget_bytes or 0
+        self.values = values
+        self.limits = limits
+        self.bound_ns = cost_bound_ns(problem)
+        self.seen: set[tuple[int, ...]] = set()
+        self.lifted: list[_Lifted] = []
+        self.best: _Candidate | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.limits.is_over or (
+            self.best is not None and self.best.cost_ns <= self.bound_ns
+        )
+
+    def weigh(self, order: list[int]) -> _Candidate:
+        """Return an order less its unread runs, and remember it if it is the best."""
+        table = RetentionTable(self.graph, order, self.kind_index)
+        table.drop_unread_runs()
+        found = _Candidate(table.order(), table.cost_ns, table.peak_bytes)
+        if found.peak_bytes <= self.budget_bytes and (
+            self.best is None or found.rank < self.best.rank
+        ):
+            self.best = found
+        return found
+
+    def lift(self, found: Segmentation) -> None:
+        """Weigh an answer of the program by the true bytes of its order."""
+        if found.segment_of in self.seen:
+            return
+        self.seen.add(found.segment_of)
+        segments = self.values.segment_of_ops(found.segment_of)
+        cut = self.values.segments
+        orders = [cut.order(segments)]
+        in_graph_order = cut.order(segments, reorders_backward=False)
+        if in_graph_order != orders[0]:
+            orders.append(in_graph_order)
+        best = min(map(self.weigh, orders), key=lambda c: c.peak_bytes)
+        self.lifted.append(_Lifted(cut.kept(segments), best))
+
+    def improve(self, order: list[int]) -> None:
+        """Take out what memory lets an order do without."""
+        self.weigh(
+            improve_order(
+                self.graph,
+                order,
+                self.budget_bytes,
+                kind_index=self.kind_index,
+                limits=self.limits,
+            )
+        )
+
+    def improve_best(self, count: int) -> Iterator[float]:
+        """Improve the cheapest that fit and those with most memory left over."""
+        fitting = [
+            lifted.candidate
+            for lifted in self.lifted
+            if lifted.candidate.peak_bytes <= self.budget_bytes
+        ]
+        by_cost = sorted(fitting, key=lambda c: c.rank)
+        by_peak = sorted(fitting, key=lambda c: (c.peak_bytes, c.cost_ns))
+        chosen: list[_Candidate] = []
+        for pair in zip(by_cost, by_peak, strict=True):
+            chosen.extend(c for c in pair if c not in chosen)
+        for index, candidate in enumerate(chosen[:count]):
+            if self.is_over:
+                return
+            self.improve(candidate.order)
+            yield (index + 1) / count
+
+    def execute_closest(self, count: int, floor_bytes: int) -> Iterator[float]:
+        """Execute within the budget from what those closest to it keep."""
+        closest = sorted(
+            self.lifted,
+            key=lambda lifted: abs(lifted.candidate.peak_bytes - self.budget_bytes),
+        )
+        pairs = list(product(closest, _RULES))[:count]
+        for index, (lifted, rule) in enumerate(pairs):
+            if self.is_over:
+                return
+            order = evicting_order(
+                self.graph,
+                max(floor_bytes, self.budget_bytes),
+                kind_index=self.kind_index,
+                rule=rule,
+                runs_per_op=_RUNS_PER_OP,
+                saved=lifted.kept,
+                limits=self.limits,
+            )
+            if order is not None:
+                self.improve(order)
+            yield (index + 1) / count
+
+    def least_peak(self) -> str:
+        """Return the smallest peak that was met, for people."""
+        peaks = [lifted.candidate.peak_bytes for lifted in self.lifted]
+        return format_bytes(min(peaks)) if peaks else "not known"
+
+
+def model_budgets(
+    graph: ForwardGraph, family: Family, count: int, deadline_s: float | None = None
+) -> list[int]:
+    """Return budgets for the program, in its own bytes, ascending.
+
+    From the smallest that any sequence of the family needs to what one segment takes,
+    in geometric progression.
+
+    Raises
+    ------
+    TimeoutError
+        If the deadline came before the smallest was found.
+    """
+    low = max(1, smallest_budget(graph, family, deadline_s=deadline_s).peak_bytes)
+    high = max(low, sum(graph.charged_bytes))
+    steps = max(1, count - 1)
+    between = {int(low * (high / low) ** (k / steps)) for k in range(1, count - 1)}
+    return sorted({low, high, *between} if count > 1 else {high})
+
+
+def _solve(
+    problem: Problem,
+    limits: Limits,
+    on_progress: ProgressCallback,
+    effort: LowerSetsEffort,
+    cap: int | None,
+) -> Proposal:
+    graph, kind_index = problem.graph, single_device_kind_index(problem)
+    budget = problem.budget_bytes
+    store_all = RetentionTable(graph, store_all_order(graph), kind_index)
+    store_all.drop_unread_runs()
+    if budget is None or store_all.peak_bytes <= budget:
+        return _feasible(problem, store_all.order())
+    floor = peak_bound_bytes(graph, problem.platform.devices[0].kind)
+    if floor > budget:
+        return _unknown(problem, f"every schedule needs {format_bytes(floor)}")
+    values = reduce_to_forward_values(
+        graph, kind_index=kind_index, max_nodes=effort.max_nodes
+    )
+    if values is None:
+        return _unknown(problem, "no forward op may run again")
+    on_progress("lower sets", 0.0)
+    family = (
+        approximate_family(values.graph)
+        if cap is None
+        else choose_family(values.graph, cap)
+    )
+    search = _Search(problem, kind_index, values, limits)
+    try:
+        budgets = model_budgets(
+            values.graph, family, effort.budget_count, limits.deadline_s
+        )
+    except TimeoutError as error:
+        return _unknown(problem, str(error), StopReason.TIME_LIMIT)
+    for index, model_budget in enumerate(budgets):
+        if search.is_over:
+            break
+        queries = [Query(budget_bytes=model_budget, objective=o) for o in Objective]
+        for found in sweep(values.graph, family, queries, deadline_s=limits.deadline_s):
+            if found is not None:
+                search.lift(found)
+        on_progress("lower sets", 0.5 * (index + 1) / len(budgets))
+    for share in search.improve_best(effort.improved_count):
+        on_progress("keeping what there is room for", 0.5 + share / 4)
+    for share in search.execute_closest(effort.executed_count, floor):
+        on_progress("execution within the budget", 0.75 + share / 4)
+    stop_reason = StopReason.TIME_LIMIT if limits.is_over else StopReason.COMPLETED
+    label = _label(values, family, cap)
+    if search.best is None:
+        return _unknown(
+            problem, f"{label}; the smallest peak is {search.least_peak()}", stop_reason
+        )
+    return _feasible(problem, search.best.order, label, stop_reason)
+
+
+def _label(values: ForwardValues, family: Family, cap: int | None) -> str:
+    """Return what the program was exact about, for people."""
+    what = f"{values.graph.node_count} forward values, {len(family):_} lower sets"
+    if family.is_complete:
+        return f"{what}: all there are"
+    if cap is None:
+        return f"{what}: an approximate family"
+    return f"{what}: an approximate family, as there are more than {cap:_} in all"
+
+
+def _feasible(
+    problem: Problem,
+    order: Sequence[int],
+    message: str = "",
+    stop_reason: StopReason = StopReason.COMPLETED,
+) -> Proposal:
+    return Proposal(
+        status=Status.FEASIBLE,
+        schedule=schedule_from_order(problem.graph, order),
+        bound_ns=cost_bound_ns(problem),
+        stop_reason=stop_reason,
+        message=message,
+    )
+
+
+def _unknown(
+    problem: Problem, message: str, stop_reason: StopReason = StopReason.COMPLETED
+) -> Proposal:
+    return Proposal(
+        status=Status.UNKNOWN,
+        bound_ns=cost_bound_ns(problem),
+        stop_reason=stop_reason,
+        message=f"{message}; the budget is {format_bytes(problem.budget_bytes or 0)}",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowerSets:
+    """Cut forward along all lower sets there are, if they can be enumerated.
+
+    **Guarantee** the program is exact: for each of its budgets no increasing sequence
+    of lower sets of the reduced graph is better by its formula. Of the lifted order
+    nothing is proved beyond the judge's bytes and the bound on every schedule. Where
+    there are more lower sets than ``cap``, the family is that of
+    :class:`LowerSetsApprox`, and the answer's message says so.
+
+    **Complexity** O(lower sets^2 x length of the fronts) for each of the program's
+    budgets, in the native core; the rest is linear in the graph, for each answer.
+
+    Parameters
+    ----------
+    effort
+        How much is tried.
+    cap
+        Most lower sets to enumerate, at least 1.
+
+    Raises
+    ------
+    ValueError
+        If the cap is not positive.
+    """
+
+    schedule_class: ClassVar[str] = (
+        "canonical strategies of lower sets, improved; on one device"
+    )
+    is_exact: ClassVar[bool] = False
+
+    effort: LowerSetsEffort = LowerSetsEffort()
+    cap: int = DEFAULT_CAP
+
+    def __post_init__(self) -> None:
+        if self.cap < 1:
+            msg = f"the cap on lower sets is {self.cap}; it must be at least 1"
+            raise ValueError(msg)
+
+    def solve(
+        self, problem: Problem, limits: Limits, on_progress: ProgressCallback
+    ) -> Proposal:
+        """Return the cheapest schedule found, or UNKNOWN if none fits.
+
+        Raises
+        ------
+        SolverUnsuitableError
+            If an op cannot run on device 0, or a storage lives elsewhere.
+        """
+        return _solve(problem, limits, on_progress, self.effort, self.cap)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowerSetsApprox:
+    """Cut forward along a family of lower sets that is small for every graph.
+
+    **Guarantee** the program is exact within the family:
+    :func:`remat.lower_sets.families.approximate_family`. As for :class:`LowerSets`,
+    nothing is proved of the lifted order.
+
+    **Complexity** as for :class:`LowerSets`, with a few lower sets a forward value.
+
+    Parameters
+    ----------
+    effort
+        How much is tried.
+    """
+
+    schedule_class: ClassVar[str] = (
+        "canonical strategies of some lower sets, improved; on one device"
+    )
+    is_exact: ClassVar[bool] = False
+
+    effort: LowerSetsEffort = LowerSetsEffort()
+
+    def solve(
+        self, problem: Problem, limits: Limits, on_progress: ProgressCallback
+    ) -> Proposal:
+        """Return the cheapest schedule found, or UNKNOWN if none fits.
+
+        Raises
+        ------
+        SolverUnsuitableError
+            If an op cannot run on device 0, or a storage lives elsewhere.
+        """
+        return _solve(problem, limits, on_progress, self.effort, None)
