@@ -63,7 +63,7 @@ def study_peer(name: str, case: str, options: Options, repeats: int) -> dict[str
             "status": "ok",
             "plain_peak_bytes": plain_peak_bytes,
             "measured_peak_bytes": step.peak_bytes(step.peer),
-            **_exactness(eager, found),
+            **exactness(eager, found),
         }
         del eager, found
         return line | paired_times(step, step.peer, repeats)
@@ -243,7 +243,7 @@ def _run(layers: list[Callable[..., Any]], x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _exactness(expected: Outcome, found: Outcome) -> dict[str, Any]:
+def exactness(expected: Outcome, found: Outcome) -> dict[str, Any]:
     """Compare with eager: what differs, and relative errors of the gradients.
 
     That of all parameters together is the one to trust: a gradient that is 0 but for
