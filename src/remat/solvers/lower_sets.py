@@ -79,16 +79,20 @@ class LowerSetsEffort:
         Forward values are merged until there are no more than this, at least 1.
     budget_count
         Budgets of the program that are tried, for each objective, at least 1.
+    bisection_count
+        Halvings between the largest of those whose schedule fits and the next.
     improved_count
         Segmentations that are improved as they are.
-    executed_count
-        Executions with eviction, by several rules from each segmentation.
+    executed_ops
+        Executions with eviction are made until they have run about this many ops, and
+        at least one by each rule.
     """
 
     max_nodes: int = 256
     budget_count: int = 16
+    bisection_count: int = 6
     improved_count: int = 8
-    executed_count: int = 9
+    executed_ops: int = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +126,7 @@ class _Search:
         self.values = values
         self.limits = limits
         self.bound_ns = cost_bound_ns(problem)
-        self.seen: set[tuple[int, ...]] = set()
+        self.seen: dict[tuple[int, ...], int] = {}
         self.lifted: list[_Lifted] = []
         self.best: _Candidate | None = None
 
@@ -143,11 +147,43 @@ class _Search:
             self.best = found
         return found
 
-    def lift(self, found: Segmentation) -> None:
-        """Weigh an answer of the program by the true bytes of its order."""
+    def sweep(
+        self, family: Family, budgets: Sequence[int], bisection_count: int
+    ) -> Iterator[float]:
+        """Ask for each budget of the program, then around the largest that fits."""
+        low = budgets[0]
+        for index, model_budget in enumerate(budgets):
+            if self.is_over:
+                return
+            if self.ask(family, model_budget, tuple(Objective)):
+                low = model_budget
+            yield (index + 1) / len(budgets)
+        high = min((b for b in budgets if b > low), default=low)
+        for _ in range(bisection_count):
+            if self.is_over:
+                return
+            middle = (low + high) // 2
+            fits = self.ask(family, middle, (Objective.LEAST_OVERHEAD,))
+            low, high = (middle, high) if fits else (low, middle)
+            yield 1.0
+
+    def ask(
+        self, family: Family, model_budget: int, objectives: Sequence[Objective]
+    ) -> bool:
+        """Lift the program's answers; return whether any of them fits."""
+        answers = sweep(
+            self.values.graph,
+            family,
+            [Query(budget_bytes=model_budget, objective=o) for o in objectives],
+            deadline_s=self.limits.deadline_s,
+        )
+        peaks = [self.lift(found) for found in answers if found is not None]
+        return any(peak <= self.budget_bytes for peak in peaks)
+
+    def lift(self, found: Segmentation) -> int:
+        """Weigh an answer by the true bytes of its order; return its peak."""
         if found.segment_of in self.seen:
-            return
-        self.seen.add(found.segment_of)
+            return self.seen[found.segment_of]
         segments = self.values.segment_of_ops(found.segment_of)
         cut = self.values.segments
         orders = [cut.order(segments)]
@@ -156,6 +192,8 @@ class _Search:
             orders.append(in_graph_order)
         best = min(map(self.weigh, orders), key=lambda c: c.peak_bytes)
         self.lifted.append(_Lifted(cut.kept(segments), best))
+        self.seen[found.segment_of] = best.peak_bytes
+        return best.peak_bytes
 
     def improve(self, order: list[int]) -> None:
         """Take out what memory lets an order do without."""
@@ -270,17 +308,12 @@ def _solve(
         )
     except TimeoutError as error:
         return _unknown(problem, str(error), StopReason.TIME_LIMIT)
-    for index, model_budget in enumerate(budgets):
-        if search.is_over:
-            break
-        queries = [Query(budget_bytes=model_budget, objective=o) for o in Objective]
-        for found in sweep(values.graph, family, queries, deadline_s=limits.deadline_s):
-            if found is not None:
-                search.lift(found)
-        on_progress("lower sets", 0.5 * (index + 1) / len(budgets))
+    for share in search.sweep(family, budgets, effort.bisection_count):
+        on_progress("lower sets", share / 2)
     for share in search.improve_best(effort.improved_count):
         on_progress("keeping what there is room for", 0.5 + share / 4)
-    for share in search.execute_closest(effort.executed_count, floor):
+    executions = max(len(_RULES), effort.executed_ops // len(graph.ops))
+    for share in search.execute_closest(executions, floor):
         on_progress("execution within the budget", 0.75 + share / 4)
     stop_reason = StopReason.TIME_LIMIT if limits.is_over else StopReason.COMPLETED
     label = _label(values, family, cap)
