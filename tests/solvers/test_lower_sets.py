@@ -1,0 +1,143 @@
+"""The lower-set solvers on training graphs: what they beat, and when they fall back."""
+
+import time
+from itertools import pairwise
+
+import pytest
+from tests.instances import INSTANCES, Network, unet_like
+
+from remat.errors import BudgetError
+from remat.graph import TrainingGraph
+from remat.graph_planning import plan_graph
+from remat.lower_sets.families import choose_family
+from remat.planning import solve
+from remat.platform import single_device
+from remat.problem import Limits, Problem, Result, Status, StopReason
+from remat.reductions.forward_values import reduce_to_forward_values
+from remat.solvers.chen import ChenGreedy
+from remat.solvers.lower_sets import (
+    LowerSets,
+    LowerSetsApprox,
+    LowerSetsEffort,
+    model_budgets,
+)
+from remat.testing import budgets_between, store_all_peak_bytes
+
+
+def solved(
+    graph: TrainingGraph,
+    budget: int,
+    solver: LowerSets | LowerSetsApprox | ChenGreedy,
+    limits: Limits | None = None,
+) -> Result:
+    problem = Problem(graph=graph, platform=single_device(budget))
+    return solve(problem, solver, limits=limits)
+
+
+def towers(count: int, length: int) -> TrainingGraph:
+    """Parallel chains that are joined at the end: (length + 1) ** count lower sets."""
+    net = Network("towers")
+    x = net.input("x", 64)
+    ends: list[int] = []
+    for tower in range(count):
+        value = x
+        for layer in range(length):
+            value = net.one(
+                f"t{tower}.{layer}",
+                [value],
+                1000,
+                50_000,
+                saves_inputs=True,
+                parameter_bytes=10,
+            )
+        ends.append(value)
+    return net.instance(net.one("join", ends, 1000, 50_000, saves_inputs=True)).graph
+
+
+@pytest.mark.parametrize("name", ["resnet", "unet"])
+@pytest.mark.parametrize(
+    "solver", [LowerSets(), LowerSetsApprox()], ids=["all", "some"]
+)
+def test_never_dearer_than_chen(name: str, solver: LowerSets | LowerSetsApprox):
+    graph = INSTANCES[name]().graph
+    compared = 0
+    for budget in budgets_between(graph, 2):
+        chen = solved(graph, budget, ChenGreedy()).cost_ns
+        ours = solved(graph, budget, solver).cost_ns
+        if chen is not None:
+            compared += 1
+            assert ours is not None
+            assert ours <= chen
+    assert compared
+
+
+def test_exact_family_is_used_where_it_can_be_enumerated():
+    graph = unet_like().graph
+    result = solved(graph, store_all_peak_bytes(graph) * 7 // 10, LowerSets())
+    assert result.status is Status.FEASIBLE
+    assert result.message.endswith("all there are")
+
+
+def test_more_lower_sets_than_the_cap_are_not_enumerated_and_the_answer_says_so():
+    graph = towers(8, 6)  # 5.7 million lower sets
+    budget = store_all_peak_bytes(graph) // 2
+    started = time.monotonic()
+    result = solved(graph, budget, LowerSets(cap=2000))
+    assert time.monotonic() - started < 60
+    assert result.status is Status.FEASIBLE
+    assert (
+        "an approximate family, as there are more than 2_000 in all" in result.message
+    )
+    assert result.trace is not None
+    every_op_once_more = 49 * 50_000
+    assert result.trace.recomputed_ns < 0.6 * every_op_once_more
+
+
+def test_the_cap_must_be_positive():
+    with pytest.raises(ValueError, match="cap on lower sets is 0"):
+        LowerSets(cap=0)
+
+
+def test_budget_below_the_smallest_is_unknown_and_says_what_was_met():
+    graph = unet_like().graph
+    below, *_ = budgets_between(graph, 12)
+    result = solved(graph, below, LowerSets())
+    assert result.status is Status.UNKNOWN
+    assert "lower sets: all there are; the smallest peak is" in result.message
+    with pytest.raises(BudgetError) as caught:
+        plan_graph(graph, budget=below - 1, solver="lower-sets")
+    assert caught.value.required_bytes > below - 1
+
+
+def test_no_time_gives_no_answer():
+    graph = INSTANCES["transformer"]().graph
+    budget = store_all_peak_bytes(graph) * 6 // 10
+    result = solved(graph, budget, LowerSets(), Limits.after(0.0))
+    assert result.status is Status.UNKNOWN
+    assert result.stop_reason is StopReason.TIME_LIMIT
+
+
+def test_the_least_effort_still_answers():
+    graph = INSTANCES["resnet"]().graph
+    budget = store_all_peak_bytes(graph) * 8 // 10
+    effort = LowerSetsEffort(
+        max_nodes=8,
+        budget_count=1,
+        bisection_count=0,
+        improved_count=0,
+        executed_ops=1,
+    )
+    assert solved(graph, budget, LowerSets(effort=effort)).status is Status.FEASIBLE
+
+
+def test_budgets_of_the_program_span_what_it_can_use():
+    values = reduce_to_forward_values(unet_like().graph)
+    assert values is not None
+    graph = values.graph
+    budgets = model_budgets(graph, choose_family(graph), 5)
+    assert len(budgets) == 5
+    assert budgets == sorted(budgets)
+    assert budgets[-1] == sum(graph.charged_bytes)
+    assert model_budgets(graph, choose_family(graph), 1) == budgets[-1:]
+    ratios = [b / a for a, b in pairwise(budgets)]
+    assert max(ratios) / min(ratios) < 1.01
