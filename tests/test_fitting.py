@@ -1,10 +1,12 @@
 """The public functions: what they promise, on modules small enough to plan at once."""
 
 import copy
+import gc
 import io
 import pickle
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -158,7 +160,7 @@ def test_new_shape_is_planned_anew_and_old_plans_are_kept() -> None:
     remat.fit(model, x, budget="90%", costs="estimated")
     fitted = model._compiled_call_impl
     assert isinstance(fitted, FittedModel)
-    planner, _, _ = fitted.entry(is_accumulating=False)
+    planner, _, _ = fitted.entry(0)
     mean_square(model(x)).backward()
     model.zero_grad()
     assert len(planner.plans) == 1
@@ -191,13 +193,34 @@ def test_gradient_accumulation_counts_the_gradients() -> None:
     assert isinstance(fitted, FittedModel)
     mean_square(model(x)).backward()
     mean_square(model(x)).backward()
-    first, second = (
-        fitted.entry(is_accumulating=state)[0].latest for state in (False, True)
-    )
+    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    first, second = (fitted.entries[size][0].latest for size in (0, gradients))
     assert first is not None
     assert second is not None
-    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     assert second.peak_bytes - first.peak_bytes == gradients
+
+
+def test_gradients_that_appear_after_the_first_accumulating_call_count() -> None:
+    blocks = [nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4)]
+    model, x = nn.Sequential(*blocks), torch.randn(32, 256)
+    bias = model.get_parameter("0.0.bias")
+    bias.grad = torch.zeros(256)
+    plan = remat.fit(model, x, budget="100%", loss=mean_square, costs="estimated")
+    mean_square(model(x)).backward()
+    # Now the weights have gradients too, for which this budget has no room.
+    with pytest.raises(BudgetError):
+        model(x)
+    needed = plan.peak_bytes + sum(p.nbytes for p in model.parameters())
+    remat.fit(model, x, budget=needed, loss=mean_square, costs="estimated")
+
+    def step() -> None:
+        model.zero_grad()
+        bias.grad = torch.zeros(256)
+        for _ in range(2):
+            mean_square(model(x)).backward()
+
+    measured = remat.measure(step, warmup=2, repeats=0, resident=[model, x])
+    assert measured.peak_bytes <= needed
 
 
 def test_grad_scaler_hooks_and_state_dict_work() -> None:
@@ -241,6 +264,40 @@ def test_release_allows_copies_and_pickles() -> None:
         torch.manual_seed(5)
         model_state = made(x)
         assert expected.shape == model_state.shape
+
+
+@pytest.mark.parametrize("way", ["fit", "plan", "failed plan", "compile"])
+def test_nothing_keeps_a_model_or_its_optimizer_alive(way: str) -> None:
+    def use() -> list[weakref.ref[Any]]:
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
+        target = torch.randn(4, 8)
+        optimizer = torch.optim.Adam(model.parameters())
+
+        def loss(outputs: torch.Tensor) -> torch.Tensor:
+            return functional.mse_loss(outputs, target)
+
+        called: Any = model
+        match way:
+            case "fit":
+                remat.fit(model, x, budget=10**7, optimizer=optimizer, loss=loss)
+            case "plan":
+                remat.plan(model, x, budget=10**7, optimizer=optimizer, loss=loss)
+            case "failed plan":
+                with pytest.raises(BudgetError):
+                    remat.plan(model, x, budget=9, optimizer=optimizer, loss=loss)
+            case _:
+                backend = remat.backend(budget=10**7, model=model, optimizer=optimizer)
+                called = torch.compile(model, backend=backend, dynamic=False)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss(called(x)).backward()
+            optimizer.step()
+        remat.release(model)
+        return [weakref.ref(item) for item in (model, optimizer, x, target)]
+
+    references = use()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 4
 
 
 def test_plan_round_trip_and_mismatch(tmp_path: Any) -> None:
@@ -377,7 +434,7 @@ def test_more_than_eight_shapes_are_planned() -> None:
         model.zero_grad()
     fitted = model._compiled_call_impl
     assert isinstance(fitted, FittedModel)
-    assert len(fitted.entry(is_accumulating=False)[0].plans) == 12
+    assert len(fitted.entry(0)[0].plans) == 12
 
 
 def test_a_percentage_is_bytes_from_the_first_plan_on() -> None:
@@ -386,7 +443,7 @@ def test_a_percentage_is_bytes_from_the_first_plan_on() -> None:
     model(x[:2])
     fitted = model._compiled_call_impl
     assert isinstance(fitted, FittedModel)
-    latest = fitted.entry(is_accumulating=False)[0].latest
+    latest = fitted.entry(0)[0].latest
     assert latest is not None
     assert latest is not plan
     assert latest.budget_bytes == plan.budget_bytes

@@ -1,6 +1,7 @@
 """Fit a model into a byte budget: capture, profile, solve, judge, install."""
 
-from collections.abc import Callable, Generator, Mapping
+import weakref
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,7 @@ from remat.capture.tracing import (
 from remat.costing import Costs, with_costs, with_known_costs
 from remat.errors import (
     CaptureError,
+    ExecutionError,
     PlanMismatchError,
     SolverUnsuitableError,
     UnitError,
@@ -36,7 +38,12 @@ from remat.errors import (
 from remat.graph import Role
 from remat.graph_planning import chosen_solvers, plan_graph
 from remat.platform import Platform
-from remat.profile.outside import LossMemory, loss_bytes, optimizer_bytes
+from remat.profile.outside import (
+    LossMemory,
+    assumed_loss_bytes,
+    loss_bytes,
+    optimizer_bytes,
+)
 from remat.runtime.backend import PlannedBackend, StoppedBeforeRunningError
 from remat.schedule import Schedule
 from remat.simulator import simulate
@@ -45,8 +52,6 @@ from remat.training_plan import Plan
 
 Loss = Callable[[Any], torch.Tensor]
 
-_SMALL_TENSORS_BYTES = 4096
-_SCALAR_BYTES = 8
 _VARIANTS = 1_000_000
 
 
@@ -111,24 +116,66 @@ def optimizer_memory(request: PlanRequest) -> tuple[int, int]:
     return (0, 0) if request.optimizer is None else optimizer_bytes(request.optimizer)
 
 
+def gradient_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the gradients that leaves among ``tensors`` hold now."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        gradient = existing_gradient(tensor)
+        if gradient is not None:
+            storage = gradient.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
+
+
 class Planner:
-    """Makes one plan per traced training step and remembers it."""
+    """Makes one plan per traced training step and remembers it.
+
+    Parameters
+    ----------
+    model
+        Held weakly: the compiler keeps what planned for it longer than the model.
+    request
+        What is asked for.
+    optimizer_memory
+        Bytes of the optimizer's state, and of its step beyond that.
+    gradient_bytes
+        Bytes of the gradients of earlier passes that exist during the whole step.
+    """
 
     def __init__(
         self,
         model: nn.Module | None,
         request: PlanRequest,
         optimizer_memory: tuple[int, int],
-        *,
-        counts_gradients: bool = True,
+        gradient_bytes: int = 0,
     ) -> None:
-        self.model = model
+        self._model = None if model is None else weakref.ref(model)
         self.request = request
         self.optimizer_memory = optimizer_memory
-        self.counts_gradients = counts_gradients
+        self.gradient_bytes = gradient_bytes
         self.batch: Any = ()
         self.plans: dict[str, Plan] = {}
         self.latest: Plan | None = None
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model whose parameters and buffers count, if one was given.
+
+        Raises
+        ------
+        ExecutionError
+            If it was given and no longer exists.
+        """
+        if self._model is None:
+            return None
+        model = self._model()
+        if model is None:
+            msg = (
+                "the model that was given for planning no longer exists, so its "
+                "parameters cannot be counted; keep it for as long as its step runs"
+            )
+            raise ExecutionError(msg)
+        return model
 
     def choose_schedule(self, program: JointProgram) -> tuple[JointProgram, Schedule]:
         """Plan a traced step, or find the plan made for an equal one."""
@@ -146,42 +193,30 @@ class Planner:
         self.request.progress("surroundings", 0.0)
         state_bytes, step_bytes = self.optimizer_memory
         loss = self.loss_memory(program)
+        residents = resident_bytes(
+            self.model,
+            (self.batch, captured_tensors(request.loss)),
+            state_bytes,
+            program.device,
+            counts_gradients=False,
+        )
         return Surroundings(
-            resident_bytes=resident_bytes(
-                self.model,
-                (self.batch, captured_tensors(request.loss)),
-                state_bytes,
-                program.device,
-                counts_gradients=self.counts_gradients,
-            ),
+            resident_bytes={**residents, Role.GRADIENT: self.gradient_bytes},
             loss_peak_bytes=loss.peak_bytes,
             loss_held_bytes=loss.held_bytes,
             optimizer_workspace_bytes=step_bytes,
         )
 
     def loss_memory(self, program: JointProgram) -> LossMemory:
-        """Return what the caller's loss may need beyond the outputs.
-
-        Without a description of the loss, a scalar that is the first output is taken
-        for the loss itself, as models that compute it return it. Other outputs are
-        taken to need four times their own size (a copy, the gradient, a value in
-        between, and a block of that size behind the loss value, which is the most that
-        torch's own losses keep).
-        """
-        graph = program.graph
+        """Return what the caller's loss may need beyond the outputs."""
         if self.request.loss is not None and self.model is not None:
             args, kwargs = self.batch
             outputs = fake_outputs(self.model, args, kwargs)
             return loss_bytes(self.request.loss, outputs)
-        sizes = [
-            graph.storages[s].size_bytes
-            for s in graph.forward_outputs
-            if graph.storages[s].role is Role.OUTPUT
-        ]
-        if not sizes or sizes[0] <= _SCALAR_BYTES:
-            return LossMemory(peak_bytes=0, held_bytes=0)
-        return LossMemory(
-            peak_bytes=4 * sum(sizes) + _SMALL_TENSORS_BYTES, held_bytes=sum(sizes)
+        # Only outputs that take a gradient have one.
+        return assumed_loss_bytes(
+            program.base_nodes[tangent][0].meta["val"]
+            for tangent in program.graph.tangents
         )
 
     def make_plan(self, program: JointProgram) -> Plan:
@@ -253,42 +288,37 @@ def _tracer_settings() -> AbstractContextManager[None]:
 class FittedModel:
     """A model whose calls run by plans: what :func:`fit` installs.
 
-    Two compiled entries exist: one for steps that start without gradients, one for
-    steps that start with gradients from earlier passes, whose bytes then count.
+    One compiled entry exists for steps that start without gradients, and one for each
+    amount of gradients from earlier passes that steps start with, since these bytes
+    count.
     """
 
     def __init__(self, model: nn.Module, request: PlanRequest) -> None:
         self.model = model
         self.request = request
         self.optimizer_memory = optimizer_memory(request)
-        self.entries: dict[
-            bool, tuple[Planner, PlannedBackend, Callable[..., Any]]
-        ] = {}
+        self.entries: dict[int, tuple[Planner, PlannedBackend, Callable[..., Any]]] = {}
 
     def entry(
-        self, *, is_accumulating: bool
+        self, gradient_bytes: int
     ) -> tuple[Planner, PlannedBackend, Callable[..., Any]]:
-        """Return the planner, the backend and the compiled call for a kind of step."""
-        if is_accumulating not in self.entries:
+        """Return planner, backend and compiled call for so many bytes of gradients."""
+        if gradient_bytes not in self.entries:
             planner = Planner(
-                self.model,
-                self.request,
-                self.optimizer_memory,
-                counts_gradients=is_accumulating,
+                self.model, self.request, self.optimizer_memory, gradient_bytes
             )
-            backend = PlannedBackend(planner.choose_schedule, type(self.model).__name__)
-            self.entries[is_accumulating] = (
+            backend = PlannedBackend(_weakly(planner), type(self.model).__name__)
+            self.entries[gradient_bytes] = (
                 planner,
                 backend,
                 compiled_entry(self.model, backend),
             )
-        return self.entries[is_accumulating]
+        return self.entries[gradient_bytes]
 
-    def is_accumulating(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether gradients of an earlier pass exist."""
-        return any(p.grad is not None for p in self.model.parameters()) or any(
-            existing_gradient(tensor) is not None
-            for tensor in tensors_in((args, dict(kwargs)))
+    def gradient_bytes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        """Return the bytes of the gradients that earlier passes left."""
+        return gradient_bytes(
+            [*self.model.parameters(), *tensors_in((args, dict(kwargs)))]
         )
 
     def plan_now(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
@@ -299,11 +329,11 @@ class FittedModel:
         bytes here, which then holds for every step.
         """
         check_batch(self.model, args, kwargs)
-        is_accumulating = self.is_accumulating(args, kwargs)
-        plan = self.plan_entry(args, kwargs, is_accumulating=is_accumulating)
+        existing_bytes = self.gradient_bytes(args, kwargs)
+        plan = self.plan_entry(args, kwargs, existing_bytes)
         self.set_budget(plan)
-        if is_accumulating:
-            self.plan_entry(args, kwargs, is_accumulating=False)
+        if existing_bytes:
+            self.plan_entry(args, kwargs, 0)
         return plan
 
     def set_budget(self, plan: Plan) -> None:
@@ -313,19 +343,15 @@ class FittedModel:
             planner.request = self.request
 
     def plan_entry(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        is_accumulating: bool,
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], gradient_bytes: int
     ) -> Plan:
-        """Trace and plan one of the two kinds of step."""
-        planner, backend, _ = self.entry(is_accumulating=is_accumulating)
+        """Trace and plan the step that starts with so many bytes of gradients."""
+        planner, backend, _ = self.entry(gradient_bytes)
         backend.stop_before_running = True
         traced_before = backend.training_step_count
         try:
             with torch.enable_grad(), quiet_tracer():
-                self.run(args, kwargs, is_accumulating=is_accumulating)
+                self.run(args, kwargs, gradient_bytes)
         except StoppedBeforeRunningError:
             pass
         finally:
@@ -340,20 +366,14 @@ class FittedModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step's forward pass by its plan; plan it first if it is new."""
-        is_accumulating = self.is_accumulating(args, kwargs)
-        return self.run(args, kwargs, is_accumulating=is_accumulating)
+        return self.run(args, kwargs, self.gradient_bytes(args, kwargs))
 
     def run(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        is_accumulating: bool,
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], gradient_bytes: int
     ) -> Any:
-        """Call the model by the plan for one of the two kinds of step."""
-        planner, backend, compiled = self.entry(is_accumulating=is_accumulating)
+        """Call the model by the plan for so many bytes of existing gradients."""
+        planner, backend, compiled = self.entry(gradient_bytes)
         planner.batch = (args, kwargs)
-        backend.failure = None
         try:
             with _tracer_settings():
                 return compiled(*args, **kwargs)
@@ -361,6 +381,26 @@ class FittedModel:
             raise_capture_error(error, backend.failure)
         finally:
             planner.batch = ()
+            # Its traceback holds the batch and the model.
+            backend.failure = None
+
+
+def _weakly(
+    planner: Planner,
+) -> Callable[[JointProgram], tuple[JointProgram, Schedule]]:
+    """Return the planner's choice of a schedule, without keeping the planner.
+
+    The compiler never forgets a backend, and the planner holds loss and optimizer.
+    """
+    method = weakref.WeakMethod(planner.choose_schedule)
+
+    def choose_schedule(program: JointProgram) -> tuple[JointProgram, Schedule]:
+        choose = method()
+        if choose is None:
+            raise ExecutionError("the plan of this model was released")
+        return choose(program)
+
+    return choose_schedule
 
 
 def fit(
@@ -535,7 +575,9 @@ def backend(
         costs=costs,
         progress=progress or ignore_progress,
     )
-    planner = Planner(model, request, optimizer_memory(request))
+    memory = optimizer_memory(request)
+    # The compiler never forgets a backend: it must not keep the optimizer alive.
+    planner = Planner(model, replace(request, optimizer=None), memory)
     name = "compiled step" if model is None else type(model).__name__
     return PlannedBackend(planner.choose_schedule, name)
 

@@ -5,6 +5,8 @@ everything, and recompute everything that may be recomputed, each value right be
 each of its uses. The second reaches every way in which recomputation can go wrong.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from tests.modules import CASES, Case, make_case
@@ -52,7 +54,6 @@ def recompute_everything(graph: TrainingGraph, *, is_repeated: bool) -> Schedule
 
 def forced(case: Case, *, is_repeated: bool) -> tuple[FittedModel, list[Schedule]]:
     """Return the case's model fitted with :func:`recompute_everything`."""
-    fitted = FittedModel(case.model, PlanRequest(budget=2**50, costs="estimated"))
     schedules: list[Schedule] = []
 
     def choose(program: JointProgram) -> tuple[JointProgram, Schedule]:
@@ -62,10 +63,14 @@ def forced(case: Case, *, is_repeated: bool) -> tuple[FittedModel, list[Schedule
         schedules.append(schedule)
         return program, schedule
 
-    for is_accumulating in (False, True):
-        _, backend, _ = fitted.entry(is_accumulating=is_accumulating)
-        backend.choose_schedule = choose
-    return fitted, schedules
+    class Forced(FittedModel):
+        def entry(self, gradient_bytes: int) -> Any:
+            planner, backend, compiled = super().entry(gradient_bytes)
+            backend.choose_schedule = choose
+            return planner, backend, compiled
+
+    request = PlanRequest(budget=2**50, costs="estimated")
+    return Forced(case.model, request), schedules
 
 
 @pytest.mark.parametrize("is_repeated", [False, True])
