@@ -4,6 +4,10 @@ Recomputation is a repeated node, order is node order, and a tensor dies at its 
 use: the generated code drops each variable there. Views are created again from
 whichever copy of their storage is live. What passes from forward to backward is the
 storages' own tensors, so that no view keeps a discarded block alive.
+
+An operator whose argument dies with it writes over that argument where it can, except
+at the step that is fullest: there the schedule's own way is kept, so that the peak is
+the predicted one and not less.
 """
 
 from dataclasses import dataclass, field
@@ -14,8 +18,11 @@ from torch import fx
 
 from remat.capture.joint_program import JointProgram, map_nodes, needed_arguments
 from remat.errors import ExecutionError
+from remat.platform import single_device
+from remat.runtime.overwriting import overwritable_argument
 from remat.runtime.random_state import note_state, replay
 from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
+from remat.simulator import simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +51,24 @@ def lower(program: JointProgram, schedule: Schedule) -> LoweredStep:
     boundary = schedule.steps.index(Boundary())
     repeated = schedule.recompute_counts()
     replayed = {s for op, s in program.random_states.items() if op in repeated}
-    forward = _Pass(program, schedule.steps[:boundary], set(), replayed)
+    fullest = fullest_steps(program, schedule)
+    forward = _Pass(
+        program,
+        schedule.steps[:boundary],
+        already_run=set(),
+        replayed=replayed,
+        fullest=fullest,
+    )
     forward.add_inputs()
     forward.emit()
     first_runs = {s.op for s in forward.steps if isinstance(s, Compute)}
-    backward = _Pass(program, schedule.steps[boundary + 1 :], first_runs, replayed)
+    backward = _Pass(
+        program,
+        schedule.steps[boundary + 1 :],
+        already_run=first_runs,
+        replayed=replayed,
+        fullest=frozenset(position - boundary - 1 for position in fullest),
+    )
     backward.add_tangents()
     backward.emit()
     backward_values = [backward.resolve_output(v) for v in program.backward_values]
@@ -61,6 +81,20 @@ def lower(program: JointProgram, schedule: Schedule) -> LoweredStep:
     return LoweredStep(
         forward=_module(program.module, forward.graph),
         backward=_module(program.module, backward.graph),
+    )
+
+
+def fullest_steps(program: JointProgram, schedule: Schedule) -> frozenset[int]:
+    """Return the positions of the steps during which most bytes are in use."""
+    kind = program.graph.device_kinds[0]
+    (timeline,) = simulate(
+        program.graph, single_device(kind=kind), schedule
+    ).timeline_bytes
+    peak_bytes = max(timeline, default=0)
+    return frozenset(
+        position
+        for position, size_bytes in enumerate(timeline)
+        if size_bytes == peak_bytes
     )
 
 
@@ -78,6 +112,8 @@ class _Pass:
     already_run: set[int]
     # The generator states that some recomputation reads.
     replayed: set[int]
+    # Positions in `steps` at which nothing is overwritten.
+    fullest: frozenset[int]
     graph: fx.Graph = field(default_factory=fx.Graph)
     # Storage -> how often it was computed in this pass; views remember the count.
     version: dict[int, int] = field(default_factory=dict[int, int])
@@ -109,7 +145,10 @@ class _Pass:
         for position, step in enumerate(self.steps):
             match step:
                 case Compute():
-                    self.compute(step.op, self.dying_at_once(position))
+                    dying = self.dying_at_once(position)
+                    own = dying & self.version.keys()
+                    free = set[int]() if position in self.fullest else own
+                    self.compute(step.op, dying, free)
                 case Discard():
                     self.live.pop(step.storage, None)
                     self.discarded.add(step.storage)
@@ -131,7 +170,12 @@ class _Pass:
             dying.add(step.storage)
         return dying
 
-    def compute(self, op: int, dying: set[int]) -> None:
+    def compute(self, op: int, dying: set[int], free: set[int]) -> None:
+        """Emit one run of ``op``.
+
+        ``dying`` are the storages discarded right after it; ``free`` those among them
+        that it may overwrite.
+        """
         node = self.program.op_nodes[op]
         writes = self.program.graph.ops[op].writes
         if node is None:
@@ -141,7 +185,7 @@ class _Pass:
         if state is not None and op in self.already_run:
             new = self.replay_random(node, self.value(state))
         else:
-            new = self.run(node)
+            new = self.run(node, free)
         self.already_run.add(op)
         for storage in writes:
             if storage in dying:
@@ -156,15 +200,18 @@ class _Pass:
                     else self.graph.node_copy(bases[0], lambda _: new)
                 )
 
-    def run(self, node: fx.Node) -> fx.Node:
+    def run(self, node: fx.Node, free: set[int]) -> fx.Node:
         """Emit a copy of ``node`` on the values that are live now."""
-        new = self.graph.create_node(
-            node.op,
-            node.target,
-            map_nodes(needed_arguments(node), self.resolve),
-            map_nodes(dict(node.kwargs), self.resolve),
-            name=node.name,
-        )
+        target = node.target
+        args = map_nodes(needed_arguments(node), self.resolve)
+        kwargs = map_nodes(dict(node.kwargs), self.resolve)
+        found = overwritable_argument(self.program, node, free)
+        if found is not None:
+            variant, position = found
+            target = variant.target
+            if variant.keyword is not None:
+                kwargs[variant.keyword] = args[position]
+        new = self.graph.create_node(node.op, target, args, kwargs, name=node.name)
         new.meta = dict(node.meta)
         return new
 
