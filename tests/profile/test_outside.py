@@ -1,3 +1,4 @@
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -7,6 +8,7 @@ from torch.nn import functional
 
 from remat.errors import CaptureError
 from remat.profile import loss_bytes, memory_growth, optimizer_bytes
+from remat.profile.outside import assumed_loss_bytes
 
 # A number in a tensor operation is boxed: a few bytes, not predicted.
 BOXED_BYTES = 16
@@ -242,3 +244,62 @@ def test_a_loss_that_reads_values_is_refused():
 def test_a_loss_without_gradient_is_refused():
     with pytest.raises(CaptureError, match="cannot be predicted"):
         loss_bytes(lambda out: out.detach().sum(), values)
+
+
+signs = 2 * values.round() - 1
+flipped = values.flip(0)
+ASSUMED_ENOUGH_FOR: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "cross entropy": lambda out: functional.cross_entropy(out, targets),
+    "smoothing": LOSSES["smoothing"][0],
+    "probabilities": lambda out: functional.cross_entropy(out, values),
+    "shifted": lambda out: functional.cross_entropy(
+        out.float()[:-1].contiguous(), targets[1:]
+    ),
+    "squares": lambda out: functional.mse_loss(out, values),
+    "absolute": lambda out: functional.l1_loss(out, values),
+    "smooth": lambda out: functional.smooth_l1_loss(out, values),
+    "binary": lambda out: functional.binary_cross_entropy_with_logits(out, values),
+    "weighted": lambda out: functional.binary_cross_entropy_with_logits(
+        out, values, weight=values[0], pos_weight=values[1]
+    ),
+    "divergence": lambda out: functional.kl_div(
+        out.log_softmax(-1), values, reduction="batchmean"
+    ),
+    "margin": lambda out: functional.soft_margin_loss(out, signs),
+    "Poisson": lambda out: functional.poisson_nll_loss(out, values),
+    "triplet": lambda out: functional.triplet_margin_loss(out, values, flipped),
+}
+
+
+@pytest.mark.parametrize("name", ASSUMED_ENOUGH_FOR)
+@pytest.mark.parametrize("precision", ["single", "autocast", "cast"])
+def test_what_is_assumed_covers_torchs_own_losses(name, precision):
+    dtype = torch.float32 if precision == "single" else torch.bfloat16
+    outputs = torch.rand(64, 1000, dtype=dtype, requires_grad=True)
+    loss_fn = ASSUMED_ENOUGH_FOR[name]
+
+    def real() -> torch.Tensor:
+        with (
+            torch.autocast("cpu", torch.bfloat16)
+            if precision == "autocast"
+            else contextlib.nullcontext()
+        ):
+            loss = loss_fn(outputs.float() if precision == "cast" else outputs)
+        loss.backward()
+        return loss
+
+    real()
+    outputs.grad = None
+    used = memory_growth(real)
+    assumed = assumed_loss_bytes([outputs])
+    assert used.peak_bytes <= assumed.peak_bytes
+    assert used.retained_bytes - outputs.nbytes <= assumed.held_bytes
+
+
+def test_only_a_scalar_that_comes_first_is_taken_for_the_loss():
+    scalar, logits = torch.zeros(()), torch.empty(8, 100, dtype=torch.bfloat16)
+    assert assumed_loss_bytes([scalar, logits]).peak_bytes == 0
+    assert assumed_loss_bytes([]).peak_bytes == 0
+    found = assumed_loss_bytes([logits, scalar])
+    assert found.held_bytes == 801 * 4
+    assert found.peak_bytes == 4 * 801 * 4 + 800 * 4 + 4096

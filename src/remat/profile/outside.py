@@ -22,6 +22,10 @@ from remat.profile.arguments import tensors_in
 from remat.profile.estimate import estimate_excess, estimate_workspace
 from remat.profile.operators import OperatorCall
 
+_SINGLE_BYTES = torch.float32.itemsize
+_OPERANDS_OF_A_LOSS = 4
+_SMALL_TENSORS_BYTES = 4096
+
 
 class StorageCounter(TorchDispatchMode):
     """Count the bytes of the storages that operators create, as they come and go.
@@ -244,6 +248,46 @@ class LossMemory:
 
     peak_bytes: int
     held_bytes: int
+
+
+def assumed_loss_bytes(outputs: Iterable[torch.Tensor]) -> LossMemory:
+    """Return what a loss that nobody described is taken to need.
+
+    A scalar that comes first is taken for the loss itself, computed inside the model.
+    Otherwise the loss is taken to need four times its operand (a copy, the gradient,
+    and two values in between), and to keep a block of that size behind its value. The
+    operand is the outputs, in single precision if they have less: losses are mostly
+    computed in single precision, under autocast always, and the copy that is made for
+    it then comes on top.
+
+    Parameters
+    ----------
+    outputs
+        The outputs that take a gradient, fake or real, in the order in which the model
+        returns them.
+
+    Notes
+    -----
+    Enough for cross entropy (also with smoothing, weights or a shifted copy), squared,
+    absolute, smooth and Huber losses, binary cross entropy, divergence, negative
+    likelihood, Poisson without ``full``, soft margin, cosine, CTC and triplet losses,
+    each measured. Hinge, multi-label soft margin, Gaussian likelihood, ranking margin
+    and Poisson with ``full`` need up to ten times the operand.
+    """
+    held_bytes = copy_bytes = 0
+    for position, output in enumerate(outputs):
+        if position == 0 and output.dim() == 0:
+            return LossMemory(peak_bytes=0, held_bytes=0)
+        operand_bytes = output.numel() * max(output.element_size(), _SINGLE_BYTES)
+        held_bytes += operand_bytes
+        if output.element_size() < _SINGLE_BYTES:
+            copy_bytes += operand_bytes
+    if held_bytes == 0:
+        return LossMemory(peak_bytes=0, held_bytes=0)
+    return LossMemory(
+        peak_bytes=_OPERANDS_OF_A_LOSS * held_bytes + copy_bytes + _SMALL_TENSORS_BYTES,
+        held_bytes=held_bytes,
+    )
 
 
 def loss_bytes(
