@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from remat.chains.join_tables import join_plan, join_plan_by_branch
 from remat.chains.level_tables import disk_revolve_plan, hrevolve_plan
 from remat.chains.rotor_tables import rotor_plan
+from remat.chains.stage_join_tables import stage_join_plan
 
 costs = st.integers(0, 9)
 sizes = st.integers(0, 40)
@@ -92,8 +93,8 @@ def rotor_options(draw: st.DrawFn) -> tuple[int, int, int, bool, int, int]:
 
 
 @st.composite
-def rotor_chains(draw: st.DrawFn) -> tuple[Any, ...]:
-    length = draw(st.integers(1, 5))
+def rotor_chains(draw: st.DrawFn, max_stages: int = 5) -> tuple[Any, ...]:
+    length = draw(st.integers(1, max_stages))
 
     def row(count: int, numbers: st.SearchStrategy[int]) -> list[int]:
         return draw(st.lists(numbers, min_size=count, max_size=count))
@@ -117,3 +118,21 @@ def test_rotor_plan(
     chain: tuple[Any, ...], slot_bytes: int, slots: int, beyond: bool
 ) -> None:
     same(rotor_plan, chain, slot_bytes, slots, beyond)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(rotor_chains(max_stages=2), min_size=1, max_size=2),
+    st.tuples(costs, sizes),
+    st.integers(15, 60),
+    st.integers(0, 14),
+    st.booleans(),
+)
+def test_stage_join_plan(
+    chains: list[tuple[Any, ...]],
+    turn: tuple[int, int],
+    slot_bytes: int,
+    slots: int,
+    beyond: bool,
+) -> None:
+    same(stage_join_plan, chains, turn, slot_bytes, slots, beyond)

@@ -60,7 +60,9 @@ RotorAnswer = tuple[int, list[tuple[int, int, int]]]
 _Task = tuple[str, int, int, int, int]
 
 
-class _Rotor:
+class Rotor:
+    """Values of the program as they are asked for, and what runs from a state."""
+
     def __init__(
         self,
         chain: ChainNumbers,
@@ -97,10 +99,17 @@ class _Rotor:
 
     def save_need(self, stage: int, option: int, top: int, *, is_base: bool) -> int:
         """Slots that running ``stage`` with ``option`` needs, below ``top``."""
-        _, _, saved, _, workspace, _ = self.options[stage][option]
-        most = max(self.workspace[stage], saved + workspace)
         source = 0 if is_base else self.values[stage]
-        return self.slots(source + self.values[stage + 1] + most + self.gradient(top))
+        need = source + self.step_bytes(stage, option) + self.gradient(top)
+        return self.slots(need)
+
+    def step_bytes(self, stage: int, option: int) -> int:
+        """Bytes that running ``stage`` adds; ``option`` is -1 if it keeps nothing."""
+        most = self.workspace[stage]
+        if option >= 0:
+            _, _, saved, _, workspace, _ = self.options[stage][option]
+            most = max(most, saved + workspace)
+        return self.values[stage + 1] + most
 
     def backward_need(self, stage: int, option: int, *, is_held: bool) -> int:
         """Slots that the backward of ``stage`` needs, its held part counted or not."""
@@ -280,8 +289,18 @@ class _Rotor:
         cost = self.below(0, self.length, memory) if memory >= 0 else INFINITE
         if cost >= INFINITE:
             return None
+        return cost, self.expand(0, self.length, -1, memory)
+
+    def expand(
+        self, base: int, top: int, option: int, memory: int
+    ) -> list[tuple[int, int, int]]:
+        """Return what runs from ``held(base, top, option, memory)``, or from below.
+
+        ``option`` is -1 for ``below(base, top, memory)``.
+        """
         order: list[tuple[int, int, int]] = []
-        pending: list[_Task] = [("below", 0, self.length, -1, memory)]
+        kind = "below" if option < 0 else "held"
+        pending: list[_Task] = [(kind, base, top, option, memory)]
         while pending:
             kind, base, top, option, left = pending.pop()
             if kind == "backward":
@@ -294,7 +313,7 @@ class _Rotor:
             _, run, tasks = min(ways, key=lambda way: way[0])
             order += run
             pending += reversed(tasks)
-        return cost, order
+        return order
 
 
 @native
@@ -320,5 +339,5 @@ def rotor_plan(
     Of equally quick ways: the first in the order of the module docstring, with nearer
     values and earlier options first.
     """
-    rotor = _Rotor(chain, slot_bytes, beyond=beyond)
+    rotor = Rotor(chain, slot_bytes, beyond=beyond)
     return rotor.answer(slots - rotor.slots(chain[0][0]))

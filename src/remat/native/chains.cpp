@@ -6,4 +6,5 @@ void remat::bind_chains(nanobind::module_& module) {
   remat::chains::bind_joins(module);
   remat::chains::bind_levels(module);
   remat::chains::bind_rotor(module);
+  remat::chains::bind_stage_joins(module);
 }

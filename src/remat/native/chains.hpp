@@ -27,6 +27,7 @@ inline void check_signals() {
 void bind_joins(nanobind::module_& module);
 void bind_levels(nanobind::module_& module);
 void bind_rotor(nanobind::module_& module);
+void bind_stage_joins(nanobind::module_& module);
 
 }  // namespace remat::chains
 
