@@ -9,7 +9,6 @@ A family is kept as bit sets: row ``i`` of ``rows`` is a lower set, value ``v`` 
 the first is empty, the last is all of ``V``.
 """
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,9 +17,6 @@ from numpy.typing import NDArray
 
 from remat.lower_sets.forward_graph import ForwardGraph
 from remat.native import native
-
-DEFAULT_CAP = 5_000
-"""Most lower sets that :func:`choose_family` enumerates."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -141,7 +137,7 @@ def enumerate_lower_sets(
     return rows_of_masks(node_count, found) if len(found) <= cap else None
 
 
-def all_lower_sets(graph: ForwardGraph, cap: int = DEFAULT_CAP) -> Family | None:
+def all_lower_sets(graph: ForwardGraph, cap: int) -> Family | None:
     """Return the family of all lower sets, or ``None`` if they are more than ``cap``.
 
     Raises
@@ -207,49 +203,45 @@ def prefixes(graph: ForwardGraph, order: Sequence[int]) -> Family:
     return family_of_masks(graph.node_count, masks, label="prefixes of an order")
 
 
-def breadth_first_order(graph: ForwardGraph) -> list[int]:
-    """Return the topological order that takes first what became ready first."""
-    waiting = [len(nodes) for nodes in graph.all_predecessors]
-    ready = deque(v for v, count in enumerate(waiting) if count == 0)
-    order: list[int] = []
-    while ready:
-        v = ready.popleft()
-        order.append(v)
-        for w in graph.all_successors[v]:
-            waiting[w] -= 1
-            if waiting[w] == 0:
-                ready.append(w)
-    return order
+@native
+def neighbouring_lower_sets(
+    edges: Sequence[tuple[int, int]], rows: NDArray[np.uint64], node_count: int
+) -> NDArray[np.uint64]:
+    """Return the lower sets with one value more, or one less, than one of ``rows``.
 
+    Parameters
+    ----------
+    edges
+        Pairs ``(u, v)``, acyclic: a lower set with ``v`` contains ``u``.
+    rows
+        Lower sets, as rows of a family, in any order.
+    node_count
+        Number of values.
 
-def depth_first_order(graph: ForwardGraph) -> list[int]:
-    """Return the topological order that takes first what became ready last."""
-    waiting = [len(nodes) for nodes in graph.all_predecessors]
-    ready = [v for v, count in enumerate(waiting) if count == 0]
-    order: list[int] = []
-    while ready:
-        v = ready.pop()
-        order.append(v)
-        for w in graph.all_successors[v]:
-            waiting[w] -= 1
-            if waiting[w] == 0:
-                ready.append(w)
-    return order
-
-
-def choose_family(graph: ForwardGraph, cap: int = DEFAULT_CAP) -> Family:
-    """Return all lower sets if they are at most ``cap``, else an approximate family.
-
-    Raises
-    ------
-    ValueError
-        If ``cap`` is not positive.
+    Returns
+    -------
+    NDArray
+        Distinct rows, smaller sets first.
     """
-    return all_lower_sets(graph, cap) or approximate_family(graph)
+    need, hold = [0] * node_count, [0] * node_count
+    for u, v in edges:
+        need[v] |= 1 << u
+        hold[u] |= 1 << v
+    found: set[int] = set()
+    for mask in masks_of_rows(rows):
+        for v in range(node_count):
+            if mask >> v & 1:
+                if not hold[v] & mask:
+                    found.add(mask & ~(1 << v))
+            elif not need[v] & ~mask:
+                found.add(mask | 1 << v)
+    ordered = sorted(found, key=lambda mask: (mask.bit_count(), mask))
+    return rows_of_masks(node_count, ordered)
 
 
-def approximate_family(graph: ForwardGraph) -> Family:
-    """Return the union of the families that are small for every graph."""
-    family = ancestor_sets(graph) | complements_of_descendants(graph)
-    family |= prefixes(graph, breadth_first_order(graph))
-    return family | prefixes(graph, depth_first_order(graph))
+def neighbours(graph: ForwardGraph, family: Family) -> Family:
+    """Return the lower sets that differ from one of a family's in a single value."""
+    rows = neighbouring_lower_sets(list(graph.all_edges), family.rows, graph.node_count)
+    return family_of_masks(
+        graph.node_count, masks_of_rows(rows), label=f"neighbours of {family.label}"
+    )

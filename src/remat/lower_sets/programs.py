@@ -1,7 +1,14 @@
 """Plan a forward graph: the best segmentation of a family for budgets and objectives.
 
-The entry points of the method. What they return is optimal among the increasing
-sequences of the family given, and so of the graph when the family is complete.
+The entry points of the method::
+
+    family = choose_family(graph)
+    least = smallest_budget(graph, family).peak_bytes
+    answers = sweep(graph, family, [Query(budget_bytes=2 * least), ...])
+
+What they return is optimal among the increasing sequences of the family, and so of the
+graph when the family is complete. When it is not, it is made larger where that may
+help: sets beside those of an answer are added, and the query is solved again.
 """
 
 import time
@@ -10,16 +17,36 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from remat.errors import BudgetError
-from remat.lower_sets.families import Family, masks_of_rows, members
-from remat.lower_sets.formula import cached_values, overhead, peak_bytes
+from remat.lower_sets.choice import approximate_family
+from remat.lower_sets.families import (
+    Family,
+    family_of_masks,
+    masks_of_rows,
+    members,
+    neighbours,
+)
+from remat.lower_sets.formula import (
+    cached_values,
+    check_segmentation,
+    overhead,
+    peak_bytes,
+)
 from remat.lower_sets.forward_graph import MOST_TOTAL, ForwardGraph, Owed
 from remat.lower_sets.recurrences import (
+    Answer,
     Found,
     Goal,
     GraphArrays,
     smallest_lower_set_budget,
     solve_lower_sets,
 )
+
+DEFAULT_REFINEMENTS = 3
+"""Rounds of adding sets beside an answer's, in an incomplete family."""
+
+_SCOUT_ABOVE = 1_500
+"""Complete families larger than this are searched after an approximate one: what was
+found there bounds the search, which becomes many times shorter."""
 
 
 class Objective(StrEnum):
@@ -101,6 +128,7 @@ def sweep(
     family: Family,
     queries: Sequence[Query],
     *,
+    refinements: int = DEFAULT_REFINEMENTS,
     deadline_s: float | None = None,
 ) -> list[Segmentation | None]:
     """Return the best segmentation for each query; ``None`` where none fits.
@@ -111,6 +139,9 @@ def sweep(
         The graph, and a family of its lower sets.
     queries
         Budgets and objectives.
+    refinements
+        Most rounds of adding sets beside an answer's, in an incomplete family; 0 for
+        the best of the family as it is.
     deadline_s
         A value of ``time.monotonic()`` at which to stop, or ``None``. What was not
         answered by then is the best known (``is_optimal`` false), or ``None`` too.
@@ -126,26 +157,19 @@ def sweep(
     length F, at most the sum of the costs; in practice far less.
     """
     _check_family(graph, family)
-    answers = solve_lower_sets(
-        _arrays(graph),
-        family.rows,
-        [
-            (_clipped(query.budget_bytes), _GOALS[query.objective], query.charge_last)
-            for query in queries
-        ],
-        _remaining_s(deadline_s),
-    )
+    planner = _Planner(graph, deadline_s)
+    if family.is_complete:
+        known = planner.scout(family, queries) if len(family) > _SCOUT_ABOVE else []
+        return planner.answer(family, queries, known)
+    answers = planner.answer(family, queries, [])
+    if refinements < 1:
+        return answers
+    wider = family
+    if None in answers:
+        wider, _ = planner.refine_budget(family, refinements)
     return [
-        _segmentation(
-            graph,
-            family,
-            chain,
-            charge_last=query.charge_last,
-            is_optimal=found == Found.OPTIMAL,
-        )
-        if chain
-        else None
-        for query, (found, _, _, chain) in zip(queries, answers, strict=True)
+        planner.refine(wider if found is None else family, query, found, refinements)
+        for query, found in zip(queries, answers, strict=True)
     ]
 
 
@@ -154,9 +178,10 @@ def solve(
     family: Family,
     query: Query,
     *,
+    refinements: int = DEFAULT_REFINEMENTS,
     deadline_s: float | None = None,
 ) -> Segmentation:
-    """Return the best segmentation for one query.
+    """Return the best segmentation for one query, as :func:`sweep` does.
 
     Raises
     ------
@@ -167,11 +192,16 @@ def solve(
     ValueError
         If the family is of another graph.
     """
-    (found,) = sweep(graph, family, [query], deadline_s=deadline_s)
+    (found,) = sweep(
+        graph, family, [query], refinements=refinements, deadline_s=deadline_s
+    )
     if found is not None:
         return found
-    least = smallest_budget(graph, family, deadline_s=deadline_s).peak_bytes
-    if least <= query.budget_bytes:
+    smallest = smallest_budget(
+        graph, family, refinements=refinements, deadline_s=deadline_s
+    )
+    least = smallest.peak_bytes
+    if least <= query.budget_bytes or not smallest.is_optimal:
         msg = (
             f"{graph.name}: time ran out before a segmentation within "
             f"{query.budget_bytes:_} bytes was found; allow more, or use a smaller "
@@ -191,36 +221,109 @@ def smallest_budget(
     family: Family,
     *,
     charge_last: bool = False,
+    refinements: int = DEFAULT_REFINEMENTS,
     deadline_s: float | None = None,
 ) -> Segmentation:
     """Return a segmentation of least formula peak; its ``peak_bytes`` is that budget.
 
     Its overhead is that of one such segmentation, not the least: for that, ask
-    :func:`solve` with this budget.
+    :func:`solve` with this budget. Stopped by the deadline, it is the least known, at
+    worst a single segment.
+
+    Parameters
+    ----------
+    graph, family
+        The graph, and a family of its lower sets.
+    charge_last
+        Whether the overhead counts the last segment's recomputation.
+    refinements
+        Most rounds of adding sets beside an answer's, in an incomplete family.
+    deadline_s
+        A value of ``time.monotonic()`` at which to stop, or ``None``.
 
     Raises
     ------
-    TimeoutError
-        If the deadline came before any sequence was found.
     ValueError
         If the family is of another graph.
     """
     _check_family(graph, family)
-    found, _, _, chain = smallest_lower_set_budget(
-        _arrays(graph),
-        family.rows,
-        _remaining_s(deadline_s),
-    )
-    if not chain:
-        msg = f"{graph.name}: time ran out before the smallest budget was found"
-        raise TimeoutError(msg)
-    return _segmentation(
+    planner = _Planner(graph, deadline_s)
+    if family.is_complete:
+        known: list[Sequence[int]] = []
+        if len(family) > _SCOUT_ABOVE:
+            scouts = approximate_family(graph)
+            (_, _, _, chain) = planner.least(scouts, [])
+            known = _rows_in(family, scouts, [chain])
+        answer = planner.least(family, known)
+    else:
+        family, answer = planner.refine_budget(family, refinements)
+    return segmentation_of_chain(
         graph,
-        family,
-        chain,
+        masks_of_rows(family.rows[answer[3]]),
         charge_last=charge_last,
-        is_optimal=found == Found.OPTIMAL,
+        is_optimal=answer[0] == Found.OPTIMAL,
     )
+
+
+def segmentation_of_chain(
+    graph: ForwardGraph,
+    masks: Sequence[int],
+    *,
+    charge_last: bool = False,
+    is_optimal: bool = True,
+) -> Segmentation:
+    """Return the segmentation of an increasing sequence of lower sets.
+
+    Parameters
+    ----------
+    graph
+        The graph.
+    masks
+        The lower sets after the empty one as integers, bit ``v`` for value ``v``; the
+        last holds every value.
+    charge_last
+        Whether the overhead counts the last segment's recomputation.
+    is_optimal
+        What to say of it.
+
+    Raises
+    ------
+    ValueError
+        If the sets do not increase, are not lower sets, or do not end with all values.
+    """
+    segment_of = [len(masks)] * graph.node_count
+    done = 0
+    for segment, mask in enumerate(masks):
+        for v in members(mask & ~done):
+            segment_of[v] = segment
+        if done & ~mask:
+            msg = f"set {segment} of {len(masks)} lacks values of the set before it"
+            raise ValueError(msg)
+        done = mask
+    if len(masks) in segment_of:
+        msg = (
+            f"the last of {len(masks)} sets lacks {segment_of.count(len(masks))} values"
+        )
+        raise ValueError(msg)
+    check_segmentation(graph, segment_of)
+    kept = cached_values(graph, segment_of)
+    return Segmentation(
+        segment_of=tuple(segment_of),
+        overhead=overhead(graph, segment_of, charge_last=charge_last),
+        peak_bytes=peak_bytes(graph, segment_of),
+        cached_bytes=sum(graph.memory_bytes[v] for v in kept),
+        is_optimal=is_optimal,
+    )
+
+
+def chain_of_segmentation(segment_of: Sequence[int]) -> list[int]:
+    """Return the lower sets ``L_1..L_k`` of a segmentation, as integers."""
+    masks = [0] * (max(segment_of) + 1)
+    for v, segment in enumerate(segment_of):
+        masks[segment] |= 1 << v
+    for segment in range(1, len(masks)):
+        masks[segment] |= masks[segment - 1]
+    return masks
 
 
 def _check_family(graph: ForwardGraph, family: Family) -> None:
@@ -232,43 +335,128 @@ def _check_family(graph: ForwardGraph, family: Family) -> None:
         raise ValueError(msg)
 
 
-def _arrays(graph: ForwardGraph) -> GraphArrays:
-    return (
-        graph.memory_bytes,
-        graph.cost,
-        graph.charged_bytes,
-        graph.edges,
-        _OWED[graph.owed],
-    )
+def _rows_in(
+    family: Family, other: Family, chains: Sequence[Sequence[int]]
+) -> list[Sequence[int]]:
+    """Return chains of rows of ``other`` as rows of ``family``, which holds them."""
+    row_of = {mask: row for row, mask in enumerate(family.masks())}
+    masks = other.masks()
+    return [[row_of[masks[row]] for row in chain] for chain in chains if chain]
 
 
-def _clipped(budget_bytes: int) -> int:
-    return max(-1, min(budget_bytes, MOST_TOTAL))
+class _Planner:
+    def __init__(self, graph: ForwardGraph, deadline_s: float | None) -> None:
+        self.graph = graph
+        self.deadline_s = deadline_s
+        self.arrays: GraphArrays = (
+            graph.memory_bytes,
+            graph.cost,
+            graph.charged_bytes,
+            graph.edges,
+            _OWED[graph.owed],
+        )
 
+    def remaining_s(self) -> float | None:
+        if self.deadline_s is None:
+            return None
+        return max(0.0, self.deadline_s - time.monotonic())
 
-def _remaining_s(deadline_s: float | None) -> float | None:
-    return None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+    def chains(
+        self, family: Family, queries: Sequence[Query], known: Sequence[Sequence[int]]
+    ) -> list[Answer]:
+        return solve_lower_sets(
+            self.arrays,
+            family.rows,
+            [
+                (
+                    max(-1, min(query.budget_bytes, MOST_TOTAL)),
+                    int(_GOALS[query.objective]),
+                    query.charge_last,
+                )
+                for query in queries
+            ],
+            known,
+            self.remaining_s(),
+        )
 
+    def least(self, family: Family, known: Sequence[Sequence[int]]) -> Answer:
+        return smallest_lower_set_budget(
+            self.arrays, family.rows, known, self.remaining_s()
+        )
 
-def _segmentation(
-    graph: ForwardGraph,
-    family: Family,
-    chain: Sequence[int],
-    *,
-    charge_last: bool,
-    is_optimal: bool,
-) -> Segmentation:
-    segment_of = [0] * graph.node_count
-    done = 0
-    for segment, mask in enumerate(masks_of_rows(family.rows[list(chain)])):
-        for v in members(mask & ~done):
-            segment_of[v] = segment
-        done = mask
-    kept = cached_values(graph, segment_of)
-    return Segmentation(
-        segment_of=tuple(segment_of),
-        overhead=overhead(graph, segment_of, charge_last=charge_last),
-        peak_bytes=peak_bytes(graph, segment_of),
-        cached_bytes=sum(graph.memory_bytes[v] for v in kept),
-        is_optimal=is_optimal,
-    )
+    def answer(
+        self, family: Family, queries: Sequence[Query], known: Sequence[Sequence[int]]
+    ) -> list[Segmentation | None]:
+        return [
+            segmentation_of_chain(
+                self.graph,
+                masks_of_rows(family.rows[chain]),
+                charge_last=query.charge_last,
+                is_optimal=found == Found.OPTIMAL,
+            )
+            if chain
+            else None
+            for query, (found, _, _, chain) in zip(
+                queries, self.chains(family, queries, known), strict=True
+            )
+        ]
+
+    def scout(self, family: Family, queries: Sequence[Query]) -> list[Sequence[int]]:
+        """Return good sequences for the queries, found in an approximate family."""
+        scouts = approximate_family(self.graph)
+        chains = [chain for *_, chain in self.chains(scouts, queries, [])]
+        return _rows_in(family, scouts, chains)
+
+    def around(self, family: Family, segment_of: Sequence[int]) -> Family:
+        """Return a family with the sets beside those of a segmentation as well."""
+        count = self.graph.node_count
+        chain = family_of_masks(count, chain_of_segmentation(segment_of), label="")
+        more = neighbours(self.graph, chain).masks()
+        masks = [*family.masks(), *chain.masks(), *more]
+        return family_of_masks(count, masks, label=family.label)
+
+    def refine(
+        self,
+        family: Family,
+        query: Query,
+        found: Segmentation | None,
+        rounds: int,
+    ) -> Segmentation | None:
+        """Return the answer after adding sets beside it while that helps."""
+        for _ in range(rounds):
+            known: list[Sequence[int]] = []
+            if found is not None:
+                family = self.around(family, found.segment_of)
+                row_of = {mask: row for row, mask in enumerate(family.masks())}
+                chain = chain_of_segmentation(found.segment_of)
+                known = [[row_of[mask] for mask in chain]]
+            (better,) = self.answer(family, [query], known)
+            is_stuck = (
+                better is None
+                or not better.is_optimal
+                or (
+                    found is not None
+                    and (better.overhead, better.cached_bytes)
+                    == (found.overhead, found.cached_bytes)
+                )
+            )
+            found = better or found
+            if is_stuck:
+                break
+        return found
+
+    def refine_budget(self, family: Family, rounds: int) -> tuple[Family, Answer]:
+        """Return the smallest budget, with the family in which it was found."""
+        answer = self.least(family, [])
+        for _ in range(rounds):
+            if answer[0] != Found.OPTIMAL:
+                break
+            masks = masks_of_rows(family.rows[answer[3]])
+            segmentation = segmentation_of_chain(self.graph, masks)
+            wider = self.around(family, segmentation.segment_of)
+            row_of = {mask: row for row, mask in enumerate(wider.masks())}
+            better = self.least(wider, [[row_of[mask] for mask in masks]])
+            if not better[3] or better[1] >= answer[1]:
+                break
+            family, answer = wider, better
+        return family, answer

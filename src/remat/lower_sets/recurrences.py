@@ -107,6 +107,24 @@ class _Tables:
     def kept(self, a: int, b: int) -> int:
         return self.boundary[b] & ~self.masks[a]
 
+    def added_overhead(self, a: int, b: int, *, charge_last: bool) -> int:
+        if b == len(self.masks) - 1 and not charge_last:
+            return 0
+        kept = self.kept(a, b)
+        return self.cost_sum[b] - self.cost_sum[a] - _total(self.cost, kept)
+
+    def measure(
+        self, chain: Sequence[int], *, charge_last: bool
+    ) -> tuple[int, int, int]:
+        """Peak, overhead, and bytes kept of a sequence."""
+        peak = spent = kept_bytes = a = 0
+        for b in chain:
+            peak = max(peak, kept_bytes + self.charge_bytes(a, b))
+            spent += self.added_overhead(a, b, charge_last=charge_last)
+            kept_bytes += _total(self.memory_bytes, self.kept(a, b))
+            a = b
+        return peak, spent, kept_bytes
+
 
 def _total(numbers: Sequence[int], mask: int) -> int:
     return sum(numbers[v] for v in members(mask))
@@ -117,6 +135,7 @@ def solve_lower_sets(
     graph: GraphArrays,
     rows: NDArray[np.uint64],
     queries: Sequence[Query],
+    known: Sequence[Sequence[int]],
     time_limit_s: float | None,
 ) -> list[Answer]:
     """Return the best increasing sequence of a family for each query.
@@ -129,6 +148,9 @@ def solve_lower_sets(
         The family, as :class:`remat.lower_sets.families.Family` keeps it.
     queries
         What to find.
+    known
+        Sequences of the family, as answers give them, that may be good. They only
+        shorten the native search, and are the answer should it stop.
     time_limit_s
         Seconds after which to stop, or ``None``.
 
@@ -139,14 +161,18 @@ def solve_lower_sets(
     """
     deadline_s = None if time_limit_s is None else time.monotonic() + time_limit_s
     tables = _Tables(graph, masks_of_rows(rows))
-    return [_solve(tables, query, deadline_s) for query in queries]
+    return [
+        _solve(tables, query, deadline_s) or _best_known(tables, query, known)
+        for query in queries
+    ]
 
 
 _State = tuple[int, int]
 """Overhead so far (negated for the most overhead), and bytes kept so far."""
 
 
-def _solve(tables: _Tables, query: Query, deadline_s: float | None) -> Answer:
+def _solve(tables: _Tables, query: Query, deadline_s: float | None) -> Answer | None:
+    """Return the answer; ``None`` if time ran out."""
     budget, goal, charge_last = query
     sign = -1 if goal == Goal.MOST_OVERHEAD else 1
     last = len(tables.masks) - 1
@@ -154,21 +180,19 @@ def _solve(tables: _Tables, query: Query, deadline_s: float | None) -> Answer:
     fronts: list[dict[_State, tuple[int, _State] | None]] = [{} for _ in tables.masks]
     fronts[0] = {(0, 0): None}
     for b in range(1, last + 1):
-        if deadline_s is not None and time.monotonic() > deadline_s:
-            return Found.STOPPED, 0, 0, []
+        if deadline_s is not None and time.monotonic() >= deadline_s:
+            return None
         reached: dict[_State, tuple[int, _State] | None] = {}
         for a in range(b):
             if not fronts[a] or not tables.is_step(a, b):
                 continue
             kept = tables.kept(a, b)
             room = budget - tables.charge_bytes(a, b)
-            added = tables.cost_sum[b] - tables.cost_sum[a] - _total(tables.cost, kept)
-            if b == last and not charge_last:
-                added = 0
+            added = sign * tables.added_overhead(a, b, charge_last=charge_last)
             kept_bytes = _total(tables.memory_bytes, kept)
             for t, m in fronts[a]:
                 if m <= room:
-                    reached.setdefault((t + sign * added, m + kept_bytes), (a, (t, m)))
+                    reached.setdefault((t + added, m + kept_bytes), (a, (t, m)))
         fronts[b] = _front(reached)
     final = fronts[last]
     if not final:
@@ -189,6 +213,24 @@ def _solve(tables: _Tables, query: Query, deadline_s: float | None) -> Answer:
     return Found.OPTIMAL, overhead, cached, chain[::-1]
 
 
+def _best_known(
+    tables: _Tables, query: Query, known: Sequence[Sequence[int]]
+) -> Answer:
+    budget, goal, charge_last = query
+    best: tuple[tuple[int, int], Answer] | None = None
+    for chain in known:
+        peak, spent, kept_bytes = tables.measure(chain, charge_last=charge_last)
+        if peak > budget:
+            continue
+        signed = -spent if goal == Goal.MOST_OVERHEAD else spent
+        least_cached = goal == Goal.LEAST_CACHED
+        order = (kept_bytes, signed) if least_cached else (signed, kept_bytes)
+        if best is None or order < best[0]:
+            answer = Found.STOPPED_WITH_ANSWER, spent, kept_bytes, list(chain)
+            best = order, answer
+    return (Found.STOPPED, 0, 0, []) if best is None else best[1]
+
+
 def _front(
     reached: dict[_State, tuple[int, _State] | None],
 ) -> dict[_State, tuple[int, _State] | None]:
@@ -205,12 +247,14 @@ def _front(
 def smallest_lower_set_budget(
     graph: GraphArrays,
     rows: NDArray[np.uint64],
+    known: Sequence[Sequence[int]],
     time_limit_s: float | None,
 ) -> Answer:
     """Return the least peak of any increasing sequence of a family.
 
     The answer holds the least peak in bytes in place of the overhead; stopped, the
-    least peak found. Arguments as those of :func:`solve_lower_sets`.
+    least peak known, at worst that of a single segment. Arguments are those of
+    :func:`solve_lower_sets`.
 
     Notes
     -----
@@ -224,8 +268,13 @@ def smallest_lower_set_budget(
     fronts: list[dict[_State, tuple[int, _State] | None]] = [{} for _ in masks]
     fronts[0] = {(0, 0): None}
     for b in range(1, last + 1):
-        if deadline_s is not None and time.monotonic() > deadline_s:
-            return Found.STOPPED, 0, 0, []
+        if deadline_s is not None and time.monotonic() >= deadline_s:
+            peak, kept_bytes, chain = min(
+                (peak, kept_bytes, list(chain))
+                for chain in ([last], *known)
+                for peak, _, kept_bytes in [tables.measure(chain, charge_last=False)]
+            )
+            return Found.STOPPED_WITH_ANSWER, peak, kept_bytes, chain
         reached: dict[_State, tuple[int, _State] | None] = {}
         for a in range(b):
             if not fronts[a] or not tables.is_step(a, b):

@@ -6,8 +6,8 @@
 // * `look_back`, from the end, finds for each set the most kept bytes from which the end
 //   is in reach, and a lower bound on the overhead still to come;
 // * any sequence known to fit bounds the overhead from above, so that only states on the
-//   way to something as good are kept. A greedy walk along the bounds finds one, and for
-//   large families the same search among their narrow sets finds a better one.
+//   way to something as good are kept. A greedy walk along the bounds finds one; callers
+//   may know better ones.
 //
 // All of this is exact: a state is dropped only if no completion of it fits, or none is
 // as good as a sequence that is known.
@@ -27,9 +27,6 @@ namespace {
 
 constexpr std::int64_t kInfinity = std::numeric_limits<std::int64_t>::max() / 2;
 constexpr Index kNone = std::numeric_limits<Index>::max();
-// Above this many sets it pays to search among some of them first.
-constexpr Index kManySets = 1'500;
-constexpr Index kNarrowPerSize = 4;
 // Rows of possible overheads up to this length are arrays, longer ones sorted lists.
 constexpr std::int64_t kLongestRow = std::int64_t{1} << 20;
 
@@ -87,6 +84,8 @@ Reached reach(const Tables& tables, const Query& query, Watch& watch) {
   auto& low = reached.low;
   low[tables.empty] = 0;
   reached.overhead[tables.empty] = 0;
+  // Only then is the overhead of equal bytes of interest.
+  const bool is_tied = query.goal == Goal::kLeastCached;
   for (const Index a : tables.by_size) {
     const std::int64_t m = low[a];
     const std::int64_t t = reached.overhead[a];
@@ -94,7 +93,11 @@ Reached reach(const Tables& tables, const Query& query, Watch& watch) {
     const auto [begin, end] = tables.reach(a, query.budget - m + tables.segment[a]);
     watch.spend(end - begin);
     for (Index b = begin; b < end; ++b) {
-      if (low[b] < m || (low[b] == m && reached.overhead[b] <= t)) continue;
+      // What is kept on reaching b holds what was kept before, and b's boundary.
+      const std::int64_t least = std::max(m, tables.boundary_bytes[b]);
+      if (low[b] < least || (low[b] == least && (!is_tied || reached.overhead[b] <= t))) {
+        continue;
+      }
       if (b == a || !tables.contains(b, a)) continue;
       const Tables::Step kept = tables.kept(a, b);
       const std::int64_t next_m = m + kept.bytes;
@@ -126,42 +129,27 @@ std::vector<Index> path(const Tables& tables, const std::vector<Index>& from) {
   return slots;
 }
 
-// At most `kNarrowPerSize` sets of each number of values, those with the fewest bytes
-// on their boundary and owed to them.
-std::vector<Index> narrow_slots(const Tables& tables) {
-  std::vector<Index> chosen, group;
-  const auto width = [&](Index slot) {
-    return tables.boundary_bytes[slot] + tables.key[slot] - tables.segment[slot];
-  };
-  const auto members = [&](Index slot) {
-    return std::accumulate(
-        tables.bits.begin() + static_cast<std::ptrdiff_t>(slot * tables.words),
-        tables.bits.begin() + static_cast<std::ptrdiff_t>((slot + 1) * tables.words), 0,
-        [](int sum, Word word) { return sum + std::popcount(word); });
-  };
-  const auto choose = [&] {
-    std::stable_sort(group.begin(), group.end(),
-                     [&](Index a, Index b) { return width(a) < width(b); });
-    const std::size_t some = std::min<std::size_t>(group.size(), kNarrowPerSize);
-    chosen.insert(chosen.end(), group.begin(), group.begin() + static_cast<std::ptrdiff_t>(some));
-    group.clear();
-  };
-  int size = 0;
-  for (const Index slot : tables.by_size) {
-    if (members(slot) != size) choose();
-    size = members(slot);
-    group.push_back(slot);
+std::vector<Index> slots_of_rows(const Tables& tables, const std::vector<Index>& rows) {
+  std::vector<Index> slot_of(tables.size());
+  for (Index slot = 0; slot < tables.size(); ++slot) slot_of[tables.row[slot]] = slot;
+  std::vector<Index> slots;
+  Index a = tables.empty;
+  for (const Index row : rows) {
+    if (row >= tables.size() || slot_of[row] == a || !tables.contains(slot_of[row], a)) {
+      throw std::invalid_argument("a known sequence does not increase");
+    }
+    a = slot_of[row];
+    slots.push_back(a);
   }
-  choose();
-  std::sort(chosen.begin(), chosen.end());
-  return chosen;
+  if (a != tables.full) throw std::invalid_argument("a known sequence does not end");
+  return slots;
 }
 
 class Search {
  public:
   Search(const Query& query, Watch& watch) : query_(query), watch_(watch) {}
 
-  Answer run(const Tables& family, const std::vector<std::vector<Index>>& known);
+  Answer run(const Tables& family, const Known& known);
 
  private:
   struct State {
@@ -186,7 +174,6 @@ class Search {
   void look_back(Part& part);
   void look_ahead(Part& part);
   void walk(const Part& part);
-  void scout(const Part& part);
   void search_states(const Part& part);
   void trace_back(const Part& part, const std::vector<std::vector<State>>& fronts);
 
@@ -207,14 +194,10 @@ Search::Part Search::select(const Part& part, const std::vector<Index>& slots) {
           pick(part.so_far)};
 }
 
-Answer Search::run(const Tables& family, const std::vector<std::vector<Index>>& known) {
+Answer Search::run(const Tables& family, const Known& known) {
   try {
-    std::vector<Index> slot_of(family.size());
-    for (Index slot = 0; slot < family.size(); ++slot) slot_of[family.row[slot]] = slot;
     for (const auto& rows : known) {
-      std::vector<Index> slots;
-      for (const Index row : rows) slots.push_back(slot_of[row]);
-      offer(measure(family, query_, slots));
+      offer(measure(family, query_, slots_of_rows(family, rows)));
     }
     Reached reached = reach(family, query_, watch_);
     if (reached.low[family.full] == kInfinity) return {Found::kInfeasible, {}};
@@ -233,7 +216,6 @@ Answer Search::run(const Tables& family, const std::vector<std::vector<Index>>& 
     }
     part = select(part, slots);
     walk(part);
-    if (part.tables.size() > kManySets) scout(part);
     look_ahead(part);
     slots.clear();
     for (Index a = 0; a < part.tables.size(); ++a) {
@@ -264,15 +246,15 @@ void Search::look_back(Part& part) {
     const auto [begin, end] = tables.reach(a, query_.budget - m + tables.segment[a]);
     watch_.spend(end - begin);
     for (Index b = begin; b < end; ++b) {
-      if (part.high[b] <= high &&
+      const std::int64_t room = query_.budget - tables.key[b] + tables.segment[a];
+      if (std::min(room, part.high[b]) <= high &&
           (part.high[b] < m ||
            part.rest[b] + least_overhead(tables, query_, a, b) >= rest)) {
         continue;
       }
       if (b == a || !tables.contains(b, a)) continue;
       const Tables::Step kept = tables.kept(a, b);
-      const std::int64_t most = std::min(query_.budget - tables.key[b] + tables.segment[a],
-                                         part.high[b] - kept.bytes);
+      const std::int64_t most = std::min(room, part.high[b] - kept.bytes);
       if (most < m) continue;
       high = std::max(high, most);
       rest = std::min(rest,
@@ -311,19 +293,6 @@ void Search::walk(const Part& part) {
     m = next_m;
   }
   offer(measure(tables, query_, slots));
-}
-
-void Search::scout(const Part& part) {
-  const std::vector<Index> slots = narrow_slots(part.tables);
-  Search narrow(query_, watch_);
-  Tables tables = part.tables.subset(slots);
-  tables.row.assign(slots.begin(), slots.end());
-  for (Index i = 0; i < tables.size(); ++i) tables.row[i] = i;
-  const Answer answer = narrow.run(tables, {});
-  if (answer.sequence.rows.empty()) return;
-  std::vector<Index> found;
-  for (const Index i : answer.sequence.rows) found.push_back(slots[i]);
-  offer(measure(part.tables, query_, found));
 }
 
 void Search::look_ahead(Part& part) {
@@ -491,27 +460,21 @@ void Search::trace_back(const Part& part, const std::vector<std::vector<State>>&
 
 }  // namespace
 
-Answer solve(const Tables& tables, const Query& query,
-             const std::vector<std::vector<Index>>& known, Watch& watch) {
+Answer solve(const Tables& tables, const Query& query, const Known& known, Watch& watch) {
   return Search(query, watch).run(tables, known);
 }
 
-Answer smallest_budget(const Tables& tables, Watch& watch) {
+Answer smallest_budget(const Tables& tables, const Known& known,
+                       Watch& watch) {
   Query query{0, Goal::kLeastCached, false};
   Answer answer{Found::kStoppedWithAnswer, measure(tables, query, {tables.full})};
   try {
-    if (tables.size() > kManySets) {
-      const std::vector<Index> slots = narrow_slots(tables);
-      Tables narrow = tables.subset(slots);
-      std::iota(narrow.row.begin(), narrow.row.end(), Index{0});
-      std::vector<Index> found;
-      for (const Index i : smallest_budget(narrow, watch).sequence.rows) {
-        found.push_back(slots[i]);
-      }
-      answer.sequence = measure(tables, query, found);
+    for (const auto& rows : known) {
+      Sequence sequence = measure(tables, query, slots_of_rows(tables, rows));
+      if (sequence.peak < answer.sequence.peak) answer.sequence = std::move(sequence);
     }
     std::int64_t infeasible = -1;
-    bool is_first = tables.size() > kManySets;
+    bool is_first = !known.empty();
     while (infeasible + 1 < answer.sequence.peak) {
       const std::int64_t most = answer.sequence.peak - 1;
       query.budget = is_first ? most : infeasible + 1 + (most - infeasible - 1) / 2;

@@ -34,12 +34,14 @@ struct Answer {
   Sequence sequence;
 };
 
-// The least peak of any sequence.
-Answer smallest_budget(const Tables& tables, Watch& watch);
-
-// The best sequence within the budget. `known`: sequences of the family; those that fit
+// Increasing sequences of the family that are known beforehand, as rows; those that fit
 // bound the search.
-Answer solve(const Tables& tables, const Query& query,
-             const std::vector<std::vector<Index>>& known, Watch& watch);
+using Known = std::vector<std::vector<Index>>;
+
+// The least peak of any sequence.
+Answer smallest_budget(const Tables& tables, const Known& known, Watch& watch);
+
+// The best sequence within the budget.
+Answer solve(const Tables& tables, const Query& query, const Known& known, Watch& watch);
 
 }  // namespace remat::lower_sets

@@ -35,10 +35,6 @@ void for_each_bit(std::span<const Word> set, F&& f) {
   }
 }
 
-bool has(std::span<const Word> set, std::size_t v) {
-  return ((set[v / 64] >> (v % 64)) & 1U) != 0;
-}
-
 void check_arrays(const GraphArrays& graph, std::span<const Word> rows, std::size_t words) {
   const auto& [memory, cost, segment, edges, owed] = graph;
   const std::size_t nodes = memory.size();
