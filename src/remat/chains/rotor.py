@@ -177,6 +177,14 @@ def _check(chain: StageChain, budget_bytes: int, slots: int) -> None:
             f"{budget_bytes} and {slots}"
         )
         raise InvalidGraphError(msg)
+    worst = worst_ns(chain)
+    if worst >= INFINITE:
+        msg = f"times add up to {worst:_} ns at worst; need less than {INFINITE:_}"
+        raise InvalidGraphError(msg)
+
+
+def worst_ns(chain: StageChain) -> int:
+    """Return a time that no schedule without needless work exceeds."""
     # A stage is advanced over at most once per stage above it.
     forward = max(
         max(stage.forward_ns, *(o.forward_ns or 0 for o in stage.options))
@@ -184,10 +192,7 @@ def _check(chain: StageChain, budget_bytes: int, slots: int) -> None:
     )
     backward = max(o.backward_ns for stage in chain.stages for o in stage.options)
     length = len(chain.stages) + 1
-    worst = length * length * forward + length * backward + chain.turn_ns
-    if worst >= INFINITE:
-        msg = f"times add up to {worst:_} ns at worst; need less than {INFINITE:_}"
-        raise InvalidGraphError(msg)
+    return length * length * forward + length * backward + chain.turn_ns
 
 
 def chain_numbers(chain: StageChain) -> ChainNumbers:

@@ -1,4 +1,4 @@
-"""Plans of chains of stages as training graphs and schedules for the judge.
+"""Plans of chains and joins of stages as training graphs and schedules for the judge.
 
 A forward that saves is two ops: the forward that keeps nothing, and one that adds what
 is saved. Each backward runs once, so the graph has only the backward ops of the options
@@ -17,6 +17,7 @@ from remat.chains.operations import (
     Store,
     Turn,
 )
+from remat.chains.stage_joins import StageJoin
 from remat.chains.stages import StageChain, StageOption
 from remat.errors import InvalidGraphError
 from remat.graph import Op, Phase, Storage, TrainingGraph
@@ -25,19 +26,19 @@ from remat.schedule import Boundary, Compute, Copy, Step
 
 
 class StageGraph:
-    """The training graph of a chain as a plan runs it, and the plan's schedule.
+    """The training graph of a chain or join as a plan runs it, and the plan's schedule.
 
     Parameters
     ----------
-    chain
-        The chain.
+    model
+        The chain or the join.
     operations
         A plan of it: every backward and the turn once, options that exist.
 
     Attributes
     ----------
     graph
-        The training graph. Its final output is the gradient of the input.
+        The training graph. Its final outputs are the gradients of the inputs.
     schedule
         The plan with every value discarded after its last use. The host of offloaded
         values is device 1.
@@ -48,37 +49,49 @@ class StageGraph:
         If the plan does not fit the chain.
     """
 
-    def __init__(self, chain: StageChain, operations: Sequence[Operation]) -> None:
-        self.chain = chain
+    def __init__(
+        self, model: StageChain | StageJoin, operations: Sequence[Operation]
+    ) -> None:
+        if isinstance(model, StageChain):
+            model = StageJoin.of_chain(model)
+        self.join = model
         self._storages: list[Storage] = []
         self._ops: list[Op] = []
         self._values = [
-            self._storage(f"x{index}", size)
-            for index, size in enumerate(chain.value_bytes)
+            self._row(f"x of {branch},", chain.value_bytes)
+            for branch, chain in enumerate(model.branches)
         ]
         self._gradients = [
-            self._storage(f"gradient of x{index}", size)
-            for index, size in enumerate(chain.gradient_bytes)
+            self._row(f"gradient of {branch},", chain.gradient_bytes)
+            for branch, chain in enumerate(model.branches)
         ]
-        self._saved: dict[tuple[int, int], int] = {}
+        self._saved: dict[tuple[int, int, int], int] = {}
         self._parts: dict[Operation, list[int]] = {}
-        used = _used_options(chain, operations)
-        self._load = self._op("load", (), (self._values[0],), 0, 0, once=True)
-        for stage, option in enumerate(used):
-            self._add_forward(stage, option)
+        used = [
+            _used_options(chain, branch, operations)
+            for branch, chain in enumerate(model.branches)
+        ]
+        self._loads = [
+            self._op("load", (), (values[0],), 0, 0, once=True)
+            for values in self._values
+        ]
+        for branch, options in enumerate(used):
+            for stage, option in enumerate(options):
+                self._add_forward(branch, stage, option)
         self._add_turn()
-        for stage in reversed(range(len(used))):
-            self._add_backward(stage, used[stage])
+        for branch, options in enumerate(used):
+            for stage in reversed(range(len(options))):
+                self._add_backward(branch, stage, options[stage])
         self.graph = TrainingGraph(
-            name=f"chain of {len(used)} stages",
+            name=f"join of {len(used)} chains of stages",
             storages=tuple(self._storages),
             ops=tuple(self._ops),
-            final_outputs=(self._gradients[0],),
+            final_outputs=tuple(gradients[0] for gradients in self._gradients),
         )
         self.schedule = insert_discards(self.graph, self._steps(operations))
 
     def _steps(self, operations: Sequence[Operation]) -> list[Step]:
-        steps: list[Step] = [Compute(self._load)]
+        steps: list[Step] = [Compute(op) for op in self._loads]
         for operation in operations:
             if isinstance(operation, Store | Load):
                 msg = f"{operation} is not an operation of a chain of stages"
@@ -95,15 +108,16 @@ class StageGraph:
         return steps
 
     def _moved(self, operation: Offload | Fetch) -> list[int]:
-        value = self._values[operation.stage + 1]
+        value = self._values[0][operation.stage + 1]
         if operation.option is None:
             return [value]
-        saved = self._saved[operation.stage, operation.option]
-        needs_output = self._option(operation.stage, operation.option).needs_output
-        return [saved, value] if needs_output else [saved]
+        return [self._saved[0, operation.stage, operation.option], value]
 
-    def _option(self, stage: int, option: int) -> StageOption:
-        return self.chain.stages[stage].options[option]
+    def _option(self, branch: int, stage: int, option: int) -> StageOption:
+        return self.join.branches[branch].stages[stage].options[option]
+
+    def _row(self, name: str, sizes: Sequence[int]) -> list[int]:
+        return [self._storage(f"{name} {i}", size) for i, size in enumerate(sizes)]
 
     def _storage(self, name: str, size_bytes: int) -> int:
         self._storages.append(Storage(name=name, size_bytes=size_bytes))
@@ -133,56 +147,57 @@ class StageGraph:
         )
         return len(self._ops) - 1
 
-    def _add_forward(self, index: int, option: int) -> None:
-        stage = self.chain.stages[index]
-        value, output = self._values[index], self._values[index + 1]
+    def _add_forward(self, branch: int, index: int, option: int) -> None:
+        stage = self.join.branches[branch].stages[index]
+        value, output = self._values[branch][index : index + 2]
         run = self._op(
-            f"F{index}",
+            f"F{index} of {branch}",
             (value,),
             (output,),
             stage.forward_ns,
             stage.forward_workspace_bytes,
         )
-        self._parts[Forward(index)] = [run]
+        self._parts[Forward(index, branch)] = [run]
         chosen = stage.options[option]
         if chosen.forward_ns is None:
             return
-        saved = self._storage(f"saved in {index} by {option}", chosen.saved_bytes)
+        saved = self._storage(f"saved in {index} of {branch}", chosen.saved_bytes)
         save = self._op(
-            f"S{index}",
+            f"S{index} of {branch}",
             (value, output),
             (saved,),
             chosen.forward_ns - stage.forward_ns,
             chosen.forward_workspace_bytes,
         )
-        self._saved[index, option] = saved
-        self._parts[Forward(index, option=option)] = [run, save]
+        self._saved[branch, index, option] = saved
+        self._parts[Forward(index, branch, option)] = [run, save]
 
     def _add_turn(self) -> None:
         self._parts[Turn()] = [
             self._op(
                 "T",
-                (self._values[-1],),
-                (self._gradients[-1],),
-                self.chain.turn_ns,
-                self.chain.turn_workspace_bytes,
+                [values[-1] for values in self._values],
+                [gradients[-1] for gradients in self._gradients],
+                self.join.turn_ns,
+                self.join.turn_workspace_bytes,
                 phase=Phase.BACKWARD,
                 once=True,
             )
         ]
 
-    def _add_backward(self, index: int, option: int) -> None:
-        chosen = self._option(index, option)
-        reads = [self._values[index], self._gradients[index + 1]]
+    def _add_backward(self, branch: int, index: int, option: int) -> None:
+        chosen = self._option(branch, index, option)
+        values, gradients = self._values[branch], self._gradients[branch]
+        reads = [values[index], gradients[index + 1]]
         if chosen.needs_output:
-            reads.append(self._values[index + 1])
+            reads.append(values[index + 1])
         if chosen.forward_ns is not None:
-            reads.append(self._saved[index, option])
-        self._parts[Backward(index, option=option)] = [
+            reads.append(self._saved[branch, index, option])
+        self._parts[Backward(index, branch, option)] = [
             self._op(
-                f"B{index}",
+                f"B{index} of {branch}",
                 reads,
-                (self._gradients[index],),
+                (gradients[index],),
                 chosen.backward_ns,
                 chosen.backward_workspace_bytes,
                 phase=Phase.BACKWARD,
@@ -191,11 +206,13 @@ class StageGraph:
         ]
 
 
-def _used_options(chain: StageChain, operations: Sequence[Operation]) -> list[int]:
+def _used_options(
+    chain: StageChain, branch: int, operations: Sequence[Operation]
+) -> list[int]:
     """Return, per stage, the option that its one backward uses."""
     used: dict[int, int] = {}
     for operation in operations:
-        if not isinstance(operation, Backward):
+        if not isinstance(operation, Backward) or operation.branch != branch:
             continue
         if operation.stage in used or operation.option is None:
             msg = f"{operation} has no option, or its stage has run backward before"
