@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import pytest
 
 from remat.chains.conventions import MemoryConvention
+from remat.chains.stage_joins import StageJoin
 from remat.chains.stages import StageChain
 
 State = TypeVar("State")
@@ -126,75 +127,107 @@ def best_join(  # noqa: C901 - a search is read in one piece
     return cheapest((None, start), moves, lambda s: s[0] is not None and not any(s[0]))
 
 
-StageState = tuple[int, frozenset[int], frozenset[tuple[int, int]]]
-"""Index of the live gradient (number of values before the turn), live values, live
-(stage, option) that have run and saved."""
+StageState = tuple[
+    tuple[int, ...] | None, frozenset[tuple[int, int]], frozenset[tuple[int, int, int]]
+]
+"""Index of each branch's live gradient (``None`` before the turn), live values, live
+(branch, stage, option) that have run and saved."""
 
 
-def best_chain(  # noqa: C901 - as above
-    chain: StageChain, budget_bytes: int
+def best_chain(chain: StageChain, budget_bytes: int) -> int | None:
+    """Return the least time of a chain of stages over all schedules, by search."""
+    return best_stage_join(StageJoin.of_chain(chain), budget_bytes)
+
+
+def best_stage_join(  # noqa: C901 - as above
+    join: StageJoin, budget_bytes: int
 ) -> int | None:
-    """Return the least time of a chain of stages over all schedules, by search.
+    """Return the least time of a join over all schedules with one turn, by search.
 
     What a stage saved is discarded as one, and only by the stage's backward: there is
     no other use for it.
     """
-    stages, values, gradients = chain.stages, chain.value_bytes, chain.gradient_bytes
-    length = len(stages)
+    branches = join.branches
+    lengths = [len(branch.stages) for branch in branches]
+    tops = frozenset(enumerate(lengths))
 
     def held(state: StageState) -> int:
         at, live, saved = state
-        total = gradients[at] if at <= length else 0
-        total += sum(stages[s].options[k].saved_bytes for s, k in saved)
-        outputs = {s + 1 for s, k in saved if stages[s].options[k].needs_output}
-        return total + sum(values[v] for v in live | outputs)
+        total = 0
+        for branch, left in enumerate(at or ()):
+            total += branches[branch].gradient_bytes[left]
+        for branch, s, k in saved:
+            total += branches[branch].stages[s].options[k].saved_bytes
+        return total + sum(branches[j].value_bytes[v] for j, v in live | outputs(saved))
+
+    def outputs(saved: frozenset[tuple[int, int, int]]) -> frozenset[tuple[int, int]]:
+        return frozenset(
+            (j, s + 1)
+            for j, s, k in saved
+            if branches[j].stages[s].options[k].needs_output
+        )
 
     def moves(state: StageState) -> Iterator[tuple[int, StageState]]:
         at, live, saved = state
         room = budget_bytes - held(state)
-        outputs = {s + 1 for s, k in saved if stages[s].options[k].needs_output}
+        inside = outputs(saved)
         for value in live:
             yield 0, (at, live - {value}, saved)
-        for value in outputs - live:
+        for value in inside - live:
             yield 0, (at, live | {value}, saved)
-        for value in live:
-            if value < min(at, length):
-                yield from forwards(state, value, room, is_new=value + 1 not in outputs)
-        if at == length + 1 and length in live:
-            if gradients[length] + chain.turn_workspace_bytes <= room:
-                yield chain.turn_ns, (length, live, saved)
-            return
-        yield from backwards(state, room)
+        for branch, value in live:
+            if value < (lengths if at is None else at)[branch]:
+                yield from forwards(state, branch, value, room, inside)
+        if at is not None:
+            yield from backwards(state, room)
+        elif tops <= live:
+            gradients = sum(branches[j].gradient_bytes[v] for j, v in tops)
+            if gradients + join.turn_workspace_bytes <= room:
+                yield join.turn_ns, (tuple(lengths), live, saved)
 
     def forwards(
-        state: StageState, stage: int, room: int, *, is_new: bool
+        state: StageState,
+        branch: int,
+        stage: int,
+        room: int,
+        inside: frozenset[tuple[int, int]],
     ) -> Iterator[tuple[int, StageState]]:
         at, live, saved = state
-        s = stages[stage]
-        # An output that is live is replaced by the fresh copy after the op.
-        size = values[stage + 1]
-        if size + s.forward_workspace_bytes <= room and stage + 1 not in live:
-            yield s.forward_ns, (at, live | {stage + 1}, saved)
-        if any(stage == other for other, _ in saved) or not is_new:
+        s, output = branches[branch].stages[stage], (branch, stage + 1)
+        # An output that is live would be replaced by the fresh copy after the op.
+        if output in live:
+            return
+        size = s.output_bytes
+        if size + s.forward_workspace_bytes <= room:
+            yield s.forward_ns, (at, live | {output}, saved)
+        if any((branch, stage) == other[:2] for other in saved) or output in inside:
             return
         for k, option in enumerate(s.options):
-            inside = option.saved_bytes + option.forward_workspace_bytes
-            most = max(s.forward_workspace_bytes, inside)
+            extra = option.saved_bytes + option.forward_workspace_bytes
+            most = max(s.forward_workspace_bytes, extra)
             if option.forward_ns is not None and size + most <= room:
-                after = (at, live | {stage + 1}, saved | {(stage, k)})
+                after = (at, live | {output}, saved | {(branch, stage, k)})
                 yield option.forward_ns, after
 
     def backwards(state: StageState, room: int) -> Iterator[tuple[int, StageState]]:
         at, live, saved = state
-        if not 1 <= at <= length or at - 1 not in live:
-            return
-        for k, option in enumerate(stages[at - 1].options):
-            is_ready = option.forward_ns is None or (at - 1, k) in saved
-            more = gradients[at - 1] + option.backward_workspace_bytes
-            if is_ready and more <= room:
-                yield option.backward_ns, (at - 1, live, saved - {(at - 1, k)})
+        for branch, left in enumerate(at or ()):
+            stage = left - 1
+            if at is None or stage < 0 or (branch, stage) not in live:
+                continue
+            gradients = branches[branch].gradient_bytes
+            for k, option in enumerate(branches[branch].stages[stage].options):
+                run = (branch, stage, k)
+                is_ready = option.forward_ns is None or run in saved
+                if (
+                    is_ready
+                    and gradients[stage] + option.backward_workspace_bytes <= room
+                ):
+                    rest = (*at[:branch], stage, *at[branch + 1 :])
+                    yield option.backward_ns, (rest, live, saved - {run})
 
-    start: StageState = (length + 1, frozenset({0}), frozenset())
+    inputs = frozenset((branch, 0) for branch in range(len(branches)))
+    start: StageState = (None, inputs, frozenset())
     if held(start) > budget_bytes:
         return None
-    return cheapest(start, moves, lambda s: s[0] == 0)
+    return cheapest(start, moves, lambda s: s[0] is not None and not any(s[0]))
