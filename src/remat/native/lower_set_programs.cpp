@@ -6,8 +6,8 @@
 // * `look_back`, from the end, finds for each set the most kept bytes from which the end
 //   is in reach, and a lower bound on the overhead still to come;
 // * any sequence known to fit bounds the overhead from above, so that only states on the
-//   way to something as good are kept. A greedy walk along the bounds finds one; callers
-//   may know better ones.
+//   way to something as good are kept. A greedy walk along the bounds finds one, and a
+//   search that keeps few states for each set a better one; callers may know others.
 //
 // All of this is exact: a state is dropped only if no completion of it fits, or none is
 // as good as a sequence that is known.
@@ -27,6 +27,10 @@ namespace {
 
 constexpr std::int64_t kInfinity = std::numeric_limits<std::int64_t>::max() / 2;
 constexpr Index kNone = std::numeric_limits<Index>::max();
+constexpr Index kManySets = 4'000;
+// States per set in the search that only looks for a good sequence.
+constexpr std::size_t kShortFront = 64;
+constexpr std::size_t kAllStates = std::numeric_limits<std::size_t>::max();
 // Rows of possible overheads up to this length are arrays, longer ones sorted lists.
 constexpr std::int64_t kLongestRow = std::int64_t{1} << 20;
 
@@ -173,8 +177,9 @@ class Search {
   [[nodiscard]] static Part select(const Part& part, const std::vector<Index>& slots);
   void look_back(Part& part);
   void look_ahead(Part& part);
+  Part within_bounds(Part& part);
   void walk(const Part& part);
-  void search_states(const Part& part);
+  void search_states(const Part& part, std::size_t longest);
   void trace_back(const Part& part, const std::vector<std::vector<State>>& fronts);
 
   Query query_;
@@ -216,15 +221,13 @@ Answer Search::run(const Tables& family, const Known& known) {
     }
     part = select(part, slots);
     walk(part);
-    look_ahead(part);
-    slots.clear();
-    for (Index a = 0; a < part.tables.size(); ++a) {
-      if (part.so_far[a] < kInfinity && part.so_far[a] + part.rest[a] <= best_.overhead) {
-        slots.push_back(a);
-      }
+    part = within_bounds(part);
+    // Not worth its time where there are many sets and something good is known.
+    if (known.empty() || part.tables.size() <= kManySets) {
+      search_states(part, kShortFront);
+      part = within_bounds(part);
     }
-    part = select(part, slots);
-    search_states(part);
+    search_states(part, kAllStates);
     return {Found::kOptimal, best_};
   } catch (const TimeUp&) {
     if (best_.rows.empty()) return {Found::kStopped, {}};
@@ -293,6 +296,17 @@ void Search::walk(const Part& part) {
     m = next_m;
   }
   offer(measure(tables, query_, slots));
+}
+
+Search::Part Search::within_bounds(Part& part) {
+  look_ahead(part);
+  std::vector<Index> slots;
+  for (Index a = 0; a < part.tables.size(); ++a) {
+    if (part.so_far[a] < kInfinity && part.so_far[a] + part.rest[a] <= best_.overhead) {
+      slots.push_back(a);
+    }
+  }
+  return select(part, slots);
 }
 
 void Search::look_ahead(Part& part) {
@@ -374,7 +388,17 @@ class Front {
   std::size_t settled_ = 0;
 };
 
-void Search::search_states(const Part& part) {
+// Leaves at most `longest` states, the first and the last among them.
+template <class State>
+void thin(std::vector<State>& front, std::size_t longest) {
+  if (front.size() <= longest) return;
+  for (std::size_t i = 0; i < longest; ++i) {
+    front[i] = front[i * (front.size() - 1) / (longest - 1)];
+  }
+  front.resize(longest);
+}
+
+void Search::search_states(const Part& part, std::size_t longest) {
   const Tables& tables = part.tables;
   const Index count = tables.size();
   // Sets sorted by how much room they leave: those from which b may be next are a range.
@@ -424,6 +448,7 @@ void Search::search_states(const Part& part) {
     }
     watch_.spend(end - begin + offered);
     front.take(fronts[b]);
+    thin(fronts[b], longest);
     fronts[b].shrink_to_fit();
     if (!fronts[b].empty()) first_s[place[b]] = fronts[b].front().s;
   }
