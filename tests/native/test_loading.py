@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from remat import native
+from remat.errors import MissingDependencyError
 
 SAY = "from remat import native; core = native.core(); print(core and core.__file__)"
 
@@ -67,6 +68,8 @@ def test_native_function_runs_instead_of_its_twin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Core:
+        __file__ = "_core.so"
+
         @staticmethod
         def doubled(number: int) -> str:
             return f"native {number}"
@@ -77,5 +80,11 @@ def test_native_function_runs_instead_of_its_twin(
     def doubled(number: int) -> str:
         return f"twin {number}"
 
+    @native.native
+    def tripled(number: int) -> str:
+        return f"twin {number}"
+
+    with pytest.raises(MissingDependencyError, match="no 'tripled': it was built from"):
+        tripled(1)
     assert doubled(1) == "native 1"
     assert inspect.unwrap(doubled)(1) == "twin 1"

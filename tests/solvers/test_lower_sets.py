@@ -9,7 +9,7 @@ from tests.instances import INSTANCES, Network, unet_like
 from remat.errors import BudgetError
 from remat.graph import TrainingGraph
 from remat.graph_planning import plan_graph
-from remat.lower_sets.families import choose_family
+from remat.lower_sets.choice import choose_family
 from remat.planning import solve
 from remat.platform import single_device
 from remat.problem import Limits, Problem, Result, Status, StopReason

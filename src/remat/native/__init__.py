@@ -88,12 +88,25 @@ def native(twin: Callable[P, R]) -> Callable[P, R]:
     twin
         A function whose name, arguments and answers are those of a function of
         ``remat.native._core``.
+
+    Raises
+    ------
+    MissingDependencyError
+        When called, if the native core was built from other sources.
     """
 
     @functools.wraps(twin)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         module = core()
-        function = twin if module is None else getattr(module, twin.__name__)
+        if module is None:
+            return twin(*args, **kwargs)
+        function = getattr(module, twin.__name__, None)
+        if function is None:
+            msg = (
+                f"the native core {module.__file__} has no {twin.__name__!r}: it was built "
+                "from other sources than these; reinstall remat (pip install .)"
+            )
+            raise MissingDependencyError(msg)
         return cast("Callable[P, R]", function)(*args, **kwargs)
 
     return run

@@ -39,12 +39,12 @@ from typing import ClassVar
 from remat.bounds import cost_bound_ns, peak_bound_bytes
 from remat.eviction import EvictionRule, evicting_order
 from remat.liveness import schedule_from_order, store_all_order
-from remat.lower_sets.families import (
+from remat.lower_sets.choice import (
     DEFAULT_CAP,
-    Family,
     approximate_family,
     choose_family,
 )
+from remat.lower_sets.families import Family
 from remat.lower_sets.forward_graph import ForwardGraph
 from remat.lower_sets.programs import (
     Objective,
@@ -417,7 +417,7 @@ class LowerSetsApprox:
     """Cut forward along a family of lower sets that is small for every graph.
 
     **Guarantee** the program is exact within the family:
-    :func:`remat.lower_sets.families.approximate_family`. As for :class:`LowerSets`,
+    :func:`remat.lower_sets.choice.approximate_family`. As for :class:`LowerSets`,
     nothing is proved of the lifted order.
 
     **Complexity** as for :class:`LowerSets`, with a few lower sets a forward value.
