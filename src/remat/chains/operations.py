@@ -50,24 +50,5 @@ class Load:
     level: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Offload:
-    """Copy to the host the output of stage ``stage`` and what option ``option`` saved.
-
-    ``option`` is ``None`` for the output alone; stage -1 is the chain's input.
-    """
-
-    stage: int
-    option: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Copy back from the host what :class:`Offload` with the same fields took there."""
-
-    stage: int
-    option: int | None = None
-
-
 UnitOperation = Forward | Backward | Turn
-Operation = Forward | Backward | Turn | Store | Load | Offload | Fetch
+Operation = Forward | Backward | Turn | Store | Load

@@ -9,10 +9,8 @@ from collections.abc import Sequence
 
 from remat.chains.operations import (
     Backward,
-    Fetch,
     Forward,
     Load,
-    Offload,
     Operation,
     Store,
     Turn,
@@ -40,8 +38,7 @@ class StageGraph:
     graph
         The training graph. Its final outputs are the gradients of the inputs.
     schedule
-        The plan with every value discarded after its last use. The host of offloaded
-        values is device 1.
+        The plan with every value discarded after its last use.
 
     Raises
     ------
@@ -96,22 +93,10 @@ class StageGraph:
             if isinstance(operation, Store | Load):
                 msg = f"{operation} is not an operation of a chain of stages"
                 raise InvalidGraphError(msg)
-            if isinstance(operation, Offload | Fetch):
-                source, target = (0, 1) if isinstance(operation, Offload) else (1, 0)
-                steps += [
-                    Copy(storage, source, target) for storage in self._moved(operation)
-                ]
-                continue
             if isinstance(operation, Turn):
                 steps.append(Boundary())
             steps += [Compute(op) for op in self._parts[operation]]
         return steps
-
-    def _moved(self, operation: Offload | Fetch) -> list[int]:
-        value = self._values[0][operation.stage + 1]
-        if operation.option is None:
-            return [value]
-        return [self._saved[0, operation.stage, operation.option], value]
 
     def _option(self, branch: int, stage: int, option: int) -> StageOption:
         return self.join.branches[branch].stages[stage].options[option]

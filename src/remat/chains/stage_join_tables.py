@@ -235,4 +235,3 @@ def stage_join_plan(
     """
     join = _StageJoin(chains, turn, slot_bytes, slots, beyond=beyond)
     return join.answer()
-

@@ -239,4 +239,3 @@ def _operation(kind: int, branch: int, stage: int, option: int) -> Operation:
     if kind == BACKWARD:
         return Backward(stage, branch, option)
     return Turn()
-

@@ -13,10 +13,8 @@ from remat.chains.conventions import MemoryConvention
 from remat.chains.levels import StorageLevel
 from remat.chains.operations import (
     Backward,
-    Fetch,
     Forward,
     Load,
-    Offload,
     Operation,
     Store,
     Turn,
@@ -83,18 +81,10 @@ class UnitGraph:
         """Return the schedule that runs ``operations`` and frees at the last use.
 
         Storage level ``k`` is device ``k``; level 0 is the device that computes.
-
-        Raises
-        ------
-        InvalidGraphError
-            If an operation is none of unit-size chains.
         """
         steps: list[Step] = [Compute(op) for op in self._loads]
         has_turned = False
         for operation in operations:
-            if isinstance(operation, Offload | Fetch):
-                msg = f"{operation} is not an operation of a unit-size chain"
-                raise InvalidGraphError(msg)
             if isinstance(operation, Store | Load):
                 steps += self._copy(operation)
                 continue

@@ -1,0 +1,127 @@
+"""Rematerialisation and offloading on a chain of stages, with overlap.
+
+A stored value may stay on the device, be recomputed, or go to the host while the device
+computes and come back in time. :func:`plan_offload` plans with Rotor for a *virtual*
+budget between the real one and everything, lets :mod:`remat.chains.paging` bring each
+plan within the real budget, and returns the quickest: more virtual memory means less
+recomputation and more copies.
+
+What it is: a search over one parameter, each point an exact program (Rotor) and an exact
+timing, after the model of PoFo [1]_; not that paper's dynamic program, whose states are
+transfers in flight. Without a link it is Rotor; with links of unlimited speed it has no
+overhead wherever each operation fits on its own.
+
+References
+----------
+.. [1] O. Beaumont, L. Eyraud-Dubois, A. Shilova. Efficient combination of
+   rematerialization and offloading for training DNNs. NeurIPS 2021.
+"""
+
+from dataclasses import dataclass
+
+from remat.chains.paging import Bandwidth, PagedSchedule, page
+from remat.chains.rotor import DEFAULT_SLOTS, ChainPlan, plan_rotor
+from remat.chains.stage_graph import StageGraph
+from remat.chains.stages import StageChain
+from remat.errors import InvalidGraphError
+from remat.graph import TrainingGraph
+
+DEFAULT_CANDIDATES = 24
+"""Virtual budgets that are tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadPlan:
+    """A schedule of a chain that recomputes and offloads.
+
+    Parameters
+    ----------
+    time_ns
+        Time with copies overlapping computations.
+    virtual_bytes
+        Budget that the recomputation was planned for.
+    rotor
+        That plan; its ``cost_ns`` is the time of all computations.
+    graph, paged
+        Its training graph, and the schedule with copies.
+    """
+
+    time_ns: int
+    virtual_bytes: int
+    rotor: ChainPlan
+    graph: TrainingGraph
+    paged: PagedSchedule
+
+
+def plan_offload(
+    chain: StageChain,
+    budget_bytes: int,
+    link: Bandwidth,
+    *,
+    slots: int = DEFAULT_SLOTS,
+    candidates: int = DEFAULT_CANDIDATES,
+) -> OffloadPlan | None:
+    """Return the quickest plan found that keeps, recomputes or offloads.
+
+    Parameters
+    ----------
+    chain
+        The chain.
+    budget_bytes
+        Most bytes live on the device at any time; at least 0.
+    link
+        Speeds of copies to the host and back; the host is not limited.
+    slots
+        Slots of :func:`~remat.chains.rotor.plan_rotor`.
+    candidates
+        Virtual budgets to try besides the real one, at least 1.
+
+    Returns
+    -------
+    OffloadPlan or None
+        The quickest; of equals, the one that copies least. ``None`` if none fits.
+
+    Raises
+    ------
+    InvalidGraphError
+        If a number is out of range.
+    SolverUnsuitableError
+        If the tables of Rotor would be too large.
+
+    Notes
+    -----
+    Time ``candidates`` times that of Rotor and of paging.
+    """
+    if candidates < 1:
+        msg = f"need at least one candidate; got {candidates}"
+        raise InvalidGraphError(msg)
+    most = max(2 * sum(chain.all_sizes), budget_bytes)
+    budgets = [budget_bytes]
+    if link.is_usable:
+        budgets += [
+            budget_bytes + (most - budget_bytes) * index * index // candidates**2
+            for index in range(1, candidates + 1)
+        ]
+    best: OffloadPlan | None = None
+    seen: set[tuple[object, ...]] = set()
+    for virtual in dict.fromkeys(budgets):
+        rotor = plan_rotor(chain, virtual, slots=slots)
+        if rotor is None or rotor.operations in seen:
+            continue
+        seen.add(rotor.operations)
+        form = StageGraph(chain, rotor.operations)
+        paged = page(form.graph, form.schedule, budget_bytes, link)
+        if paged is None:
+            continue
+        if best is None or (paged.time_ns, paged.paged_bytes) < (
+            best.time_ns,
+            best.paged.paged_bytes,
+        ):
+            best = OffloadPlan(
+                time_ns=paged.time_ns,
+                virtual_bytes=virtual,
+                rotor=rotor,
+                graph=form.graph,
+                paged=paged,
+            )
+    return best
