@@ -76,6 +76,13 @@ def masks_of_rows(rows: NDArray[np.uint64]) -> list[int]:
     return [int.from_bytes(row.tobytes(), "little") for row in little]
 
 
+def contents(family: Family) -> NDArray[np.bool_]:
+    """Return which set holds which value, shape (sets, values)."""
+    bits = np.ascontiguousarray(family.rows, dtype="<u8").view(np.uint8)
+    unpacked = np.unpackbits(bits, axis=1, bitorder="little", count=family.node_count)
+    return unpacked.astype(np.bool_)
+
+
 def rows_of_masks(node_count: int, masks: Sequence[int]) -> NDArray[np.uint64]:
     """Return integers as rows of a family, in the order given."""
     words = -(-node_count // 64)

@@ -1,0 +1,81 @@
+"""Chen's method on a forward graph, as the lower-set paper ran it for comparison.
+
+The segments end at *candidates*, lower sets of which a single value is read outside, in
+about ``sqrt`` of their number equal parts by bytes; the canonical strategy is the same
+as for the programs. It optimises nothing: it is the baseline of the paper's table.
+
+References
+----------
+T. Chen, B. Xu, C. Zhang, C. Guestrin: Training deep nets with sublinear memory cost.
+2016. Walk and candidates: M. Kusumoto et al., NeurIPS 2019, published experiments.
+"""
+
+import math
+
+import numpy as np
+
+from remat.lower_sets.families import Family, contents, masks_of_rows, members
+from remat.lower_sets.forward_graph import ForwardGraph
+from remat.lower_sets.programs import Segmentation, segmentation_of_chain
+
+
+def chen_candidates(graph: ForwardGraph, family: Family) -> list[int]:
+    """Return the sets of a family with one value on their boundary, by their bytes.
+
+    The empty set and ``V`` are candidates too. With a complete family these are the
+    candidates of the paper; in an incomplete one some may be missing.
+    """
+    inside = contents(family)
+    is_read = np.zeros_like(inside)
+    for u, v in graph.edges:
+        is_read[:, u] |= inside[:, u] & ~inside[:, v]
+    is_candidate = is_read.sum(axis=1) == 1
+    is_candidate[[0, -1]] = True
+    rows = np.flatnonzero(is_candidate)
+    masks = masks_of_rows(family.rows[rows])
+    return sorted(masks, key=lambda mask: (_total_bytes(graph, mask), mask.bit_count()))
+
+
+def chen_segmentation(
+    graph: ForwardGraph, family: Family, *, charge_last: bool = False
+) -> Segmentation:
+    """Return the segmentation of Chen's method.
+
+    Parameters
+    ----------
+    graph, family
+        The graph, and a family of its lower sets: the complete one, as in the paper,
+        where that is small enough.
+    charge_last
+        Whether the overhead counts the last segment's recomputation.
+
+    Returns
+    -------
+    Segmentation
+        Not the best of anything; its peak is whatever it is.
+
+    Notes
+    -----
+    With ``k = floor(sqrt(candidates))`` the walk takes each candidate that is the first
+    to reach the next multiple of ``M(V) / k``. Candidates need not contain each other:
+    one that lacks values of the last one taken is passed over.
+    """
+    candidates = chen_candidates(graph, family)
+    part_bytes = max(1, sum(graph.memory_bytes) // math.isqrt(len(candidates)))
+    chain: list[int] = []
+    last, target = 0, part_bytes
+    for mask in candidates:
+        size = _total_bytes(graph, mask)
+        if size < target or last & ~mask:
+            continue
+        chain.append(mask)
+        last = mask
+        target = (size // part_bytes + 1) * part_bytes
+    everything = (1 << graph.node_count) - 1
+    if last != everything:
+        chain.append(everything)
+    return segmentation_of_chain(graph, chain, charge_last=charge_last)
+
+
+def _total_bytes(graph: ForwardGraph, mask: int) -> int:
+    return sum(graph.memory_bytes[v] for v in members(mask))
