@@ -11,13 +11,14 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from remat.capture.autocast import autocast_again
 from remat.capture.joint_program import JointProgram
+from remat.capture.outputs import fake_outputs
 from remat.capture.surroundings import (
     Surroundings,
     add_surroundings,
     captured_tensors,
     existing_gradient,
-    fake_outputs,
     resident_bytes,
     tensors_in,
 )
@@ -211,8 +212,9 @@ class Planner:
         """Return what the caller's loss may need beyond the outputs."""
         if self.request.loss is not None and self.model is not None:
             args, kwargs = self.batch
-            outputs = fake_outputs(self.model, args, kwargs)
-            return loss_bytes(self.request.loss, outputs)
+            with autocast_again(program.autocast):
+                outputs = fake_outputs(self.model, args, kwargs)
+                return loss_bytes(self.request.loss, outputs)
         # Only outputs that take a gradient have one.
         return assumed_loss_bytes(
             program.base_nodes[tangent][0].meta["val"]

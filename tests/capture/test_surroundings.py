@@ -78,6 +78,19 @@ def test_an_undescribed_loss_fits_under_autocast() -> None:
     assert peak <= plan.peak_bytes == plan.budget_bytes
 
 
+def test_a_described_loss_is_predicted_under_the_callers_autocast() -> None:
+    model, x = perceptron(), torch.randn(ROWS, WIDTH)
+    targets = torch.randn(ROWS, WIDTH)
+
+    def loss(out: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(out.float(), targets)
+
+    with bfloat16():
+        plan = fit_tightly(model, (x,), loss=loss)
+    peak = measured_peak_bytes(model, (x,), loss, [targets], around=bfloat16)
+    assert peak <= plan.peak_bytes <= 1.005 * peak
+
+
 class CountsCalls(nn.Module):
     """Changes a scalar buffer, which the tracer returns before the output."""
 

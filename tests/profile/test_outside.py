@@ -211,6 +211,36 @@ def test_some_losses_hold_a_block_of_the_outputs_size():
     assert loss_bytes(lambda out: out.sum(), values).held_bytes == 4
 
 
+class Judge(torch.nn.Module):
+    """A loss that is a network of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1000, 300)
+
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.layer(out), targets)
+
+
+def test_parameters_of_the_loss_are_read_and_get_gradients_elsewhere():
+    judge, outputs = Judge(), torch.rand(64, 1000, requires_grad=True)
+    predicted = loss_bytes(judge, outputs)
+    own_bytes = sum(parameter.nbytes for parameter in judge.parameters())
+    assert predicted.held_bytes == own_bytes + 4
+    assert {id(t) for t in predicted.read} == {
+        id(t) for t in (*judge.parameters(), targets)
+    }
+    assert all(parameter.grad is None for parameter in judge.parameters())
+
+    def real() -> torch.Tensor:
+        loss = judge(outputs)
+        loss.backward()
+        return loss
+
+    used = memory_growth(real)
+    assert predicted.peak_bytes == pytest.approx(used.peak_bytes, abs=BOXED_BYTES)
+
+
 def test_outputs_may_be_fake_and_nested():
     with FakeTensorMode():
         outputs = {

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
+from remat.capture.autocast import Autocast
 from remat.errors import CaptureError
 from remat.graph import Op, Phase, Role, Storage, TrainingGraph
 
@@ -111,6 +112,8 @@ class JointProgram:
     unchecked_inputs
         Inputs that backward may read although the step changes them, because the
         value does not matter there (running statistics of batch norm).
+    autocast
+        What was on when the step was called; the tracer switches it off.
     """
 
     module: fx.GraphModule
@@ -124,6 +127,7 @@ class JointProgram:
     unchecked_inputs: frozenset[fx.Node]
     device: torch.device
     fingerprint: str = field(default="")
+    autocast: tuple[Autocast, ...] = ()
 
     def calls(self) -> Iterator[tuple[int, fx.Node]]:
         """Yield the ops that a node runs, with that node."""

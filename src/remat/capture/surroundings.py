@@ -1,6 +1,5 @@
 """What lives and runs around the traced step: parameters, optimizer, loss, batch."""
 
-import copy
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -8,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.torch_version import TorchVersion
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from remat.capture.joint_program import InputSpec, JointProgram
 from remat.graph import Op, Phase, Role, Storage, TrainingGraph
@@ -111,24 +109,6 @@ def resident_bytes(
     sizes[Role.INPUT] = storage_bytes(inputs, device)
     sizes[Role.OPTIMIZER_STATE] = optimizer_state_bytes
     return sizes
-
-
-def fake_outputs(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """Return what the model returns, made of fake tensors; nothing is computed.
-
-    A copy of the model without memory runs, so that the model itself is untouched.
-    """
-    mode = FakeTensorMode()
-
-    def fake(leaf: Any) -> Any:
-        return mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
-
-    with FakeCopyMode(mode):
-        twin = copy.deepcopy(model)
-    with mode, torch.random.fork_rng(), torch.no_grad():
-        return twin(*tree_map(fake, args), **tree_map(fake, dict(kwargs)))
 
 
 def captured_tensors(function: Any) -> list[torch.Tensor]:

@@ -8,20 +8,24 @@ inside each operator.
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from remat.capture.outputs import FakeOutputs
 from remat.errors import CaptureError
 from remat.profile.arguments import tensors_in
 from remat.profile.estimate import estimate_excess, estimate_workspace
 from remat.profile.operators import OperatorCall
 
+_TAKES_NEW_CONSTANTS = frozenset(
+    {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default}
+)
 _SINGLE_BYTES = torch.float32.itemsize
 _OPERANDS_OF_A_LOSS = 4
 _SMALL_TENSORS_BYTES = 4096
@@ -32,18 +36,30 @@ class StorageCounter(TorchDispatchMode):
 
     Storages that exist before, or that are handed to :meth:`ignore`, do not count.
     A number read from a fake tensor is made up: it has no value.
+
+    Parameters
+    ----------
+    mode
+        The mode of the fake tensors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
+        self._mode = mode
         self._sizes: dict[int, int] = {}
         self._known: set[int] = set()
+        # By storage: a real tensor that an operator took, and the fake in its place.
+        self._taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.live_bytes = 0
         self.peak_bytes = 0
 
     def size_bytes(self, tensor: torch.Tensor) -> int:
         """Return the bytes counted for the storage of ``tensor``, 0 if it is not."""
         return self._sizes.get(_identity(tensor), 0)
+
+    def real_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return one tensor for each real storage that an operator took."""
+        return tuple(real for real, _ in self._taken.values())
 
     def restart(self) -> None:
         """Begin a new peak at what is live now."""
@@ -64,10 +80,12 @@ class StorageCounter(TorchDispatchMode):
         """Run the operator and count the storages it made."""
         if func is torch.ops.aten._local_scalar_dense.default:
             return _made_up_number(args[0].dtype)
-        inputs = tensors_in([args, kwargs or {}])
-        old = {_identity(tensor) for tensor in inputs}
-        result = func(*args, **(kwargs or {}))
-        call = OperatorCall(func, args, kwargs or {})
+        inputs: tuple[tuple[Any, ...], dict[str, Any]] = (args, kwargs or {})
+        if func not in _TAKES_NEW_CONSTANTS:
+            inputs = tree_map(self._without_memory, inputs)
+        old = {_identity(tensor) for tensor in tensors_in(inputs)}
+        call = OperatorCall(func, *inputs)
+        result = func(*call.args, **call.kwargs)
         excess_bytes = estimate_excess(call, result)
         for tensor in tensors_in(result):
             if _identity(tensor) not in old:
@@ -76,6 +94,15 @@ class StorageCounter(TorchDispatchMode):
         workspace_bytes = estimate_workspace(call, result)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes)
         return result
+
+    def _without_memory(self, leaf: object) -> object:
+        """Return the fake for a real tensor; what aliases it is not counted either."""
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
+            return leaf
+        fake = self._mode.from_tensor(leaf)
+        self._taken.setdefault(_identity(leaf), (leaf, fake))
+        self.ignore(fake)
+        return fake
 
     def _count(self, tensor: torch.Tensor, excess_bytes: int) -> None:
         storage = tensor.untyped_storage()
@@ -138,9 +165,10 @@ def optimizer_bytes(
     """
     trained = None if params is None else {id(param) for param in params}
     name = type(optimizer).__name__
-    counter = StorageCounter()
+    mode = FakeTensorMode()
+    counter = StorageCounter(mode)
     try:
-        with _disable_current_modes(), FakeTensorMode() as mode:
+        with _disable_current_modes(), mode:
             copy = _fake_copy(optimizer, trained, mode)
             counter.ignore([list(group.values()) for group in copy.param_groups])
             counter.ignore([p.grad for g in copy.param_groups for p in g["params"]])
@@ -242,12 +270,17 @@ class LossMemory:
         Most bytes in use at once while the loss and its gradients with respect to the
         outputs are computed, these gradients included, beyond the outputs.
     held_bytes
-        Bytes of the loss value itself, which a training loop holds until its end. Some
-        losses keep a block of the outputs' size behind a single number.
+        Bytes that a training loop holds until its end: the loss value, behind which
+        some losses keep a block of the outputs' size, and gradients of the loss's own
+        parameters.
+    read
+        The real tensors that the loss reads, one for each storage: targets, weights,
+        parameters of its own. They are there during the whole step.
     """
 
     peak_bytes: int
     held_bytes: int
+    read: tuple[torch.Tensor, ...] = field(default=(), compare=False, repr=False)
 
 
 def assumed_loss_bytes(outputs: Iterable[torch.Tensor]) -> LossMemory:
@@ -303,36 +336,43 @@ def loss_bytes(
         Called as ``loss_fn(outputs, *args)``; returns a scalar that depends on a
         floating-point tensor of ``outputs``.
     outputs
-        The model's outputs, fake or real: a tensor or a nesting of tensors. Only
-        shapes and types matter; nothing is computed.
+        The model's outputs: a tensor or a nesting of tensors, fake or real, of which
+        only shapes and types matter; or :func:`~remat.capture.outputs.fake_outputs`.
     args
         Further arguments, such as targets; real or fake, they do not count.
 
     Returns
     -------
     LossMemory
-        Peak while the loss and its gradients are computed, and what stays afterwards.
+        Peak while the loss and its gradients are computed, what stays afterwards, and
+        the real tensors that are read.
 
     Raises
     ------
     CaptureError
         If the loss needs values of tensors, so that it cannot be traced, or does not
         depend on the outputs.
+
+    Notes
+    -----
+    The loss runs under the autocast that is on. No gradient of its own parameters is
+    touched.
     """
-    counter = StorageCounter()
+    if not isinstance(outputs, FakeOutputs):
+        outputs = _fake_outputs_like(outputs)
+    counter = StorageCounter(outputs.mode)
     try:
-        with (
-            _disable_current_modes(),
-            FakeTensorMode(allow_non_fake_inputs=True),
-            torch.enable_grad(),
-        ):
-            fake_outputs = _fake_like(outputs, needs_grad=True)
+        with _disable_current_modes(), outputs.mode, torch.enable_grad():
             fake_args = cast("Sequence[Any]", _fake_like(args, needs_grad=False))
-            counter.ignore([fake_outputs, fake_args])
+            counter.ignore([list(outputs.tensors), fake_args])
             with counter:
-                loss = loss_fn(fake_outputs, *fake_args)
-                loss.backward()
-                held_bytes = counter.size_bytes(loss)
+                loss = loss_fn(outputs.value, *fake_args)
+                own_gradients = _gradients(loss, outputs.tensors)
+                held_bytes = counter.size_bytes(loss) + sum(
+                    {
+                        _identity(g): counter.size_bytes(g) for g in own_gradients
+                    }.values()
+                )
     # A loss is user code: it may raise anything on fake tensors.
     except Exception as error:
         msg = (
@@ -341,7 +381,67 @@ def loss_bytes(
             "write it without branches on values of tensors"
         )
         raise CaptureError(msg) from error
-    return LossMemory(peak_bytes=counter.peak_bytes, held_bytes=held_bytes)
+    return LossMemory(
+        peak_bytes=counter.peak_bytes,
+        held_bytes=held_bytes,
+        read=counter.real_tensors(),
+    )
+
+
+def _gradients(
+    loss: torch.Tensor, outputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Do what ``loss.backward()`` does, and return the gradients of other leaves.
+
+    The gradients of all leaves exist at once, as they do after a backward pass, but no
+    leaf's ``grad`` is written: other leaves than the outputs are real parameters.
+    """
+    leaves = _leaves_behind(loss)
+    known = {id(output) for output in outputs}
+    if not any(id(leaf) in known for leaf in leaves):
+        raise ValueError("it does not depend on an output that takes a gradient")
+    gradients = list(torch.autograd.grad(loss, leaves))
+    for position, leaf in enumerate(leaves):
+        gradients[position] = _in_the_layout_of(leaf, gradients[position])
+    return [
+        gradient
+        for leaf, gradient in zip(leaves, gradients, strict=True)
+        if id(leaf) not in known
+    ]
+
+
+def _leaves_behind(value: torch.Tensor) -> list[torch.Tensor]:
+    """Return the leaves that autograd would give a gradient."""
+    if value.grad_fn is None:
+        return [value] if value.requires_grad else []
+    leaves: list[torch.Tensor] = []
+    waiting: list[Any] = [value.grad_fn]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor):
+            leaves.append(leaf)
+        waiting.extend(following for following, _ in node.next_functions)
+    return leaves
+
+
+def _in_the_layout_of(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient as autograd hands it on, copied if its strides differ."""
+    pairs = zip(leaf.shape, leaf.stride(), gradient.stride(), strict=True)
+    if all(one == other for length, one, other in pairs if length > 1):
+        return gradient
+    return torch.empty_like(leaf).copy_(gradient)
+
+
+def _fake_outputs_like(outputs: object) -> FakeOutputs:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with _disable_current_modes(), mode:
+        value = _fake_like(outputs, needs_grad=True)
+    return FakeOutputs(value=value, tensors=tensors_in(value), mode=mode)
 
 
 def _fake_like(item: Any, *, needs_grad: bool) -> Any:

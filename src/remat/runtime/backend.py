@@ -1,6 +1,7 @@
 """The compiler backend: trace, plan, lower, and hand back code that runs the plan."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen
 
+from remat.capture.autocast import Autocast, autocast_now
 from remat.capture.joint_program import InputSpec, JointProgram, analyse
 from remat.capture.surroundings import describe_input
 from remat.errors import CaptureError, RematError
@@ -55,6 +57,7 @@ class PlannedBackend:
     ) -> Callable[..., Any]:
         """Compile one traced function."""
         inputs = self.describe_inputs(module, example_inputs)
+        autocast = autocast_now()
 
         def partition(
             joint: fx.GraphModule,
@@ -63,7 +66,7 @@ class PlannedBackend:
             num_fwd_outputs: int,
             **_options: Any,
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            return self.partition(joint, num_fwd_outputs, inputs)
+            return self.partition(joint, num_fwd_outputs, inputs, autocast)
 
         compiler = aot_autograd(
             fw_compiler=self.compile_pass,
@@ -103,7 +106,11 @@ class PlannedBackend:
         raise error
 
     def partition(
-        self, joint: fx.GraphModule, forward_output_count: int, inputs: list[InputSpec]
+        self,
+        joint: fx.GraphModule,
+        forward_output_count: int,
+        inputs: list[InputSpec],
+        autocast: tuple[Autocast, ...] = (),
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the forward and backward modules that run the chosen schedule."""
         try:
@@ -113,6 +120,7 @@ class PlannedBackend:
                 inputs=inputs,
                 name=self.name,
             )
+            program = replace(program, autocast=autocast)
             self.training_step_count += 1
             program, schedule = self.choose_schedule(program)
             lowered = lower(program, schedule)
