@@ -103,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--scale", type=int, default=1, help="4 is the paper's size")
     found.add_argument("--device", default="cpu")
     found.add_argument("--threads", type=int, help="default: as many as cores")
-    found.add_argument("--repeats", type=int, default=5, help="timed pairs of steps")
+    found.add_argument("--repeats", type=int, default=3, help="timed pairs of steps")
     found.add_argument(
         "--skip",
         choices=("same-sources", "recorded", "nothing"),
