@@ -84,7 +84,7 @@ def plan_join(
     >>> plan_join([[1] * 3] * 2, 5, STRICT) is None
     True
     """
-    costs = _checked(stage_costs, memory_units)
+    costs = checked_costs(stage_costs, memory_units)
     needed = join_table_bytes([len(branch) for branch in costs], memory_units)
     if needed > max_table_bytes:
         lengths = [len(branch) for branch in costs]
@@ -120,7 +120,7 @@ def plan_join_by_branch(
     interleaved branches can be feasible where this finds none, and cheaper; it rarely
     is.
     """
-    costs = _checked(stage_costs, memory_units)
+    costs = checked_costs(stage_costs, memory_units)
     if len(costs) > MAX_PERMUTED_BRANCHES:
         msg = (
             f"a join of {len(costs)} branches; orders are tried for at most "
@@ -154,7 +154,7 @@ def smallest_units(lengths: Sequence[int], convention: MemoryConvention) -> int:
     >>> smallest_units([2, 2], IN_PLACE), smallest_units([2, 2], STRICT)
     (5, 6)
     """
-    costs = _checked([[1] * length for length in lengths], 0)
+    costs = checked_costs([[1] * length for length in lengths], 0)
     # No schedule needs more than everything at once.
     for units in range(2 * sum(lengths) + 2 * len(lengths) + 2):
         if _fits(costs, units, convention):
@@ -178,9 +178,10 @@ def join_table_bytes(lengths: Sequence[int], memory_units: int) -> int:
     return 8 * (states + segments)
 
 
-def _checked(
+def checked_costs(
     stage_costs: Sequence[Sequence[int]], memory_units: int
 ) -> list[list[int]]:
+    """Return the costs as lists, or raise what :func:`plan_join` says."""
     costs = [list(branch) for branch in stage_costs]
     if not costs:
         msg = "a join needs at least one branch; got none"
