@@ -1,0 +1,80 @@
+"""What a forward graph refuses, and in which words."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from remat.errors import InvalidGraphError
+from remat.lower_sets.forward_graph import MOST_TOTAL, ForwardGraph, Owed
+
+DIAMOND = ForwardGraph(
+    memory_bytes=(2, 3, 5, 1),
+    cost=(1, 10, 10, 1),
+    edges=((0, 1), (0, 2), (1, 3), (2, 3)),
+    name="diamond",
+)
+
+
+def test_neighbours_and_order() -> None:
+    assert DIAMOND.node_count == 4
+    assert DIAMOND.predecessors == ((), (0,), (0,), (1, 2))
+    assert DIAMOND.successors == ((1, 2), (3,), (3,), ())
+    assert DIAMOND.topological_order == (0, 1, 2, 3)
+    assert DIAMOND.charged_bytes == (4, 6, 10, 2)
+    assert DIAMOND.owed is Owed.CONSUMERS
+
+
+def test_order_edges_order_without_being_read() -> None:
+    graph = replace(DIAMOND, order_edges=((2, 1), (0, 1)))
+    assert graph.topological_order == (0, 2, 1, 3)
+    assert graph.predecessors == DIAMOND.predecessors
+    assert graph.all_predecessors == ((), (0, 2), (0,), (1, 2))
+    assert graph.all_successors == ((1, 2), (3,), (1, 3), ())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"memory_bytes": ()}, "at least one"),
+        ({"memory_bytes": (2, 3, 5)}, "4 entries for 3"),
+        ({"cost": (1,)}, "cost has 1 entries for 4"),
+        ({"segment_bytes": (1, 2, 3)}, "segment_bytes has 3 entries for 4"),
+        ({"memory_bytes": (2, -3, 5, 1)}, "memory_bytes of value 1 is -3"),
+        ({"cost": (1, 10, -1, 1)}, "cost of value 2 is -1"),
+        ({"segment_bytes": (1, 2, 3, -4)}, "segment_bytes of value 3 is -4"),
+        ({"cost": (1, 10, 1.5, 1)}, "cost of value 2 is 1.5; need an integer"),
+        ({"cost": (1, 10, True, 1)}, "cost of value 2 is True; need an integer"),
+        ({"edges": ((0, 4),)}, "0->4, but the values are 0..3"),
+        ({"edges": ((-1, 2),)}, "-1->2, but the values are 0..3"),
+        ({"edges": ((2, 2),)}, "joins value 2 to itself"),
+        ({"order_edges": ((2, 2),)}, "order_edges joins value 2 to itself"),
+        ({"edges": ((0, 1), (0, 1))}, "0->1 twice"),
+        ({"edges": ((1, 2), (2, 3), (3, 1))}, "3 values are on or behind a cycle"),
+        ({"order_edges": ((3, 0),)}, "4 values are on or behind a cycle"),
+        ({"names": ("a",)}, "1 names for 4 values"),
+        ({"memory_bytes": (2**60, 1, 1, 1)}, "larger unit"),
+        ({"segment_bytes": (2**62, 1, 1, 1)}, "larger unit"),
+        ({"cost": (2**60, 2**60, 0, 0)}, f"more than {MOST_TOTAL:_}"),
+    ],
+)
+def test_bad_graphs_are_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidGraphError, match="diamond: ") as info:
+        replace(DIAMOND, **change)
+    assert words in str(info.value)
+
+
+def test_values_without_bytes_are_refused_where_users_enter() -> None:
+    with pytest.raises(InvalidGraphError, match="value 1 is 0; need 1 or more"):
+        ForwardGraph.of_values([1, 0], [1, 1], [(0, 1)])
+    with pytest.raises(InvalidGraphError, match="at least one"):
+        ForwardGraph.of_values([], [], [])
+    inner = ForwardGraph(memory_bytes=(1, 0), cost=(1, 0), edges=((0, 1),))
+    assert inner.charged_bytes == (2, 0)
+
+
+def test_names_appear_in_messages() -> None:
+    with pytest.raises(InvalidGraphError, match="value 1 'relu'"):
+        ForwardGraph(
+            memory_bytes=(1, -1), cost=(1, 1), edges=(), names=("conv", "relu")
+        )
