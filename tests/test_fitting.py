@@ -7,7 +7,7 @@ import pickle
 import subprocess
 import sys
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -401,6 +401,49 @@ def test_bad_requests_are_refused() -> None:
         remat.fit(model, x, budget=10**6, platform=platform)
     with pytest.raises(CaptureError, match="one device"):
         remat.fit(model, x.to("meta"), budget=10**6)
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ({"time_limit": "3"}, TypeError),
+        ({"time_limit": True}, TypeError),
+        ({"time_limit": -1}, ValueError),
+        ({"time_limit": float("nan")}, ValueError),
+        ({"seed": "a"}, TypeError),
+        ({"seed": 1.5}, TypeError),
+        ({"progress": 3}, TypeError),
+        ({"loss": 3}, TypeError),
+        ({"optimizer": "adam"}, TypeError),
+        ({"platform": "cpu"}, TypeError),
+        ({"kwargs": torch.ones(2)}, TypeError),
+        ({"costs": "guessed"}, ValueError),
+    ],
+    ids=str,
+)
+def test_options_of_a_wrong_type_are_named(
+    option: dict[str, Any], error: type[Exception]
+) -> None:
+    (name,) = option
+    for function in (remat.fit, remat.plan):
+        with pytest.raises(error, match=f"^{name} is "):
+            function(nn.Linear(2, 2), torch.randn(1, 2), budget="1 GB", **option)
+    with pytest.raises(TypeError, match=r"^plan is "):
+        remat.fit(nn.Linear(2, 2), torch.randn(1, 2), plan=cast("Any", "plan.json"))
+
+
+@pytest.mark.parametrize("model", [None, "model", torch.relu], ids=str)
+def test_what_is_no_model_is_refused(model: Any) -> None:
+    x = torch.randn(1, 2)
+    for call in (
+        lambda: remat.fit(model, x, budget="1 GB"),
+        lambda: remat.plan(model, x, budget="1 GB"),
+        lambda: remat.release(model),
+        lambda: remat.verify(model, x, budget="1 GB"),
+        lambda: remat.backend(budget="1 GB", model=cast("Any", model or "none")),
+    ):
+        with pytest.raises(TypeError, match=r"^model is "):
+            call()
 
 
 def test_loss_inside_needs_no_description() -> None:

@@ -172,3 +172,16 @@ def test_default_loss() -> None:
     assert default_loss(outputs).item() == 2.0
     with pytest.raises(remat.CaptureError, match="does not train"):
         default_loss([torch.ones(2)])
+
+
+@pytest.mark.parametrize("is_model_on_meta", [False, True])
+def test_meta_tensors_are_refused_as_by_fit(is_model_on_meta: bool) -> None:
+    model = nn.Linear(3, 3, device="meta" if is_model_on_meta else "cpu")
+    with pytest.raises(remat.CaptureError, match="meta"):
+        remat.verify(model, torch.randn(2, 3, device="meta"), budget="90%")
+
+
+@pytest.mark.parametrize("repeats", [0, -1, 1.5, True])
+def test_number_of_timed_steps_is_checked(repeats: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"^repeats is "):
+        remat.verify(nn.Linear(3, 3), torch.randn(2, 3), budget="1 GB", repeats=repeats)

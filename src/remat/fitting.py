@@ -1,277 +1,40 @@
 """Fit a model into a byte budget: capture, profile, solve, judge, install."""
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from remat.capture.autocast import autocast_again
 from remat.capture.joint_program import JointProgram
-from remat.capture.outputs import fake_outputs
-from remat.capture.surroundings import (
-    Surroundings,
-    add_surroundings,
-    captured_tensors,
-    existing_gradient,
-    resident_bytes,
-    tensors_in,
-)
+from remat.capture.surroundings import tensors_in
 from remat.capture.tracing import (
     check_batch,
     compiled_entry,
     quiet_tracer,
     raise_capture_error,
 )
-from remat.costing import Costs, with_costs, with_known_costs
-from remat.errors import (
-    CaptureError,
-    ExecutionError,
-    PlanMismatchError,
-    SolverUnsuitableError,
-    UnitError,
-)
-from remat.graph import Role
-from remat.graph_planning import chosen_solvers, plan_graph
+from remat.costing import Costs
+from remat.errors import CaptureError, ExecutionError
+from remat.plan_request import Loss, PlanRequest, check_model
 from remat.platform import Platform
-from remat.profile.outside import (
-    LossMemory,
-    assumed_loss_bytes,
-    loss_bytes,
-    optimizer_bytes,
-)
 from remat.runtime.backend import PlannedBackend, StoppedBeforeRunningError
+from remat.runtime.variants import VariantBackend
 from remat.schedule import Schedule
-from remat.simulator import simulate
 from remat.solvers.base import ProgressCallback, ignore_progress
+from remat.step_planning import (
+    CompilerPlanner,
+    Planner,
+    gradient_bytes,
+    optimizer_memory,
+)
 from remat.training_plan import Plan
 
-Loss = Callable[[Any], torch.Tensor]
-
 _VARIANTS = 1_000_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """What a plan shall be made for, and how.
-
-    See :func:`fit` for the meaning of the fields; exactly one of ``budget`` and
-    ``given_plan`` is not ``None``.
-    """
-
-    budget: int | str | None = None
-    optimizer: torch.optim.Optimizer | None = None
-    loss: Loss | None = None
-    platform: Platform | None = None
-    solver: str = "auto"
-    time_limit: float | None = None
-    seed: int = 0
-    costs: Costs = "measured"
-    progress: ProgressCallback = ignore_progress
-    given_plan: Plan | None = None
-
-    def __post_init__(self) -> None:
-        if self.budget is None and self.given_plan is None:
-            msg = "give a budget, for example budget='8 GiB' (or plan=, a saved plan)"
-            raise UnitError(msg)
-        chosen_solvers(self.solver)
-        if self.platform is not None and len(self.platform.devices) > 1:
-            msg = (
-                f"the platform has {len(self.platform.devices)} devices, but this "
-                "runtime executes on one; plan for one device"
-            )
-            raise SolverUnsuitableError(msg)
-        if self.costs not in {"measured", "estimated"}:
-            msg = f"costs is {self.costs!r}; it must be 'measured' or 'estimated'"
-            raise ValueError(msg)
-
-    @property
-    def required_budget(self) -> int | str:
-        """The budget of a request that has one.
-
-        Raises
-        ------
-        UnitError
-            If there is none.
-        """
-        if self.budget is None:
-            raise UnitError("give a budget, for example budget='8 GiB'")
-        return self.budget
-
-
-def optimizer_memory(request: PlanRequest) -> tuple[int, int]:
-    """Return the bytes of the optimizer's state, and of its step beyond that.
-
-    Not to be called while a model is traced: optimizers take another path then.
-
-    Raises
-    ------
-    CaptureError
-        If the optimizer's step cannot be predicted without running it.
-    """
-    return (0, 0) if request.optimizer is None else optimizer_bytes(request.optimizer)
-
-
-def gradient_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the gradients that leaves among ``tensors`` hold now."""
-    sizes: dict[int, int] = {}
-    for tensor in tensors:
-        gradient = existing_gradient(tensor)
-        if gradient is not None:
-            storage = gradient.untyped_storage()
-            sizes[storage._cdata] = storage.nbytes()
-    return sum(sizes.values())
-
-
-class Planner:
-    """Makes one plan per traced training step and remembers it.
-
-    Parameters
-    ----------
-    model
-        Held weakly: the compiler keeps what planned for it longer than the model.
-    request
-        What is asked for.
-    optimizer_memory
-        Bytes of the optimizer's state, and of its step beyond that.
-    gradient_bytes
-        Bytes of the gradients of earlier passes that exist during the whole step.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module | None,
-        request: PlanRequest,
-        optimizer_memory: tuple[int, int],
-        gradient_bytes: int = 0,
-    ) -> None:
-        self._model = None if model is None else weakref.ref(model)
-        self.request = request
-        self.optimizer_memory = optimizer_memory
-        self.gradient_bytes = gradient_bytes
-        self.batch: Any = ()
-        self.plans: dict[str, Plan] = {}
-        self.latest: Plan | None = None
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The model whose parameters and buffers count, if one was given.
-
-        Raises
-        ------
-        ExecutionError
-            If it was given and no longer exists.
-        """
-        if self._model is None:
-            return None
-        model = self._model()
-        if model is None:
-            msg = (
-                "the model that was given for planning no longer exists, so its "
-                "parameters cannot be counted; keep it for as long as its step runs"
-            )
-            raise ExecutionError(msg)
-        return model
-
-    def choose_schedule(self, program: JointProgram) -> tuple[JointProgram, Schedule]:
-        """Plan a traced step, or find the plan made for an equal one."""
-        with _outside_of_tracing():
-            program = add_surroundings(program, self.surroundings(program))
-            key = program.fingerprint
-            if key not in self.plans:
-                self.plans[key] = self.make_plan(program)
-            self.latest = self.plans[key]
-        return replace(program, graph=self.latest.graph), self.latest.schedule
-
-    def surroundings(self, program: JointProgram) -> Surroundings:
-        """Return what lives and runs around the traced step now."""
-        request = self.request
-        self.request.progress("surroundings", 0.0)
-        state_bytes, step_bytes = self.optimizer_memory
-        loss = self.loss_memory(program)
-        residents = resident_bytes(
-            self.model,
-            (self.batch, captured_tensors(request.loss)),
-            state_bytes,
-            program.device,
-            counts_gradients=False,
-        )
-        return Surroundings(
-            resident_bytes={**residents, Role.GRADIENT: self.gradient_bytes},
-            loss_peak_bytes=loss.peak_bytes,
-            loss_held_bytes=loss.held_bytes,
-            optimizer_workspace_bytes=step_bytes,
-        )
-
-    def loss_memory(self, program: JointProgram) -> LossMemory:
-        """Return what the caller's loss may need beyond the outputs."""
-        if self.request.loss is not None and self.model is not None:
-            args, kwargs = self.batch
-            with autocast_again(program.autocast):
-                outputs = fake_outputs(self.model, args, kwargs)
-                return loss_bytes(self.request.loss, outputs)
-        # Only outputs that take a gradient have one.
-        return assumed_loss_bytes(
-            program.base_nodes[tangent][0].meta["val"]
-            for tangent in program.graph.tangents
-        )
-
-    def make_plan(self, program: JointProgram) -> Plan:
-        """Return a new plan for a traced step, or the given one if it fits."""
-        if self.request.given_plan is not None:
-            return accept_plan(program, self.request.given_plan)
-        graph = with_costs(program, self.request.costs, self.request.progress)
-        return plan_graph(
-            graph,
-            budget=self.request.required_budget,
-            fingerprint=program.fingerprint,
-            solver=self.request.solver,
-            time_limit=self.request.time_limit,
-            seed=self.request.seed,
-            progress=self.request.progress,
-            settings={"torch": torch.__version__, "costs": self.request.costs},
-        )
-
-
-def accept_plan(program: JointProgram, plan: Plan) -> Plan:
-    """Return a saved plan, judged again on the step that was traced now.
-
-    Raises
-    ------
-    PlanMismatchError
-        If the plan was made for another model, other shapes or other versions, or if
-        what surrounds the step now needs more than the plan's budget.
-    """
-    if plan.fingerprint != program.fingerprint:
-        msg = (
-            f"the plan is for {plan.graph.name} (step {plan.fingerprint[:12]}, torch "
-            f"{plan.settings.get('torch', 'unknown')}), but this is "
-            f"{program.graph.name} (step {program.fingerprint[:12]}, torch "
-            f"{torch.__version__}): another model, other input shapes, another mode or "
-            "another version; make a new plan with remat.fit(..., budget=...)"
-        )
-        raise PlanMismatchError(msg)
-    graph = with_known_costs(program.graph, plan.graph)
-    trace = simulate(graph, plan.platform, plan.schedule)
-    if trace.violation is not None:
-        msg = (
-            "the plan does not hold for what surrounds the step now (optimizer, "
-            f"gradients, batch): {trace.violation}"
-        )
-        raise PlanMismatchError(msg)
-    return replace(plan, graph=graph)
-
-
-@contextmanager
-def _outside_of_tracing() -> Generator[None]:
-    """Leave fake-tensor mode and autograd while operators are really run."""
-    with unset_fake_temporarily(), torch.no_grad():
-        yield
 
 
 def _tracer_settings() -> AbstractContextManager[None]:
@@ -296,6 +59,7 @@ class FittedModel:
     """
 
     def __init__(self, model: nn.Module, request: PlanRequest) -> None:
+        check_model(model)
         self.model = model
         self.request = request
         self.optimizer_memory = optimizer_memory(request)
@@ -482,6 +246,8 @@ def fit(
         If ``solver`` is unknown or cannot treat this graph.
     ProfileError
         If an operator cannot be run alone.
+    TypeError, ValueError
+        If another argument is of the wrong type or makes no sense.
 
     Notes
     -----
@@ -496,11 +262,11 @@ def fit(
         time_limit=time_limit,
         seed=seed,
         costs=costs,
-        progress=progress or ignore_progress,
+        progress=ignore_progress if progress is None else progress,
         given_plan=plan,
     )
     fitted = FittedModel(model, request)
-    result = fitted.plan_now(positional(args), kwargs or {})
+    result = fitted.plan_now(positional(args), keywords(kwargs))
     model._compiled_call_impl = fitted
     return result
 
@@ -533,16 +299,22 @@ def plan(
         time_limit=time_limit,
         seed=seed,
         costs=costs,
-        progress=progress or ignore_progress,
+        progress=ignore_progress if progress is None else progress,
     )
-    return FittedModel(model, request).plan_now(positional(args), kwargs or {})
+    return FittedModel(model, request).plan_now(positional(args), keywords(kwargs))
 
 
 def release(model: nn.Module) -> nn.Module:
     """Undo :func:`fit`: the model's calls run as before. Returns the model.
 
     A model that was not fitted is left as it is.
+
+    Raises
+    ------
+    TypeError
+        If ``model`` is no module.
     """
+    check_model(model)
     if isinstance(model._compiled_call_impl, FittedModel):
         model._compiled_call_impl = None
     return model
@@ -559,14 +331,32 @@ def backend(
     seed: int = 0,
     costs: Costs = "measured",
     progress: ProgressCallback | None = None,
-) -> PlannedBackend:
+) -> VariantBackend:
     """Return a backend for ``torch.compile(model, backend=..., dynamic=False)``.
 
     The compiler sees the traced graph only: parameters it does not read and the
     optimizer's state count only if ``model`` and ``optimizer`` are given here. A
     budget that is too small shows at the first call, as the cause of the compiler's
-    own exception. Parameters are those of :func:`fit`.
+    own exception. While gradients of an earlier pass exist their bytes count: that
+    kind of step is planned at its first call, which raises ``BudgetError`` itself.
+    Parameters are those of :func:`fit`; ``loss`` needs ``model``, and a model that is
+    called with tensors only.
+
+    Raises
+    ------
+    UnitError
+        If ``budget`` is not a positive size.
+    CaptureError
+        If the optimizer's step cannot be predicted without running it.
+    ValueError, TypeError
+        If an argument makes no sense, or ``loss`` is given without ``model``.
     """
+    if loss is not None and model is None:
+        msg = (
+            "loss= needs model=, whose outputs the loss is tried on; give "
+            "remat.backend(..., model=model, loss=loss)"
+        )
+        raise ValueError(msg)
     request = PlanRequest(
         budget=budget,
         optimizer=optimizer,
@@ -575,15 +365,36 @@ def backend(
         time_limit=time_limit,
         seed=seed,
         costs=costs,
-        progress=progress or ignore_progress,
+        progress=ignore_progress if progress is None else progress,
     )
+    if model is not None:
+        check_model(model)
     memory = optimizer_memory(request)
     # The compiler never forgets a backend: it must not keep the optimizer alive.
-    planner = Planner(model, replace(request, optimizer=None), memory)
+    planner = CompilerPlanner(model, replace(request, optimizer=None), memory)
     name = "compiled step" if model is None else type(model).__name__
-    return PlannedBackend(planner.choose_schedule, name)
+    return VariantBackend(planner, name)
 
 
 def positional(args: Any) -> tuple[Any, ...]:
     """Return example arguments as a tuple; a single value stands for itself."""
     return tuple(args) if isinstance(args, tuple | list) else (args,)
+
+
+def keywords(kwargs: Any) -> dict[str, Any]:
+    """Return example arguments by keyword.
+
+    Raises
+    ------
+    TypeError
+        If they are no mapping.
+    """
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, Mapping):
+        msg = (
+            f"kwargs is a {type(kwargs).__name__}; it must be a mapping of keyword "
+            "arguments (several positional ones are a tuple: args=(x, y))"
+        )
+        raise TypeError(msg)
+    return dict(kwargs)

@@ -13,9 +13,11 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from remat.capture.surroundings import captured_tensors, plain_tensors, tensors_in
+from remat.capture.tracing import check_batch
+from remat.costing import Costs
 from remat.errors import BudgetError, CaptureError
-from remat.fitting import Costs, FittedModel, Loss, PlanRequest
-from remat.fitting import positional as positional_arguments
+from remat.fitting import FittedModel, keywords, positional
+from remat.plan_request import Loss, PlanRequest, check_model
 from remat.profile.memory import measure
 from remat.solvers.base import ProgressCallback, ignore_progress
 from remat.training_plan import Plan
@@ -218,6 +220,8 @@ def verify(
     ------
     BudgetError, CaptureError, ProfileError, SolverUnsuitableError, UnitError
         As :func:`remat.fit`.
+    TypeError, ValueError
+        If another argument is of the wrong type or makes no sense.
 
     Notes
     -----
@@ -225,10 +229,7 @@ def verify(
     outputs, gradients, buffers and random state after one and after two backward
     passes (gradient accumulation, where it fits the budget), from the same start.
     """
-    report = progress or ignore_progress
-    step = TrainingStep(
-        model, positional_arguments(args), dict(kwargs or {}), loss, optimizer
-    )
+    report = ignore_progress if progress is None else progress
     request = PlanRequest(
         budget=budget,
         optimizer=optimizer,
@@ -239,6 +240,11 @@ def verify(
         costs=costs,
         progress=report,
     )
+    check_repeats(repeats)
+    check_model(model)
+    example = positional(args), keywords(kwargs)
+    check_batch(model, *example)
+    step = TrainingStep(model, *example, loss, optimizer)
     reference = PlanRequest(
         budget=_NO_LIMIT, solver="store-all", costs="estimated", loss=loss
     )
@@ -276,6 +282,24 @@ def verify(
 
 
 _NO_LIMIT = 2**62
+
+
+def check_repeats(repeats: object) -> None:
+    """Refuse what is no number of timed steps.
+
+    Raises
+    ------
+    TypeError
+        If it is no integer.
+    ValueError
+        If it is not positive.
+    """
+    if isinstance(repeats, bool) or not isinstance(repeats, int):
+        msg = f"repeats is {repeats!r}; it must be an integer, at least 1"
+        raise TypeError(msg)
+    if repeats < 1:
+        msg = f"repeats is {repeats}; at least one pair of steps must be timed"
+        raise ValueError(msg)
 
 
 def compare(expected: Outcome, found: Outcome) -> tuple[Difference, ...]:

@@ -22,6 +22,19 @@ class StoppedBeforeRunningError(Exception):
     """The traced step was about to run for the first time; nothing has run."""
 
 
+def sources_of(module: fx.GraphModule) -> list[str]:
+    """Return the tracer's name of each input, ``""`` where it has none.
+
+    It has them only while it calls the backend.
+    """
+    sources: list[str] = []
+    for node in module.graph.find_nodes(op="placeholder"):
+        argument = node.meta.get("grapharg")
+        source = "" if argument is None else argument.source.name
+        sources.append(source if isinstance(source, str) else source())
+    return sources
+
+
 class PlannedBackend:
     """A ``torch.compile`` backend that runs each training step by a schedule.
 
@@ -57,7 +70,20 @@ class PlannedBackend:
     ) -> Callable[..., Any]:
         """Compile one traced function."""
         inputs = self.describe_inputs(module, example_inputs)
+        return self.compile(module, example_inputs, inputs)
+
+    def compile(
+        self,
+        module: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        inputs: list[InputSpec],
+    ) -> Callable[..., Any]:
+        """Compile a traced function whose inputs are described by ``inputs``."""
         autocast = autocast_now()
+        inputs = [
+            spec.given(value)
+            for spec, value in zip(inputs, example_inputs, strict=True)
+        ]
 
         def partition(
             joint: fx.GraphModule,
@@ -81,15 +107,12 @@ class PlannedBackend:
     ) -> list[InputSpec]:
         """Return what each input of a traced function is."""
         specs: list[InputSpec] = []
-        for node in module.graph.find_nodes(op="placeholder"):
-            argument = node.meta.get("grapharg")
-            if argument is None:
-                specs.append(InputSpec(node.name, Role.INPUT))
-            else:
-                source = argument.source.name
-                specs.append(
-                    describe_input(source if isinstance(source, str) else source())
-                )
+        for node, source in zip(
+            module.graph.find_nodes(op="placeholder"), sources_of(module), strict=True
+        ):
+            specs.append(
+                describe_input(source) if source else InputSpec(node.name, Role.INPUT)
+            )
         for value, spec in zip(example_inputs, specs, strict=True):
             if not isinstance(value, torch.Tensor):
                 msg = (

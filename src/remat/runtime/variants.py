@@ -1,0 +1,122 @@
+"""A backend for ``torch.compile`` itself, which plans a traced step for each state.
+
+The tracer runs what it compiled again without asking, also when gradients of earlier
+passes exist that did not before. So what this backend returns looks for itself, and
+compiles the traced step once more for each amount of gradients that it finds.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+from torch._dynamo.utils import preserve_rng_state
+
+from remat.capture.joint_program import InputSpec, JointProgram
+from remat.runtime.backend import PlannedBackend, sources_of
+from remat.schedule import Schedule
+
+
+@dataclass(frozen=True, eq=False)
+class TracedCall:
+    """A call that the tracer saw, as far as it shows in its graph.
+
+    Parameters
+    ----------
+    sources
+        The tracer's names of the inputs.
+    outputs
+        Shapes and types of the tensors that the traced graph returns, in order.
+    """
+
+    sources: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+class StepPlanner(Protocol):
+    """What :class:`VariantBackend` asks."""
+
+    def choose_schedule(self, program: JointProgram) -> tuple[JointProgram, Schedule]:
+        """Return the schedule of the variant that was begun last."""
+        ...
+
+    def gradient_bytes_now(self, inputs: Sequence[Any]) -> int:
+        """Return the bytes of the gradients that earlier passes left."""
+        ...
+
+    def begin(
+        self, call: TracedCall, inputs: Sequence[Any], gradient_bytes: int
+    ) -> None:
+        """Be told which variant of which call is compiled next."""
+        ...
+
+
+class VariantBackend(PlannedBackend):
+    """A backend that compiles a step anew when other gradients exist than before.
+
+    Parameters
+    ----------
+    planner
+        Chooses the schedules.
+    name
+        Name of the training graphs, for people.
+    """
+
+    def __init__(self, planner: StepPlanner, name: str) -> None:
+        super().__init__(planner.choose_schedule, name)
+        self.planner = planner
+
+    def __call__(
+        self, module: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """Compile one traced function for the gradients that exist now."""
+        specs = self.describe_inputs(module, example_inputs)
+        call = TracedCall(tuple(sources_of(module)), _outputs_of(module))
+        variants: dict[int, Callable[..., Any]] = {}
+
+        def variant(inputs: Sequence[Any]) -> Callable[..., Any]:
+            # Without gradients there is no plan, and one variant does.
+            is_training = torch.is_grad_enabled()
+            size = self.planner.gradient_bytes_now(inputs) if is_training else 0
+            if size not in variants:
+                self.planner.begin(call, inputs, size)
+                with preserve_rng_state():
+                    variants[size] = self.compile(module, inputs, specs)
+            return variants[size]
+
+        def run(*inputs: Any) -> Any:
+            return variant(inputs)(*inputs)
+
+        variant(example_inputs)
+        return torch.compiler.disable(run)
+
+    def compile(
+        self,
+        module: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        inputs: list[InputSpec],
+    ) -> Callable[..., Any]:
+        """Compile a traced function whose inputs are described by ``inputs``."""
+        try:
+            return super().compile(module, example_inputs, inputs)
+        finally:
+            # Its traceback holds the batch, and the tracer never forgets a backend.
+            self.failure = None
+
+
+def describe_tensor(tensor: torch.Tensor) -> str:
+    """Return shape and type of a tensor.
+
+    Examples
+    --------
+    >>> describe_tensor(torch.ones(2, 3))
+    'float32 [2, 3]'
+    """
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _outputs_of(module: fx.GraphModule) -> tuple[str, ...]:
+    (output,) = module.graph.find_nodes(op="output")
+    values = [node.meta.get("example_value") for node in output.args[0]]
+    return tuple(describe_tensor(v) for v in values if isinstance(v, torch.Tensor))

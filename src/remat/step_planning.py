@@ -1,0 +1,286 @@
+"""Plan traced steps: what surrounds them, what they cost, which schedule they run."""
+
+import weakref
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from remat.capture.autocast import autocast_again
+from remat.capture.example_batch import example_batch
+from remat.capture.joint_program import JointProgram
+from remat.capture.outputs import FakeOutputs, fake_outputs
+from remat.capture.surroundings import (
+    Surroundings,
+    add_surroundings,
+    captured_tensors,
+    existing_gradient,
+    resident_bytes,
+    tensors_in,
+)
+from remat.costing import with_costs, with_known_costs
+from remat.errors import CaptureError, ExecutionError, PlanMismatchError
+from remat.graph import Role
+from remat.graph_planning import plan_graph
+from remat.plan_request import PlanRequest
+from remat.profile.outside import (
+    LossMemory,
+    assumed_loss_bytes,
+    loss_bytes,
+    optimizer_bytes,
+)
+from remat.runtime.variants import TracedCall, describe_tensor
+from remat.schedule import Schedule
+from remat.simulator import simulate
+from remat.training_plan import Plan
+
+
+def optimizer_memory(request: PlanRequest) -> tuple[int, int]:
+    """Return the bytes of the optimizer's state, and of its step beyond that.
+
+    Not to be called while a model is traced: optimizers take another path then.
+
+    Raises
+    ------
+    CaptureError
+        If the optimizer's step cannot be predicted without running it.
+    """
+    return (0, 0) if request.optimizer is None else optimizer_bytes(request.optimizer)
+
+
+def gradient_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the gradients that leaves among ``tensors`` hold now."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        gradient = existing_gradient(tensor)
+        if gradient is not None:
+            storage = gradient.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
+
+
+class Planner:
+    """Makes one plan per traced training step and remembers it.
+
+    Parameters
+    ----------
+    model
+        Held weakly: the compiler keeps what planned for it longer than the model.
+    request
+        What is asked for.
+    optimizer_memory
+        Bytes of the optimizer's state, and of its step beyond that.
+    gradient_bytes
+        Bytes of the gradients of earlier passes that exist during the whole step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        request: PlanRequest,
+        optimizer_memory: tuple[int, int],
+        gradient_bytes: int = 0,
+    ) -> None:
+        self._model = None if model is None else weakref.ref(model)
+        self.request = request
+        self.optimizer_memory = optimizer_memory
+        self.gradient_bytes = gradient_bytes
+        self.batch: Any = ()
+        self.plans: dict[str, Plan] = {}
+        self.latest: Plan | None = None
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model whose parameters and buffers count, if one was given.
+
+        Raises
+        ------
+        ExecutionError
+            If it was given and no longer exists.
+        """
+        if self._model is None:
+            return None
+        model = self._model()
+        if model is None:
+            msg = (
+                "the model that was given for planning no longer exists, so its "
+                "parameters cannot be counted; keep it for as long as its step runs"
+            )
+            raise ExecutionError(msg)
+        return model
+
+    def choose_schedule(self, program: JointProgram) -> tuple[JointProgram, Schedule]:
+        """Plan a traced step, or find the plan made for an equal one."""
+        with _outside_of_tracing():
+            program = add_surroundings(program, self.surroundings(program))
+            key = f"{program.fingerprint} on {self.gradient_bytes} bytes of gradients"
+            if key not in self.plans:
+                self.plans[key] = self.make_plan(program)
+            self.latest = self.plans[key]
+        return replace(program, graph=self.latest.graph), self.latest.schedule
+
+    def surroundings(self, program: JointProgram) -> Surroundings:
+        """Return what lives and runs around the traced step now."""
+        request = self.request
+        self.request.progress("surroundings", 0.0)
+        state_bytes, step_bytes = self.optimizer_memory
+        loss = self.loss_memory(program)
+        residents = resident_bytes(
+            self.model,
+            (self.batch, captured_tensors(request.loss), loss.read),
+            state_bytes,
+            program.device,
+            counted=program.given_storages,
+        )
+        return Surroundings(
+            resident_bytes={**residents, Role.GRADIENT: self.gradient_bytes},
+            loss_peak_bytes=loss.peak_bytes,
+            loss_held_bytes=loss.held_bytes,
+            optimizer_workspace_bytes=step_bytes,
+        )
+
+    def loss_memory(self, program: JointProgram) -> LossMemory:
+        """Return what the caller's loss may need beyond the outputs."""
+        if self.request.loss is not None and self.model is not None:
+            with autocast_again(program.autocast):
+                outputs = self.example_outputs(self.model)
+                return loss_bytes(self.request.loss, outputs)
+        # Only outputs that take a gradient have one.
+        return assumed_loss_bytes(
+            program.base_nodes[tangent][0].meta["val"]
+            for tangent in program.graph.tangents
+        )
+
+    def example_outputs(self, model: nn.Module) -> FakeOutputs:
+        """Return what the model returns for the batch."""
+        args, kwargs = self.batch
+        return fake_outputs(model, args, kwargs)
+
+    def make_plan(self, program: JointProgram) -> Plan:
+        """Return a new plan for a traced step, or the given one if it fits."""
+        if self.request.given_plan is not None:
+            return accept_plan(program, self.request.given_plan)
+        graph = with_costs(program, self.request.costs, self.request.progress)
+        return plan_graph(
+            graph,
+            budget=self.request.required_budget,
+            fingerprint=program.fingerprint,
+            solver=self.request.solver,
+            time_limit=self.request.time_limit,
+            seed=self.request.seed,
+            progress=self.request.progress,
+            settings={"torch": torch.__version__, "costs": self.request.costs},
+        )
+
+
+class CompilerPlanner(Planner):
+    """Plans what ``torch.compile`` traces, of which only the graph shows."""
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        request: PlanRequest,
+        optimizer_memory: tuple[int, int],
+    ) -> None:
+        super().__init__(model, request, optimizer_memory)
+        self.asked = request
+        self.call: TracedCall | None = None
+        # What a percentage came to at the first variant of a call.
+        self.budgets: weakref.WeakKeyDictionary[TracedCall, int] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def gradient_bytes_now(self, inputs: Sequence[Any]) -> int:
+        """Return the bytes of the gradients that earlier passes left."""
+        known = [] if self.model is None else self.model.parameters()
+        return gradient_bytes([*tensors_in(inputs), *known])
+
+    def begin(
+        self, call: TracedCall, inputs: Sequence[Any], gradient_bytes: int
+    ) -> None:
+        """Prepare to plan a call that starts with so many bytes of gradients.
+
+        Raises
+        ------
+        CaptureError
+            If there is a loss, and the call's arguments do not show in the graph.
+        """
+        self.call, self.gradient_bytes = call, gradient_bytes
+        self.request = replace(
+            self.asked, budget=self.budgets.get(call, self.asked.budget)
+        )
+        if self.request.loss is not None:
+            self.batch = example_batch(call.sources, inputs)
+
+    def choose_schedule(self, program: JointProgram) -> tuple[JointProgram, Schedule]:
+        """Plan a traced step, or find the plan made for an equal one."""
+        chosen = super().choose_schedule(program)
+        # The batch is the caller's, and the tracer never forgets a planner.
+        self.batch = ()
+        if self.call is not None and self.latest is not None:
+            self.budgets.setdefault(self.call, self.latest.budget_bytes or 0)
+        return chosen
+
+    def example_outputs(self, model: nn.Module) -> FakeOutputs:
+        """Return what the model returns for the call's arguments.
+
+        Raises
+        ------
+        CaptureError
+            If that is not what the traced graph returns.
+        """
+        try:
+            outputs = super().example_outputs(model)
+            found = tuple(describe_tensor(t) for t in outputs.tensors)
+        # Whatever the model raises without the arguments that cannot be seen.
+        except Exception as error:  # noqa: BLE001
+            found = f"{type(error).__name__}: {error}"
+        else:
+            if self.call is not None and found == self.call.outputs:
+                return outputs
+        msg = (
+            "the loss needs the model's outputs, but called with the tensors that the "
+            f"compiler shows, the model gives other ones than it does here: {found}. Use "
+            "remat.fit, which is given the example, or leave loss= out of remat.backend"
+        )
+        raise CaptureError(msg)
+
+
+def accept_plan(program: JointProgram, plan: Plan) -> Plan:
+    """Return a saved plan, judged again on the step that was traced now.
+
+    Raises
+    ------
+    PlanMismatchError
+        If the plan was made for another model, other shapes or other versions, or if
+        what surrounds the step now needs more than the plan's budget.
+    """
+    if plan.fingerprint != program.fingerprint:
+        msg = (
+            f"the plan is for {plan.graph.name} (step {plan.fingerprint[:12]}, torch "
+            f"{plan.settings.get('torch', 'unknown')}), but this is "
+            f"{program.graph.name} (step {program.fingerprint[:12]}, torch "
+            f"{torch.__version__}): another model, other input shapes, another mode or "
+            "another version; make a new plan with remat.fit(..., budget=...)"
+        )
+        raise PlanMismatchError(msg)
+    graph = with_known_costs(program.graph, plan.graph)
+    trace = simulate(graph, plan.platform, plan.schedule)
+    if trace.violation is not None:
+        msg = (
+            "the plan does not hold for what surrounds the step now (optimizer, "
+            f"gradients, batch): {trace.violation}"
+        )
+        raise PlanMismatchError(msg)
+    return replace(plan, graph=graph)
+
+
+@contextmanager
+def _outside_of_tracing() -> Generator[None]:
+    """Leave fake-tensor mode and autograd while operators are really run."""
+    with unset_fake_temporarily(), torch.no_grad():
+        yield
