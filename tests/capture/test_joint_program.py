@@ -1,7 +1,6 @@
 """The training graph of a traced step: what is read, written, random and named."""
 
 import contextlib
-import functools
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from remat.capture.joint_program import JointProgram
 from remat.capture.surroundings import (
     Surroundings,
     add_surroundings,
-    captured_tensors,
     describe_input,
 )
 from remat.capture.tracing import compiled_entry
@@ -180,7 +178,7 @@ def test_surroundings_are_residents_and_external_ops() -> None:
     assert graph.storages[loss.writes[0]].size_bytes == 100
     assert (step.phase, step.workspace_bytes) == (Phase.BACKWARD, (50,))
     sizes = [s.size_bytes for s in graph.storages if s.role is Role.PARAMETER]
-    assert sum(sizes) == 1000
+    assert sizes == [96, 24, 1000]
     assert [
         surrounded.op_nodes[i] for i, op in enumerate(graph.ops) if op.is_external
     ] == [
@@ -210,19 +208,6 @@ def test_sizes_that_depend_on_values_are_refused() -> None:
 def test_describe_input() -> None:
     assert describe_input("L['self']._modules['a']._buffers['b']").name == "a.b"
     assert describe_input("L['kwargs']['mask']").role is Role.INPUT
-
-
-def test_captured_tensors_finds_what_a_loss_closes_over() -> None:
-    y = torch.randn(3)
-
-    def loss(out: torch.Tensor) -> torch.Tensor:
-        return (out - y).sum()
-
-    (found,) = captured_tensors(loss)
-    assert found is y
-    (bound,) = captured_tensors(functools.partial(torch.add, other=y))
-    assert bound is y
-    assert captured_tensors(None) == []
 
 
 def test_dynamic_inputs_are_refused_with_advice() -> None:

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -89,6 +90,88 @@ def test_a_described_loss_is_predicted_under_the_callers_autocast() -> None:
         plan = fit_tightly(model, (x,), loss=loss)
     peak = measured_peak_bytes(model, (x,), loss, [targets], around=bfloat16)
     assert peak <= plan.peak_bytes <= 1.005 * peak
+
+
+class ReadsAList(nn.Module):
+    """Reads a tensor that is neither parameter nor buffer, and holds one unread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = perceptron()
+        self.constants = [torch.randn(ROWS, WIDTH)]
+        self.unread = {"table": [torch.randn(ROWS, WIDTH)]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x + self.constants[0])
+
+
+class Targets:
+    def __init__(self) -> None:
+        self.values = torch.randn(ROWS, WIDTH)
+        self.others = torch.randn(ROWS, WIDTH)
+
+    def distance(self, out: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(out, self.values)
+
+    def __call__(self, out: torch.Tensor) -> torch.Tensor:
+        return self.distance(out)
+
+
+global_targets = Targets()
+
+
+def helper(out: torch.Tensor) -> torch.Tensor:
+    return functional.mse_loss(out, global_targets.values)
+
+
+LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "attribute": lambda out: functional.mse_loss(out, global_targets.values),
+    "helper": lambda out: 2 * helper(out),
+    "method": global_targets.distance,
+    "callable": global_targets,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_targets_count_however_the_loss_reaches_them(name: str) -> None:
+    model, x = perceptron(), torch.randn(ROWS, WIDTH)
+    plan = fit_tightly(model, (x,), loss=LOSSES[name])
+    peak = measured_peak_bytes(model, (x,), LOSSES[name], [global_targets.values])
+    assert peak <= plan.peak_bytes <= 1.005 * peak
+
+
+def test_tensors_outside_of_parameters_and_batch_all_count() -> None:
+    model, x = ReadsAList(), torch.randn(ROWS, WIDTH)
+    plan = fit_tightly(model, (x,), loss=helper)
+    held = [model.constants, model.unread, global_targets.values]
+    peak = measured_peak_bytes(model, (x,), helper, held)
+    assert peak <= plan.peak_bytes <= 1.005 * peak
+
+
+def test_a_storage_counts_once_wherever_it_is_reached() -> None:
+    model, x = perceptron(), torch.randn(ROWS, WIDTH)
+
+    def loss(out: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(out, x.view(WIDTH, ROWS).view(ROWS, WIDTH))
+
+    plan = fit_tightly(model, (x,), loss=loss)
+    peak = measured_peak_bytes(model, (x,), loss)
+    assert peak <= plan.peak_bytes <= 1.005 * peak
+
+
+def test_a_loss_with_parameters_of_its_own() -> None:
+    model, x = perceptron(), torch.randn(ROWS, WIDTH)
+    judge = nn.Sequential(nn.Linear(WIDTH, 500), nn.LogSoftmax(-1))
+
+    def loss(out: torch.Tensor) -> torch.Tensor:
+        judge.zero_grad()
+        return judge(out).mean()
+
+    optimizer = torch.optim.Adam([*model.parameters(), *judge.parameters()])
+    plan = fit_tightly(model, (x,), loss=loss, optimizer=optimizer)
+    assert all(parameter.grad is None for parameter in judge.parameters())
+    peak = measured_peak_bytes(model, (x,), loss, [judge], optimizer=optimizer)
+    assert peak <= plan.peak_bytes <= 1.02 * peak
 
 
 class CountsCalls(nn.Module):

@@ -81,11 +81,17 @@ def needed_arguments(node: fx.Node) -> tuple[Any, ...]:
 class InputSpec:
     """What an input of the traced function is.
 
-    ``role`` is parameter, buffer or input; ``name`` is for people.
+    ``role`` is parameter, buffer or input; ``name`` is for people. ``storage``
+    identifies the storage of the tensor that is given, while it exists.
     """
 
     name: str
     role: Role
+    storage: int | None = field(default=None, repr=False)
+
+    def given(self, value: torch.Tensor) -> "InputSpec":
+        """Return the description with what is known of the tensor itself."""
+        return replace(self, storage=value.untyped_storage()._cdata)
 
 
 @dataclass(kw_only=True)
@@ -112,6 +118,8 @@ class JointProgram:
     unchecked_inputs
         Inputs that backward may read although the step changes them, because the
         value does not matter there (running statistics of batch norm).
+    given_storages
+        The storages of the inputs (``InputSpec.storage``), as far as they are known.
     autocast
         What was on when the step was called; the tracer switches it off.
     """
@@ -127,6 +135,7 @@ class JointProgram:
     unchecked_inputs: frozenset[fx.Node]
     device: torch.device
     fingerprint: str = field(default="")
+    given_storages: frozenset[int] = frozenset()
     autocast: tuple[Autocast, ...] = ()
 
     def calls(self) -> Iterator[tuple[int, fx.Node]]:
@@ -281,6 +290,9 @@ class _Analysis:
             backward_values=self.backward_values,
             random_states={index_of[n]: state for n, state in self.states.items()},
             unchecked_inputs=frozenset(self.unchecked),
+            given_storages=frozenset(
+                spec.storage for spec in self.inputs if spec.storage is not None
+            ),
             device=self.device(),
             fingerprint=self.digest.hexdigest(),
         )

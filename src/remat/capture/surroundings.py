@@ -10,8 +10,10 @@ from torch import nn
 from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves
 
+from remat.capture.captured import captured_tensors as captured_tensors
+from remat.capture.captured import plain_tensors as plain_tensors
 from remat.capture.joint_program import InputSpec, JointProgram
-from remat.graph import Op, Phase, Role, Storage, TrainingGraph
+from remat.graph import Op, Phase, Role, Storage
 
 SCALARS_BYTES = 512
 """Set aside for the loss and other scalars that the caller and autograd hold."""
@@ -32,8 +34,8 @@ class Surroundings:
     Parameters
     ----------
     resident_bytes
-        Bytes, per role, of everything that is on the device during the whole step,
-        what the graph itself reads included.
+        Bytes, per role, of everything that is on the device during the whole step
+        besides what the graph itself reads.
     loss_peak_bytes
         Most bytes that the caller's work between forward and backward adds to the
         outputs, their gradients included.
@@ -49,16 +51,6 @@ class Surroundings:
     optimizer_workspace_bytes: int = 0
 
 
-def storage_bytes(values: Iterable[Any], device: torch.device) -> int:
-    """Return the bytes of the distinct storages behind the tensors in ``values``."""
-    sizes = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-        for tensor in values
-        if isinstance(tensor, torch.Tensor) and tensor.device.type == device.type
-    }
-    return sum(sizes.values())
-
-
 def tensors_in(items: Any) -> list[torch.Tensor]:
     """Return the tensors nested in ``items``."""
     return [leaf for leaf in tree_leaves(items) if isinstance(leaf, torch.Tensor)]
@@ -69,60 +61,49 @@ def existing_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor.grad if tensor.is_leaf else None
 
 
-def plain_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Return tensors that modules hold as plain attributes.
-
-    Some modules keep what they computed last, such as a normalised weight.
-    """
-    return [
-        value
-        for module in model.modules()
-        for value in vars(module).values()
-        if isinstance(value, torch.Tensor)
-    ]
-
-
 def resident_bytes(
     model: nn.Module | None,
-    batch: Any,
+    others: Any,
     optimizer_state_bytes: int,
     device: torch.device,
     *,
-    counts_gradients: bool,
+    counted: frozenset[int] = frozenset(),
 ) -> dict[Role, int]:
     """Return the bytes on ``device`` during the whole step, per role.
 
-    With ``counts_gradients``, gradients that exist now are counted: they stay while new
-    ones are computed (gradient accumulation).
+    Parameters
+    ----------
+    model
+        Its parameters, buffers and other tensors count.
+    others
+        Batch, targets and whatever else is there, nested.
+    optimizer_state_bytes
+        Counts as it is.
+    device
+        Tensors elsewhere do not count.
+    counted
+        The storages (``InputSpec.storage``) that the graph itself accounts for. A
+        storage counts once, wherever it is reached.
     """
-    sizes: dict[Role, int] = {}
-    inputs = tensors_in(batch)
-    gradients = [existing_gradient(tensor) for tensor in inputs]
-    if model is not None:
-        parameters = list(model.parameters())
-        gradients += [p.grad for p in parameters]
-        inputs += plain_tensors(model)
-        sizes[Role.PARAMETER] = storage_bytes(parameters, device)
-        sizes[Role.BUFFER] = storage_bytes(model.buffers(), device)
-    if counts_gradients:
-        sizes[Role.GRADIENT] = storage_bytes(gradients, device)
-    sizes[Role.INPUT] = storage_bytes(inputs, device)
-    sizes[Role.OPTIMIZER_STATE] = optimizer_state_bytes
-    return sizes
-
-
-def captured_tensors(function: Any) -> list[torch.Tensor]:
-    """Return the tensors that a function closes over, names globally, or has bound."""
-    cells = [
-        cell.cell_contents for cell in getattr(function, "__closure__", None) or ()
+    groups: list[tuple[Role, Iterable[torch.Tensor]]] = [
+        (Role.INPUT, tensors_in(others))
     ]
-    bound = [getattr(function, "args", ()), getattr(function, "keywords", {})]
-    defaults = list(getattr(function, "__defaults__", None) or ())
-    code = getattr(function, "__code__", None)
-    names = () if code is None else code.co_names
-    namespace = getattr(function, "__globals__", {})
-    used = [namespace[name] for name in names if name in namespace]
-    return tensors_in([cells, bound, defaults, used])
+    if model is not None:
+        groups = [
+            (Role.PARAMETER, model.parameters()),
+            (Role.BUFFER, model.buffers()),
+            *groups,
+            (Role.INPUT, plain_tensors(model)),
+        ]
+    sizes: dict[Role, int] = {Role.OPTIMIZER_STATE: optimizer_state_bytes}
+    seen = set(counted)
+    for role, tensors in groups:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if tensor.device.type == device.type and storage._cdata not in seen:
+                seen.add(storage._cdata)
+                sizes[role] = sizes.get(role, 0) + storage.nbytes()
+    return sizes
 
 
 def describe_input(source: str) -> InputSpec:
@@ -164,7 +145,16 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
             role=Role.OUTPUT,
             is_resident=True,
         ),
-        *_missing_residents(graph, surroundings),
+        *(
+            Storage(
+                name=f"{role} outside the graph",
+                size_bytes=size_bytes,
+                role=role,
+                is_resident=True,
+            )
+            for role, size_bytes in surroundings.resident_bytes.items()
+            if size_bytes > 0
+        ),
     ]
     forward = graph.forward_count
     loss = _external_op(
@@ -202,29 +192,6 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
             op + (op >= forward): state for op, state in program.random_states.items()
         },
     )
-
-
-def _missing_residents(
-    graph: TrainingGraph, surroundings: Surroundings
-) -> list[Storage]:
-    """Return storages for resident bytes that no input of the graph accounts for."""
-    counted: dict[Role, int] = {}
-    for storage in graph.storages:
-        if storage.is_resident:
-            counted[storage.role] = counted.get(storage.role, 0) + storage.size_bytes
-    missing: list[Storage] = []
-    for role, size_bytes in surroundings.resident_bytes.items():
-        extra = size_bytes - counted.get(role, 0)
-        if extra > 0:
-            missing.append(
-                Storage(
-                    name=f"{role} outside the graph",
-                    size_bytes=extra,
-                    role=role,
-                    is_resident=True,
-                )
-            )
-    return missing
 
 
 def _external_op(

@@ -1,0 +1,114 @@
+"""What a loss reaches without being given it."""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from remat.capture.captured import captured_tensors, plain_tensors
+
+global_target = torch.zeros(3)
+module = types.ModuleType("settings")
+module.target = torch.ones(3)  # pyright: ignore[reportAttributeAccessIssue] made here
+
+
+def only(function: object) -> torch.Tensor:
+    (found,) = captured_tensors(function)
+    return found
+
+
+def reads_global(out: torch.Tensor) -> torch.Tensor:
+    return functional.mse_loss(out, global_target)
+
+
+def with_default(
+    out: torch.Tensor, target: torch.Tensor = global_target
+) -> torch.Tensor:
+    return functional.mse_loss(out, target)
+
+
+def decorated(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(function)
+    def call(*args: Any) -> torch.Tensor:
+        return function(*args)
+
+    return call
+
+
+class Slots:
+    __slots__ = ("target",)
+
+    def __init__(self) -> None:
+        self.target = torch.zeros(3)
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.target = torch.zeros(3)
+        self.average_of_weights = torch.zeros(9)
+
+    @property
+    def current(self) -> torch.Tensor:
+        return self.target
+
+    def loss(self, out: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(out, self.current)
+
+
+def test_closures_defaults_bound_arguments_and_globals() -> None:
+    y = torch.zeros(3)
+    assert only(lambda out: functional.mse_loss(out, y)) is y
+    assert only(functools.partial(functional.mse_loss, target=y)) is y
+    assert only(with_default) is global_target
+    assert only(reads_global) is global_target
+
+
+def test_what_helpers_and_nested_functions_reach() -> None:
+    y = torch.zeros(3)
+    assert only(lambda out: 2 * reads_global(out)) is global_target
+    assert only(decorated(reads_global)) is global_target
+    assert only(lambda outs: sorted(outs, key=lambda out: (out - y).sum())) is y
+    held = {"batch": [(y, 1)]}
+    assert only(lambda out: out - held["batch"][0][0]) is y
+    assert only(lambda out: out - module.target) is module.target
+
+
+def test_attributes_that_the_code_names_and_no_others() -> None:
+    trainer, slots = Trainer(), Slots()
+    assert only(trainer.loss) is trainer.target
+    assert only(lambda out: 2 * trainer.loss(out)) is trainer.target
+    assert only(lambda out: out - slots.target) is slots.target
+
+
+def test_a_module_counts_with_all_that_it_holds() -> None:
+    criterion = nn.BCEWithLogitsLoss(weight=torch.ones(3), pos_weight=torch.ones(3))
+    assert len(captured_tensors(lambda out: criterion(out, global_target))) == 3
+
+
+def test_nothing_reaches_nothing() -> None:
+    assert captured_tensors(None) == []
+    assert captured_tensors(functional.cross_entropy) == []
+    unassigned = types.CellType()
+
+    def loss(out: torch.Tensor) -> torch.Tensor:
+        return out - unassigned.cell_contents
+
+    assert captured_tensors(loss) == []
+
+
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.plain = torch.zeros(1)
+        self.nested = {"a": [torch.zeros(2), (torch.zeros(3),)], "b": None}
+
+
+def test_modules_hold_tensors_in_containers() -> None:
+    model = Keeps()
+    sizes = sorted(tensor.numel() for tensor in plain_tensors(model))
+    assert sizes == [1, 2, 2, 3, 4]
