@@ -31,6 +31,7 @@ from remat.profile.arguments import (
     tensors_in,
 )
 from remat.profile.cache import CostCache
+from remat.profile.clock import operator_clock
 from remat.profile.operators import OperatorCall, OperatorCost
 
 _MATMUL_SIDE = 768
@@ -114,13 +115,15 @@ def measure_rates(
 
 
 def _fastest_ns(run: Callable[[], object], device: torch.device) -> int:
+    is_cuda = device.type == "cuda"
+    clock = time.perf_counter_ns if is_cuda else operator_clock()
     times: list[int] = []
     for _ in range(_SAMPLES):
-        start = time.perf_counter_ns()
+        start = clock()
         run()
-        if device.type == "cuda":
+        if is_cuda:
             torch.cuda.synchronize(device)
-        times.append(max(1, time.perf_counter_ns() - start))
+        times.append(max(1, clock() - start))
     return min(times)
 
 

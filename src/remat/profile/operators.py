@@ -7,7 +7,6 @@ tensor, and every other argument.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -28,6 +27,7 @@ from remat.profile.arguments import (
     tensors_in,
 )
 from remat.profile.cache import CostCache
+from remat.profile.clock import operator_clock
 
 _LEAST_SAMPLES = 3
 _MOST_SAMPLES = 15
@@ -62,7 +62,8 @@ class OperatorCost:
     Parameters
     ----------
     cost_ns
-        Median time of one undisturbed run, in nanoseconds.
+        Median time of one undisturbed run, in nanoseconds, by
+        :func:`remat.profile.clock.operator_clock`.
     workspace_bytes
         Most bytes in use during the run beyond its inputs and its outputs.
     output_bytes
@@ -299,11 +300,12 @@ def _undisturbed(times: list[int]) -> list[int]:
 
 
 def _time_cpu(run: Callable[[], object]) -> list[int]:
+    clock = operator_clock()
     times: list[int] = []
     while not _has_enough(times):
-        start = time.perf_counter_ns()
+        start = clock()
         outputs = run()
-        times.append(time.perf_counter_ns() - start)
+        times.append(clock() - start)
         # Released outside the timed part, as in a schedule.
         del outputs
     return times
