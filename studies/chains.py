@@ -16,17 +16,20 @@ from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
+from tests.chain_oracles import SHARED, best_chain, best_stage_join
+
 from remat.chains import level_tables, rotor_tables
+from remat.chains.blocks import Block, block_stage
 from remat.chains.conventions import IN_PLACE, STRICT, MemoryConvention
 from remat.chains.joins import plan_join, plan_join_by_branch
 from remat.chains.levels import StorageLevel, plan_disk_revolve, plan_hrevolve
-from remat.chains.revolve import chain_forwards, plan_chain, revolve_forwards
+from remat.chains.reexecution import plan_two_turns
+from remat.chains.revolve import chain_forwards, plan_chain
 from remat.chains.rotor import chain_numbers, plan_rotor, slot_size
 from remat.chains.stage_joins import StageJoin, plan_stage_join
 from remat.chains.stages import Stage, StageChain, StageOption
 from remat.units import floor_slots
 from studies.record import RESULTS, append, environment
-from tests.chain_oracles import SHARED, best_chain, best_stage_join
 
 Line = dict[str, Any]
 
@@ -61,7 +64,7 @@ def random_chain(rng: random.Random, length: int) -> StageChain:
 
 def large_chain(length: int, *, option_count: int = 1) -> StageChain:
     """Return a chain of sizes and times as of a network, without a common divisor."""
-    rng = random.Random(length)
+    rng = random.Random(length)  # noqa: S311 - instances, not secrets
     stages: list[Stage] = []
     for _ in range(length):
         forward, output = rng.randint(10**5, 10**6), rng.randint(10**6, 10**7)
@@ -107,7 +110,7 @@ def oracle_agreement() -> Iterator[Line]:
 def rotor_exactness() -> Iterator[Line]:
     """Rotor, persistent and beyond, against the optimum over all schedules."""
     for length, count in ((2, 60), (3, 60), (4, 40), (5, 12), (6, 3)):
-        rng = random.Random(length)
+        rng = random.Random(length)  # noqa: S311 - instances, not secrets
         rows: list[tuple[int | None, int | None, int]] = []
         for _ in range(count):
             chain = random_chain(rng, length)
@@ -142,8 +145,8 @@ def shares(rows: Sequence[tuple[int | None, int]]) -> Line:
 
 
 def stage_join_exactness() -> Iterator[Line]:
-    """Joins of two short chains of stages against the optimum with one turn."""
-    rng = random.Random(7)
+    """Compare joins of two short chains of stages with the optimum with one turn."""
+    rng = random.Random(7)  # noqa: S311 - as above
     rows: list[tuple[int | None, int]] = []
     proved = 0
     for _ in range(30):
@@ -159,6 +162,44 @@ def stage_join_exactness() -> Iterator[Line]:
             rows.append((None if plan is None else plan.cost_ns, best))
             proved += plan is not None and plan.least_ns == plan.cost_ns
     yield shares(rows) | {"cheapest_candidate_fits": proved}
+
+
+def two_turns() -> Iterator[Line]:
+    """Compare one turn with two, at the tightest budgets of two equal branches."""
+    for length in (2, 4, 6, 8, 10, 12, 16, 20):
+        costs = [[1] * length] * 2
+        for units in (4, 5, 6, 7):
+            once = plan_join(costs, units, IN_PLACE)
+            twice = plan_two_turns(costs, units, IN_PLACE)
+            yield {
+                "lengths": [length, length],
+                "units": units,
+                "one_turn": None if once is None else once.forward_cost,
+                "two_turns": None if twice is None else twice.forward_cost,
+            }
+
+
+def trunk_exactness() -> Iterator[Line]:
+    """Compare joins with a trunk, planned as chains with a block, with the optimum."""
+    if not (SHARED / "join_oracle.json").is_file():
+        return
+    text = (SHARED / "join_oracle.json").read_text(encoding="utf-8")
+    option = StageOption(forward_ns=None, backward_ns=0, needs_output=False)
+    unit = Stage(forward_ns=1, output_bytes=1, options=(option,))
+    rows: list[tuple[int | None, int]] = []
+    for key, values in json.loads(text)["trunk"]["strict"].items():
+        shape, trunk = key.split("|m=")
+        branches = tuple(
+            StageChain(stages=(unit,) * int(length)) for length in shape.split(",")
+        )
+        block = Block(branches=branches, output_bytes=1, merge_forward_ns=1)
+        stages = (block_stage(block).stage, *[unit] * int(trunk))
+        chain = StageChain(stages=stages, input_bytes=len(branches))
+        for units, best in values.items():
+            if best is not None:
+                plan = plan_rotor(chain, int(units))
+                rows.append((None if plan is None else plan.cost_ns, best))
+    yield shares(rows)
 
 
 def peer_speed() -> Iterator[Line]:
@@ -335,6 +376,8 @@ CASES: dict[str, Callable[[], Iterator[Line]]] = {
         oracle_agreement,
         rotor_exactness,
         stage_join_exactness,
+        trunk_exactness,
+        two_turns,
         peer_speed,
         twin_speed,
         planning_time,

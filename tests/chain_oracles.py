@@ -139,7 +139,7 @@ def best_chain(chain: StageChain, budget_bytes: int) -> int | None:
     return best_stage_join(StageJoin.of_chain(chain), budget_bytes)
 
 
-def best_stage_join(  # noqa: C901 - as above
+def best_stage_join(  # noqa: C901, PLR0915 - as above
     join: StageJoin, budget_bytes: int
 ) -> int | None:
     """Return the least time of a join over all schedules with one turn, by search.

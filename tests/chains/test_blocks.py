@@ -1,20 +1,21 @@
-"""Blocks: joins with a trunk and a stem, nested; judged, and against exhaustive values."""
+"""Blocks: joins with a trunk and a stem, nested; judged, against exhaustive values."""
 
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.chain_oracles import oracle_table
+from tests.chain_strategies import stage_chains, stages
 
 from remat.chains.blocks import Block, BlockGraph, block_stage
+from remat.chains.operations import Turn
 from remat.chains.rotor import ChainPlan, plan_rotor
 from remat.chains.stage_graph import StageGraph
 from remat.chains.stages import Stage, StageChain, StageOption
 from remat.errors import InvalidGraphError
 from remat.platform import single_device
 from remat.simulator import simulate
-from tests.chain_oracles import oracle_table
-from tests.chain_strategies import stage_chains, stages
 
 UNIT = Stage(
     forward_ns=1,
@@ -48,19 +49,26 @@ def blocks(draw: st.DrawFn, max_stages: int = 3) -> Block:
 @given(blocks())
 def test_options_are_what_the_judge_measures(block: Block) -> None:
     inside = block_stage(block)
+    assert inside.forward_operations(None) == inside.plain
     assert len(inside.plans) == len(inside.stage.options)
     least = sum(branch.least_ns for branch in block.branches)
     least += block.merge_forward_ns + block.merge_backward_ns
     for operations, option in zip(inside.plans, inside.stage.options, strict=True):
+        index = inside.plans.index(operations)
+        ahead, back = (
+            inside.forward_operations(index),
+            inside.backward_operations(index),
+        )
+        assert (*ahead, Turn(), *back) == operations
         form = BlockGraph(block, operations)
         trace = simulate(form.graph, single_device(), form.schedule)
         assert trace.violation is None
         assert option.forward_ns is not None
         assert option.forward_ns + option.backward_ns == trace.serial_ns >= least
-        ahead = option.saved_bytes + option.forward_workspace_bytes
-        back = option.saved_bytes + option.backward_workspace_bytes
+        forward_bytes = option.saved_bytes + option.forward_workspace_bytes
+        backward_bytes = option.saved_bytes + option.backward_workspace_bytes
         outside = block.output_gradient_bytes + form.input_gradient_bytes
-        peak = max(ahead + block.output_bytes, back + outside)
+        peak = max(forward_bytes + block.output_bytes, backward_bytes + outside)
         assert trace.peak_bytes[0] <= max(
             peak,
             option.saved_bytes + block.output_bytes + block.output_gradient_bytes,

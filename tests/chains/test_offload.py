@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.chain_strategies import stage_chains
 
 from remat.chains.offload import OffloadPlan, plan_offload
 from remat.chains.paging import Bandwidth, page
@@ -13,11 +14,11 @@ from remat.chains.stages import Stage, StageChain, StageOption
 from remat.errors import InvalidGraphError
 from remat.graph import Op, Phase, Storage, TrainingGraph
 from remat.platform import Device, Link, Platform
-from remat.schedule import Compute, Copy, Discard, Schedule, Step
+from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
 from remat.simulator import simulate
-from tests.chain_strategies import stage_chains
 
 GIGA = 10**9
+EARLIER, LATER = 10**6, 10**7
 NO_LINK = Bandwidth(out_bytes_per_s=0, in_bytes_per_s=0)
 speeds = st.builds(
     Bandwidth,
@@ -53,9 +54,11 @@ class Tickets:
     def __init__(self, plan: OffloadPlan) -> None:
         graph = plan.graph
         self.storages = list(graph.storages)
-        self.tickets: list[Op] = []
+        # Before and after the boundary.
+        self.tickets: tuple[list[Op], list[Op]] = ([], [])
+        self.is_backward = False
         self.first = graph.forward_count
-        steps: list[Step | tuple[Step, ...]] = []
+        steps: list[Step] = []
         pages = plan.paged.pages
         for stop, step in enumerate(plan.paged.stops):
             for p in pages:
@@ -66,6 +69,7 @@ class Tickets:
                     steps += [*self.hold_link(), Copy(p.storage, 1, 0)]
                     steps.append(Discard(p.storage, 1))
             steps.append(step)
+            self.is_backward = self.is_backward or isinstance(step, Boundary)
             for p in sorted(pages, key=lambda p: (p.end, p.start, p.storage)):
                 if p.start == stop:
                     steps.append(Copy(p.storage, 0, 1))
@@ -80,7 +84,12 @@ class Tickets:
         self.graph = TrainingGraph(
             name="with tickets",
             storages=tuple(self.storages),
-            ops=(*ops[: self.first], *self.tickets, *ops[self.first :]),
+            ops=(
+                *ops[: self.first],
+                *self.tickets[0],
+                *ops[self.first :],
+                *self.tickets[1],
+            ),
             final_outputs=graph.final_outputs,
             device_kinds=("cpu", "host"),
         )
@@ -90,18 +99,20 @@ class Tickets:
         self.storages.append(Storage(name="token", size_bytes=0))
         token = len(self.storages) - 1
         costs = (None, 0) if on_host else (0, None)
-        self.tickets.append(
+        tickets = self.tickets[self.is_backward]
+        tickets.append(
             Op(
                 name="ticket",
                 reads=reads,
                 writes=(token,),
                 cost_ns=costs,
                 workspace_bytes=(0, 0),
-                phase=Phase.FORWARD,
+                phase=Phase.BACKWARD if self.is_backward else Phase.FORWARD,
             )
         )
-        # Marked negative until the number of the ops is known.
-        return -len(self.tickets), token
+        # Marked until the number of the ops is known.
+        mark = LATER if self.is_backward else EARLIER
+        return mark + len(tickets) - 1, token
 
     def hold_link(self) -> list[Step]:
         op, token = self.ticket((), on_host=False)
@@ -124,9 +135,12 @@ class Tickets:
         def numbered(step: Step) -> Step:
             if not isinstance(step, Compute):
                 return step
-            if step.op < 0:
-                return Compute(self.first - step.op - 1, step.device)
-            shift = len(self.tickets) if step.op >= self.first else 0
+            if step.op >= LATER:
+                shift = len(plan.graph.ops) + len(self.tickets[0])
+                return Compute(step.op - LATER + shift, step.device)
+            if step.op >= EARLIER:
+                return Compute(step.op - EARLIER + self.first, step.device)
+            shift = len(self.tickets[0]) if step.op >= self.first else 0
             return Compute(step.op + shift, step.device)
 
         own = iter(plan.paged.schedule.steps)
@@ -140,13 +154,11 @@ class Tickets:
                 while following[position] is not step:
                     position += 1
                 position += 1
-                while (
-                    position < len(following)
-                    and isinstance(following[position], Discard)
-                    and following[position].device == 0
-                ):
-                    if self.is_own_discard(plan, following[position].storage, step):
-                        result.append(following[position])
+                for after in following[position:]:
+                    if not isinstance(after, Discard) or after.device:
+                        break
+                    if self.is_own_discard(plan, after.storage, step):
+                        result.append(after)
                     position += 1
         return Schedule(tuple(result))
 

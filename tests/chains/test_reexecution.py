@@ -1,6 +1,7 @@
 """Joins that turn twice: exhaustive values, counterexamples, the judge, bad input."""
 
 import pytest
+from tests.chain_oracles import CONVENTIONS, label, oracle_table
 
 from remat.chains.conventions import IN_PLACE, STRICT, MemoryConvention
 from remat.chains.joins import plan_join
@@ -10,7 +11,6 @@ from remat.chains.unit_graph import UnitGraph
 from remat.errors import SolverUnsuitableError
 from remat.platform import single_device
 from remat.simulator import simulate
-from tests.chain_oracles import CONVENTIONS, label, oracle_table
 
 
 def judged_total(

@@ -1,11 +1,11 @@
 """Blocks: parallel branches between two values, as one stage of a longer chain.
 
 A join that is followed by a shared trunk, branches that leave a shared stem, and nested
-joins are series of stages some of which are *blocks*: branches that start from one value
-and are merged into one. :func:`block_stage` plans the inside of a block for several
-memory budgets and makes a :class:`~remat.chains.stages.Stage` of it, with an option per
-plan; the series is then a chain for :func:`~remat.chains.rotor.plan_rotor`, and a branch
-of a block may contain such stages again.
+joins are series of stages some of which are *blocks*: branches that start from one
+value and are merged into one. :func:`block_stage` plans the inside of a block for
+several memory budgets and makes a :class:`~remat.chains.stages.Stage` of it, with an
+option per plan; the series is then a chain for :func:`~remat.chains.rotor.plan_rotor`,
+and a branch of a block may contain such stages again.
 
 This is a decomposition, not an exact program: in a schedule of the whole, a block runs
 forward at one go and backward at one go, and what it keeps in between is one of the
@@ -18,7 +18,8 @@ bounded by :attr:`~remat.chains.stages.StageChain.least_ns`.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from remat.chains.operations import Forward, Operation
+from remat.chains.operations import Forward, Operation, Turn
+from remat.chains.rotor import least_budget
 from remat.chains.stage_graph import StageGraph
 from remat.chains.stage_joins import StageJoin, plan_stage_join
 from remat.chains.stages import Stage, StageChain, StageOption
@@ -105,6 +106,18 @@ class BlockStage:
     stage: Stage
     plain: tuple[Operation, ...]
     plans: tuple[tuple[Operation, ...], ...]
+
+    def forward_operations(self, option: int | None) -> tuple[Operation, ...]:
+        """Return what runs inside, before the merge, when the stage runs forward."""
+        if option is None:
+            return self.plain
+        plan = self.plans[option]
+        return plan[: plan.index(Turn())]
+
+    def backward_operations(self, option: int) -> tuple[Operation, ...]:
+        """Return what runs inside, after the merge's backward, for the stage's."""
+        plan = self.plans[option]
+        return plan[plan.index(Turn()) + 1 :]
 
 
 class BlockGraph:
@@ -204,7 +217,11 @@ def block_stage(block: Block, *, budgets: int = DEFAULT_BUDGETS) -> BlockStage:
     extra = block.output_bytes + block.output_gradient_bytes
     join = StageJoin(branches=block.branches, turn_workspace_bytes=extra)
     most = 2 * sum(join.all_sizes)
-    least = _least_budget(join, most)
+    least = least_budget(
+        lambda budget: plan_stage_join(join, budget, slots=100),
+        most,
+        tolerance_bytes=most // 1000,
+    )
     found: dict[tuple[Operation, ...], StageOption] = {}
     for index in range(budgets):
         budget = least + (most - least) * index * index // (budgets - 1) ** 2
@@ -232,18 +249,6 @@ def block_stage(block: Block, *, budgets: int = DEFAULT_BUDGETS) -> BlockStage:
     return BlockStage(
         stage=stage, plain=plain, plans=tuple(operations for operations, _ in kept)
     )
-
-
-def _least_budget(join: StageJoin, most: int) -> int:
-    """Return about the least budget for which a plan is found, by bisection."""
-    low, high = 0, most
-    while high - low > max(most // 1000, 1):
-        middle = (low + high) // 2
-        if plan_stage_join(join, middle, slots=100) is None:
-            low = middle
-        else:
-            high = middle
-    return high
 
 
 def _plain_forward_ns(block: Block) -> int:

@@ -6,10 +6,10 @@ budget between the real one and everything, lets :mod:`remat.chains.paging` brin
 plan within the real budget, and returns the quickest: more virtual memory means less
 recomputation and more copies.
 
-What it is: a search over one parameter, each point an exact program (Rotor) and an exact
-timing, after the model of PoFo [1]_; not that paper's dynamic program, whose states are
-transfers in flight. Without a link it is Rotor; with links of unlimited speed it has no
-overhead wherever each operation fits on its own.
+What it is: a search over one parameter, each point an exact program (Rotor) and an
+exact timing, after the model of PoFo [1]_; not that paper's dynamic program, whose
+states are transfers in flight. Without a link it is Rotor; with links of unlimited
+speed it has no overhead wherever each operation fits on its own.
 
 References
 ----------

@@ -12,9 +12,9 @@ the device computes. In the static order of steps, a storage that is paged out
 so the budget holds whatever the copies' real speed; a slow copy only makes the device
 wait. Copies out and copies in each go one after the other (a link in each direction).
 
-Which storages: at the first step over the budget, of what is idle then the storage whose
-next use is farthest, and so on (Belady). Time is what an exact simulation of the queues
-of device and links gives.
+Which storages: at the first step over the budget, of what is idle then the storage
+whose next use is farthest, and so on (Belady). Time is what an exact simulation of the
+queues of device and links gives.
 """
 
 from bisect import bisect_right
@@ -61,7 +61,7 @@ class Bandwidth:
 class Page:
     """A storage that is on the host between two uses; indices are of stops.
 
-    A stop is a computation or the boundary. The copy out starts after stop ``start``
+    A stop is a computation or the boundary. The copy out is issued after stop ``start``
     and is awaited before ``awaited``; the copy in is issued before ``issued`` and
     awaited before ``end``.
     """
@@ -117,6 +117,7 @@ class _Line:
     discards: list[list[Discard]] = field(default_factory=list[list[Discard]])
     used_bytes: list[int] = field(default_factory=list[int])
     cost_ns: list[int] = field(default_factory=list[int])
+    writes: list[Sequence[int]] = field(default_factory=list[Sequence[int]])
     gaps: list[Page] = field(default_factory=list[Page])
 
     def read(self, schedule: Schedule) -> None:
@@ -137,6 +138,7 @@ class _Line:
             self.stops.append(step)
             self.discards.append([])
             self.cost_ns.append(cost)
+            self.writes.append(writes)
             self.used_bytes.append(held + workspace + sum(map(self.size, writes)))
             for storage in (*reads, *writes):
                 before = last_use.get(storage)
@@ -277,18 +279,23 @@ def _time_ns(line: _Line, pages: Sequence[Page], link: Bandwidth) -> int:
     issues, ends = _by(pages, "issued"), _by(pages, "end")
     out_ns: dict[int, int] = {}
     in_ns: dict[int, int] = {}
+    # When a storage's bytes on the device were written: a copy out need not wait for
+    # their last use.
+    ready: defaultdict[int, int] = defaultdict(int)
     now = out_free = in_free = 0
     for stop, cost in enumerate(line.cost_ns):
         for p in awaits[stop]:
             now = max(now, out_ns[id(p)])
         for p in issues[stop]:
             in_free = max(in_free, now, out_ns[id(p)]) + link.in_ns(p.size_bytes)
-            in_ns[id(p)] = in_free
+            in_ns[id(p)] = ready[p.storage] = in_free
         for p in ends[stop]:
             now = max(now, in_ns[id(p)])
         now += cost
+        for storage in line.writes[stop]:
+            ready[storage] = now
         for p in starts[stop]:
-            out_free = max(out_free, now) + link.out_ns(p.size_bytes)
+            out_free = max(out_free, ready[p.storage]) + link.out_ns(p.size_bytes)
             out_ns[id(p)] = out_free
     return now
 

@@ -8,15 +8,15 @@ one turn needs, and cheaper at the tightest budgets for branches of six or more 
 :func:`plan_two_turns` returns the best schedule of this kind:
 
 1. advance both branches, keeping values of both; turn; drop the second gradient;
-2. reverse the first branch, in what the second one's ``h`` values leave; on the way keep
-   one of its values, from which its last value is brought back later;
-3. advance both branches to the turn again, keeping more values of the second; turn; drop
-   the first gradient; reverse the second branch alone.
+2. reverse the first branch, in what the second one's ``h`` values leave; on the way
+   keep one of its values, from which its last value is brought back later;
+3. advance both branches to the turn again, keeping more values of the second; turn;
+   drop the first gradient; reverse the second branch alone.
 
 It is optimal among schedules of these three phases that reverse segments without
-interruption (the value kept in phase 2 may lie inside a segment). No backward stage runs
-twice. Exhaustive search has found nothing better on any pair of branches looked at;
-more branches, more turns and repeated backward stages are not considered.
+interruption (the value kept in phase 2 may lie inside a segment). No backward stage
+runs twice. Exhaustive search has found nothing better on any pair of branches looked
+at; more branches, more turns and repeated backward stages are not considered.
 """
 
 from collections.abc import Iterator, Sequence

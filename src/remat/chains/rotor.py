@@ -22,7 +22,7 @@ fast, automatic and generic tool for re-materialization in PyTorch. ICML 2023 (s
 options per stage).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -126,6 +126,40 @@ def plan_rotor(
         return None
     cost, order = found
     return ChainPlan(cost_ns=cost, operations=_operations(order), slot_bytes=slot_bytes)
+
+
+def least_budget(
+    plan: Callable[[int], object | None], most_bytes: int, *, tolerance_bytes: int = 0
+) -> int:
+    """Return the least budget for which a program finds a plan, by bisection.
+
+    Parameters
+    ----------
+    plan
+        Takes a budget in bytes and returns a plan or ``None``.
+    most_bytes
+        A budget for which there is a plan, such as the sum of all sizes twice.
+    tolerance_bytes
+        How far above the least the answer may be.
+
+    Notes
+    -----
+    Quantisation may make a program fail above a budget for which it succeeds; the
+    answer is then a budget for which it succeeds, not always the least.
+
+    Examples
+    --------
+    >>> least_budget(lambda budget: True if budget >= 37 else None, 1000)
+    37
+    """
+    low, high = -1, most_bytes
+    while high - low > max(tolerance_bytes, 1):
+        middle = (low + high) // 2
+        if plan(middle) is None:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 def slot_size(chain: StageChain, budget_bytes: int, slots: int) -> int:

@@ -80,6 +80,7 @@ class Rotor:
         self.held = cache(self._held)
 
     def slots(self, size_bytes: int) -> int:
+        """Return the slots that hold a size."""
         return ceil_slots(size_bytes, self.slot_bytes)
 
     # --- sizes, in slots ---------------------------------------------------------
@@ -132,6 +133,7 @@ class Rotor:
         return self.slots(saved + (self.values[stage + 1] if needs_output else 0))
 
     def sweep(self, base: int, value: int) -> int:
+        """Return the time to advance from ``base`` to ``value``."""
         return sum(self.forward[base:value])
 
     def saving(self, stage: int) -> Iterator[tuple[int, Option]]:
@@ -187,6 +189,7 @@ class Rotor:
     def single(
         self, stage: int, memory: int
     ) -> Iterator[tuple[int, list[tuple[int, int, int]], list[_Task]]]:
+        """Yield the ways to do one stage, as :meth:`ways_below` does."""
         if stage == self.length:
             need = self.slots(self.gradients[stage] + self.turn_workspace)
             if memory >= need:
@@ -204,6 +207,7 @@ class Rotor:
     def dropping_below(
         self, base: int, top: int, memory: int
     ) -> Iterator[tuple[int, list[tuple[int, int, int]], list[_Task]]]:
+        """Yield the ways of kind 3, as :meth:`ways_below` does."""
         for value in range(base + 1, min(top, self.length)):
             for k, option in self.saving(value):
                 need = max(
@@ -229,6 +233,7 @@ class Rotor:
     def ways_held(
         self, base: int, top: int, option: int, memory: int
     ) -> Iterator[tuple[int, list[tuple[int, int, int]], list[_Task]]]:
+        """Yield the ways to go on from ``held``, as :meth:`ways_below` does."""
         if base == top:
             if memory >= self.backward_need(top, option, is_held=True):
                 yield self.options[top][option][1], [(BACKWARD, top, option)], []
@@ -283,9 +288,11 @@ class Rotor:
                     yield cost, run, tasks
 
     def advance(self, base: int, value: int) -> list[tuple[int, int, int]]:
+        """Return what runs to advance from ``base`` to ``value``."""
         return [(ADVANCE, stage, -1) for stage in range(base, value)]
 
     def answer(self, memory: int) -> RotorAnswer | None:
+        """Return the quickest schedule in ``memory`` slots besides the input."""
         cost = self.below(0, self.length, memory) if memory >= 0 else INFINITE
         if cost >= INFINITE:
             return None

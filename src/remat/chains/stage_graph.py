@@ -20,7 +20,7 @@ from remat.chains.stages import StageChain, StageOption
 from remat.errors import InvalidGraphError
 from remat.graph import Op, Phase, Storage, TrainingGraph
 from remat.liveness import insert_discards
-from remat.schedule import Boundary, Compute, Copy, Step
+from remat.schedule import Boundary, Compute, Step
 
 
 class StageGraph:

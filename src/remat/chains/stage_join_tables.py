@@ -2,8 +2,9 @@
 
 What remains after the turn is, per branch, a *node*: how many of its stages are not yet
 reversed, and whether the last of them has run with an option whose savings are stored.
-With ``s`` slots of stored items in all branches, and a gradient per branch, a branch has
-``m = S - s - gradients of the others`` slots to reverse its stages ``b .. p - 1`` in,
+With ``s`` slots of stored items in all branches, and a gradient per branch, a branch
+has ``m = S - s - gradients of the others`` slots to reverse its stages ``b .. p - 1``
+in,
 which costs ``below(b, p - 1, m)`` or ``held(b, p - 1, k, m)`` of
 :mod:`remat.chains.rotor_tables`::
 
@@ -11,8 +12,8 @@ which costs ``below(b, p - 1, m)`` or ``held(b, p - 1, k, m)`` of
                   cost of b .. p - 1 in m + what keeping added before the turn
                   + W(nodes with the branch at b, s - what is released)
 
-Value ``b`` is kept as such, or as the output of stage ``b - 1`` run with an option. When
-stages ``b .. p - 1`` are reversed, value ``b`` goes, unless the backward of stage
+Value ``b`` is kept as such, or as the output of stage ``b - 1`` run with an option.
+When stages ``b .. p - 1`` are reversed, value ``b`` goes, unless the backward of stage
 ``b - 1`` needs it, and so does what was saved in stage ``p - 1``.
 
 At the turn all last values and all their gradients are live as well. The forward pass
@@ -36,7 +37,7 @@ from remat.chains.rotor_tables import (
 from remat.native import native
 
 Node = tuple[int, int]
-"""Stages of a branch not yet reversed; option that the last of them was run with, -1."""
+"""Stages of a branch not yet reversed; option that the last of them ran with, or -1."""
 
 StageJoinAnswer = tuple[int, int, list[tuple[int, int, int, int]]]
 """Time; least time of any candidate; what runs: kind, branch, stage, option."""

@@ -3,8 +3,9 @@
 Several chains of :class:`~remat.chains.stages.Stage` meet in one turn, the loss. Sizes
 are bytes, quantised as for :mod:`remat.chains.rotor`; stages have options.
 
-What is optimal. :func:`plan_stage_join` returns the least quantised time among schedules
-that compute every stage once before the turn, run the turn and every backward once,
+What is optimal. :func:`plan_stage_join` returns the least quantised time among
+schedules that compute every stage once before the turn, run the turn and every
+backward once,
 interleave the branches in any way between stored items, and reverse what lies between
 two stored items of a branch as :func:`~remat.chains.rotor.plan_rotor` would in the
 memory that is free then. One thing is not part of the program's state: whether the
