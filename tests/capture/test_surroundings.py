@@ -174,6 +174,32 @@ def test_a_loss_with_parameters_of_its_own() -> None:
     assert peak <= plan.peak_bytes <= 1.02 * peak
 
 
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda parameters: torch.optim.Adam(parameters, foreach=True),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    ],
+    ids=["large step", "small step"],
+)
+def test_accumulated_gradients_are_gone_when_the_optimizer_steps(
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+) -> None:
+    model, x = perceptron(depth=6), torch.randn(8, WIDTH)
+    optimizer = make_optimizer(model.parameters())
+    targets = torch.randn(8, WIDTH)
+
+    def loss(out: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(out, targets)
+
+    loss(model(x)).backward()
+    plan = fit_tightly(model, (x,), loss=loss, optimizer=optimizer)
+    peak = measured_peak_bytes(
+        model, (x,), loss, [targets], optimizer=optimizer, passes=3
+    )
+    assert peak <= plan.peak_bytes <= 1.02 * peak
+
+
 class CountsCalls(nn.Module):
     """Changes a scalar buffer, which the tracer returns before the output."""
 

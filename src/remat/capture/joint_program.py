@@ -82,16 +82,22 @@ class InputSpec:
     """What an input of the traced function is.
 
     ``role`` is parameter, buffer or input; ``name`` is for people. ``storage``
-    identifies the storage of the tensor that is given, while it exists.
+    identifies the storage of the tensor that is given, while it exists, and
+    ``has_gradient`` says whether it holds a gradient, which the step adds to.
     """
 
     name: str
     role: Role
     storage: int | None = field(default=None, repr=False)
+    has_gradient: bool = field(default=False, repr=False)
 
     def given(self, value: torch.Tensor) -> "InputSpec":
         """Return the description with what is known of the tensor itself."""
-        return replace(self, storage=value.untyped_storage()._cdata)
+        return replace(
+            self,
+            storage=value.untyped_storage()._cdata,
+            has_gradient=value.is_leaf and value.grad is not None,
+        )
 
 
 @dataclass(kw_only=True)
@@ -118,6 +124,8 @@ class JointProgram:
     unchecked_inputs
         Inputs that backward may read although the step changes them, because the
         value does not matter there (running statistics of batch norm).
+    accumulated
+        The storages of gradients that autograd adds to existing ones, and then drops.
     given_storages
         The storages of the inputs (``InputSpec.storage``), as far as they are known.
     autocast
@@ -135,6 +143,7 @@ class JointProgram:
     unchecked_inputs: frozenset[fx.Node]
     device: torch.device
     fingerprint: str = field(default="")
+    accumulated: frozenset[int] = frozenset()
     given_storages: frozenset[int] = frozenset()
     autocast: tuple[Autocast, ...] = ()
 
@@ -290,6 +299,7 @@ class _Analysis:
             backward_values=self.backward_values,
             random_states={index_of[n]: state for n, state in self.states.items()},
             unchecked_inputs=frozenset(self.unchecked),
+            accumulated=self.find_accumulated(),
             given_storages=frozenset(
                 spec.storage for spec in self.inputs if spec.storage is not None
             ),
@@ -558,6 +568,14 @@ class _Analysis:
             if not self.storages[storage].is_resident
         ]
         return tuple(dict.fromkeys(found))
+
+    def find_accumulated(self) -> frozenset[int]:
+        """Return the gradients that are gone when backward has returned."""
+        groups: dict[bool, set[int]] = {True: set(), False: set()}
+        for spec, node in zip(self.inputs, self.backward_values, strict=False):
+            groups[spec.has_gradient].update(self.transient_storages([node]))
+        stay = groups[False].union(self.transient_storages(self.held_outputs()))
+        return frozenset(groups[True] - stay)
 
     def mark_gradients(self) -> None:
         """Give outputs and gradients their role and readable names."""

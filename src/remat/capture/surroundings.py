@@ -165,13 +165,16 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
         writes=(loss_value,),
         workspace_bytes=surroundings.loss_peak_bytes - surroundings.loss_held_bytes,
     )
+    # While the optimizer steps, gradients that were added to others are gone already.
+    # In the graph they stay to the end, so that backward's outputs are what it returns.
+    dropped_bytes = sum(graph.storages[s].size_bytes for s in program.accumulated)
     held_tangents = () if FREES_TANGENTS else graph.tangents
     step = _external_op(
         "optimizer step",
         Phase.BACKWARD,
         reads=graph.final_outputs,
         writes=(),
-        workspace_bytes=surroundings.optimizer_workspace_bytes,
+        workspace_bytes=max(0, surroundings.optimizer_workspace_bytes - dropped_bytes),
     )
     return replace(
         program,
