@@ -3,6 +3,7 @@
 import inspect
 import signal
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -145,6 +146,24 @@ def test_programs(data: st.DataObject) -> None:
     known = data.draw(st.sampled_from([[], [least[3]], [[len(rows) - 1], least[3]]]))
     twins = inspect.unwrap(solve_lower_sets)(arrays(graph), rows, queries, known, None)
     found = solve_lower_sets(arrays(graph), rows, queries, known, None)
+    for query, one, other in zip(queries, found, twins, strict=True):
+        assert one[:3] == other[:3]
+        check_sequence(graph, rows, query, one)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_the_plain_program_of_the_studies(data: st.DataObject) -> None:
+    graph = data.draw(graphs())
+    graph = replace(graph, cost=tuple(min(cost, 9) for cost in graph.cost))
+    rows = data.draw(families(graph)).rows
+    peak = smallest_lower_set_budget(arrays(graph), rows, [], None)[1]
+    budget = int(peak * data.draw(st.sampled_from([0.9, 1, 1.2, 2])))
+    queries = [(budget, int(goal), flag) for goal in Goal for flag in (False, True)]
+    core = native.core()
+    assert core is not None
+    found = core.plain_solve_lower_sets(arrays(graph), rows, queries, [], None)
+    twins = inspect.unwrap(solve_lower_sets)(arrays(graph), rows, queries, [], None)
     for query, one, other in zip(queries, found, twins, strict=True):
         assert one[:3] == other[:3]
         check_sequence(graph, rows, query, one)

@@ -4,6 +4,7 @@
 
 #include "chains.hpp"
 #include "lower_sets.hpp"
+#include "plain_lower_sets.hpp"
 
 namespace nb = nanobind;
 
@@ -11,4 +12,5 @@ NB_MODULE(_core, module) {
   module.doc() = "Hot loops of the planning algorithms; each has a twin in Python.";
   remat::bind_chains(module);
   remat::bind_lower_sets(module);
+  remat::bind_plain_lower_sets(module);
 }
