@@ -1,7 +1,6 @@
 """The lower-set solvers on training graphs: what they beat, and when they fall back."""
 
 import time
-from itertools import pairwise
 
 import pytest
 from tests.instances import INSTANCES, Network, unet_like
@@ -9,17 +8,14 @@ from tests.instances import INSTANCES, Network, unet_like
 from remat.errors import BudgetError
 from remat.graph import TrainingGraph
 from remat.graph_planning import plan_graph
-from remat.lower_sets.choice import choose_family
 from remat.planning import solve
 from remat.platform import single_device
 from remat.problem import Limits, Problem, Result, Status, StopReason
-from remat.reductions.forward_values import reduce_to_forward_values
 from remat.solvers.chen import ChenGreedy
 from remat.solvers.lower_sets import (
     LowerSets,
     LowerSetsApprox,
     LowerSetsEffort,
-    model_budgets,
 )
 from remat.testing import budgets_between, store_all_peak_bytes
 
@@ -128,16 +124,3 @@ def test_the_least_effort_still_answers():
         executed_ops=1,
     )
     assert solved(graph, budget, LowerSets(effort=effort)).status is Status.FEASIBLE
-
-
-def test_budgets_of_the_program_span_what_it_can_use():
-    values = reduce_to_forward_values(unet_like().graph)
-    assert values is not None
-    graph = values.graph
-    budgets = model_budgets(graph, choose_family(graph), 5)
-    assert len(budgets) == 5
-    assert budgets == sorted(budgets)
-    assert budgets[-1] == sum(graph.charged_bytes)
-    assert model_budgets(graph, choose_family(graph), 1) == budgets[-1:]
-    ratios = [b / a for a, b in pairwise(budgets)]
-    assert max(ratios) / min(ratios) < 1.01

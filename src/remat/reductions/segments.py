@@ -103,7 +103,8 @@ class SegmentedGraph:
         is_kept = self._kept(segment_of)
         backward = self.backward
         if reorders_backward:
-            backward = self._backward_order(segment_of, is_kept)
+            turn = self.backward_segments(segment_of, is_kept)
+            backward = sorted(backward, key=lambda op: (-turn[op], op))
         order = [*forward, BOUNDARY]
         is_live = list(is_kept)
         for op in backward:
@@ -134,13 +135,20 @@ class SegmentedGraph:
             for storage, producer in enumerate(graph.producers)
         ]
 
-    def _backward_order(
-        self, segment_of: Mapping[int, int], is_kept: Sequence[bool]
-    ) -> list[int]:
-        """Return the backward ops, those of late segments first.
+    def backward_segments(
+        self, segment_of: Mapping[int, int], kept: Sequence[bool]
+    ) -> dict[int, int]:
+        """Return the segment in whose turn each backward op runs.
 
-        An op runs in the latest segment in which what it reads is there: no later than
-        what it depends on, and when the lost values that it reads are recomputed.
+        The latest in which what the op reads is there: no later than what it depends
+        on, and when the values that it reads and that are not kept are recomputed.
+
+        Parameters
+        ----------
+        segment_of
+            As for :meth:`order`.
+        kept
+            Per storage, whether it stays from forward to its last use.
         """
         last = max(segment_of.values(), default=0)
         producers = self.graph.producers
@@ -149,10 +157,14 @@ class SegmentedGraph:
             turns = [turn[p] for p in self.predecessors[op] if p in turn]
             for storage in self.graph.ops[op].reads:
                 producer = producers[storage]
-                if producer is not None and not is_kept[storage]:
+                if (
+                    producer is not None
+                    and producer in segment_of
+                    and not kept[storage]
+                ):
                     turns.append(segment_of[producer])
             turn[op] = min(turns, default=last)
-        return sorted(self.backward, key=lambda op: (-turn[op], op))
+        return turn
 
     def _recomputed(self, storages: Sequence[int], is_live: list[bool]) -> list[int]:
         """Return the forward ops to run again for ``storages``, in graph order."""

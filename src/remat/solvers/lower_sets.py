@@ -36,16 +36,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import ClassVar
 
-from remat.bounds import cost_bound_ns, peak_bound_bytes
 from remat.eviction import EvictionRule, evicting_order
-from remat.liveness import schedule_from_order, store_all_order
-from remat.lower_sets.choice import (
-    DEFAULT_CAP,
-    approximate_family,
-    choose_family,
-)
+from remat.lower_sets.choice import DEFAULT_CAP, approximate_family, choose_family
 from remat.lower_sets.families import Family
-from remat.lower_sets.forward_graph import ForwardGraph
 from remat.lower_sets.programs import (
     Objective,
     Query,
@@ -53,11 +46,10 @@ from remat.lower_sets.programs import (
     smallest_budget,
     sweep,
 )
-from remat.problem import Limits, Problem, Proposal, Status, StopReason
+from remat.problem import Limits, Problem, Proposal, StopReason
 from remat.reductions.forward_values import ForwardValues, reduce_to_forward_values
-from remat.retention import RetentionTable, improve_order
-from remat.solvers.base import ProgressCallback, single_device_kind_index
-from remat.units import format_bytes
+from remat.solvers.base import ProgressCallback
+from remat.solvers.order_search import Candidate, OrderSearch, geometric_budgets
 
 _RULES = (
     EvictionRule(distance_exponent=0.0, ancestor_share=1.0),
@@ -96,66 +88,31 @@ class LowerSetsEffort:
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
-    order: list[int]
-    cost_ns: int
-    peak_bytes: int
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        return (self.cost_ns, self.peak_bytes)
-
-
-@dataclass(frozen=True, slots=True)
 class _Lifted:
     """What forward keeps under a segmentation, and the best order it gives."""
 
     kept: frozenset[int]
-    candidate: _Candidate
+    candidate: Candidate
 
 
-class _Search:
-    """The lifted answers so far, and the cheapest order that fits."""
+class _Search(OrderSearch):
+    """Orders lifted from segmentations."""
 
     def __init__(
-        self, problem: Problem, kind_index: int, values: ForwardValues, limits: Limits
+        self, problem: Problem, limits: Limits, values: ForwardValues, family: Family
     ) -> None:
-        self.graph = problem.graph
-        self.kind_index = kind_index
-        self.budget_bytes = problem.budget_bytes or 0
+        super().__init__(problem, limits)
         self.values = values
-        self.limits = limits
-        self.bound_ns = cost_bound_ns(problem)
-        self.seen: dict[tuple[int, ...], int] = {}
-        self.lifted: list[_Lifted] = []
-        self.best: _Candidate | None = None
+        self.family = family
+        self.lifted: dict[tuple[int, ...], _Lifted] = {}
 
-    @property
-    def is_over(self) -> bool:
-        return self.limits.is_over or (
-            self.best is not None and self.best.cost_ns <= self.bound_ns
-        )
-
-    def weigh(self, order: list[int]) -> _Candidate:
-        """Return an order less its unread runs, and remember it if it is the best."""
-        table = RetentionTable(self.graph, order, self.kind_index)
-        table.drop_unread_runs()
-        found = _Candidate(table.order(), table.cost_ns, table.peak_bytes)
-        if found.peak_bytes <= self.budget_bytes and (
-            self.best is None or found.rank < self.best.rank
-        ):
-            self.best = found
-        return found
-
-    def sweep(
-        self, family: Family, budgets: Sequence[int], bisection_count: int
-    ) -> Iterator[float]:
+    def sweep(self, budgets: Sequence[int], bisection_count: int) -> Iterator[float]:
         """Ask for each budget of the program, then around the largest that fits."""
         low = budgets[0]
         for index, model_budget in enumerate(budgets):
             if self.is_over:
                 return
-            if self.ask(family, model_budget, tuple(Objective)):
+            if self.ask(model_budget, tuple(Objective)):
                 low = model_budget
             yield (index + 1) / len(budgets)
         high = min((b for b in budgets if b > low), default=low)
@@ -163,17 +120,15 @@ class _Search:
             if self.is_over:
                 return
             middle = (low + high) // 2
-            fits = self.ask(family, middle, (Objective.LEAST_OVERHEAD,))
+            fits = self.ask(middle, (Objective.LEAST_OVERHEAD,))
             low, high = (middle, high) if fits else (low, middle)
             yield 1.0
 
-    def ask(
-        self, family: Family, model_budget: int, objectives: Sequence[Objective]
-    ) -> bool:
+    def ask(self, model_budget: int, objectives: Sequence[Objective]) -> bool:
         """Lift the program's answers; return whether any of them fits."""
         answers = sweep(
             self.values.graph,
-            family,
+            self.family,
             [Query(budget_bytes=model_budget, objective=o) for o in objectives],
             deadline_s=self.limits.deadline_s,
         )
@@ -182,62 +137,29 @@ class _Search:
 
     def lift(self, found: Segmentation) -> int:
         """Weigh an answer by the true bytes of its order; return its peak."""
-        if found.segment_of in self.seen:
-            return self.seen[found.segment_of]
-        segments = self.values.segment_of_ops(found.segment_of)
-        cut = self.values.segments
-        orders = [cut.order(segments)]
-        in_graph_order = cut.order(segments, reorders_backward=False)
-        if in_graph_order != orders[0]:
-            orders.append(in_graph_order)
-        best = min(map(self.weigh, orders), key=lambda c: c.peak_bytes)
-        self.lifted.append(_Lifted(cut.kept(segments), best))
-        self.seen[found.segment_of] = best.peak_bytes
-        return best.peak_bytes
+        if found.segment_of not in self.lifted:
+            segments = self.values.segment_of_ops(found.segment_of)
+            cut = self.values.segments
+            orders = [cut.order(segments)]
+            in_graph_order = cut.order(segments, reorders_backward=False)
+            if in_graph_order != orders[0]:
+                orders.append(in_graph_order)
+            best = min(map(self.weigh, orders), key=lambda c: c.peak_bytes)
+            self.lifted[found.segment_of] = _Lifted(cut.kept(segments), best)
+        return self.lifted[found.segment_of].candidate.peak_bytes
 
-    def improve(self, order: list[int]) -> None:
-        """Take out what memory lets an order do without."""
-        self.weigh(
-            improve_order(
-                self.graph,
-                order,
-                self.budget_bytes,
-                kind_index=self.kind_index,
-                limits=self.limits,
-            )
-        )
-
-    def improve_best(self, count: int) -> Iterator[float]:
-        """Improve the cheapest that fit and those with most memory left over."""
-        fitting = [
-            lifted.candidate
-            for lifted in self.lifted
-            if lifted.candidate.peak_bytes <= self.budget_bytes
-        ]
-        by_cost = sorted(fitting, key=lambda c: c.rank)
-        by_peak = sorted(fitting, key=lambda c: (c.peak_bytes, c.cost_ns))
-        chosen: list[_Candidate] = []
-        for pair in zip(by_cost, by_peak, strict=True):
-            chosen.extend(c for c in pair if c not in chosen)
-        for index, candidate in enumerate(chosen[:count]):
-            if self.is_over:
-                return
-            self.improve(candidate.order)
-            yield (index + 1) / count
-
-    def execute_closest(self, count: int, floor_bytes: int) -> Iterator[float]:
+    def execute_closest(self, count: int) -> Iterator[float]:
         """Execute within the budget from what those closest to it keep."""
         closest = sorted(
-            self.lifted,
+            self.lifted.values(),
             key=lambda lifted: abs(lifted.candidate.peak_bytes - self.budget_bytes),
         )
-        pairs = list(product(closest, _RULES))[:count]
-        for index, (lifted, rule) in enumerate(pairs):
+        for index, (lifted, rule) in enumerate(list(product(closest, _RULES))[:count]):
             if self.is_over:
                 return
             order = evicting_order(
                 self.graph,
-                max(floor_bytes, self.budget_bytes),
+                self.budget_bytes,
                 kind_index=self.kind_index,
                 rule=rule,
                 runs_per_op=_RUNS_PER_OP,
@@ -248,31 +170,6 @@ class _Search:
                 self.improve(order)
             yield (index + 1) / count
 
-    def least_peak(self) -> str:
-        """Return the smallest peak that was met, for people."""
-        peaks = [lifted.candidate.peak_bytes for lifted in self.lifted]
-        return format_bytes(min(peaks)) if peaks else "not known"
-
-
-def model_budgets(
-    graph: ForwardGraph, family: Family, count: int, deadline_s: float | None = None
-) -> list[int]:
-    """Return budgets for the program, in its own bytes, ascending.
-
-    From the smallest that any sequence of the family needs to what one segment takes,
-    in geometric progression.
-
-    Raises
-    ------
-    TimeoutError
-        If the deadline came before the smallest was found.
-    """
-    low = max(1, smallest_budget(graph, family, deadline_s=deadline_s).peak_bytes)
-    high = max(low, sum(graph.charged_bytes))
-    steps = max(1, count - 1)
-    between = {int(low * (high / low) ** (k / steps)) for k in range(1, count - 1)}
-    return sorted({low, high, *between} if count > 1 else {high})
-
 
 def _solve(
     problem: Problem,
@@ -281,47 +178,34 @@ def _solve(
     effort: LowerSetsEffort,
     cap: int | None,
 ) -> Proposal:
-    graph, kind_index = problem.graph, single_device_kind_index(problem)
-    budget = problem.budget_bytes
-    store_all = RetentionTable(graph, store_all_order(graph), kind_index)
-    store_all.drop_unread_runs()
-    if budget is None or store_all.peak_bytes <= budget:
-        return _feasible(problem, store_all.order())
-    floor = peak_bound_bytes(graph, problem.platform.devices[0].kind)
-    if floor > budget:
-        return _unknown(problem, f"every schedule needs {format_bytes(floor)}")
+    search = OrderSearch(problem, limits)
+    if (proposal := search.at_once()) is not None:
+        return proposal
     values = reduce_to_forward_values(
-        graph, kind_index=kind_index, max_nodes=effort.max_nodes
+        problem.graph, kind_index=search.kind_index, max_nodes=effort.max_nodes
     )
     if values is None:
-        return _unknown(problem, "no forward op may run again")
+        return search.unknown("no forward op may run again")
     on_progress("lower sets", 0.0)
-    family = (
-        approximate_family(values.graph)
-        if cap is None
-        else choose_family(values.graph, cap)
-    )
-    search = _Search(problem, kind_index, values, limits)
+    graph = values.graph
+    family = approximate_family(graph) if cap is None else choose_family(graph, cap)
+    search = _Search(problem, limits, values, family)
     try:
-        budgets = model_budgets(
-            values.graph, family, effort.budget_count, limits.deadline_s
-        )
+        least = smallest_budget(graph, family, deadline_s=limits.deadline_s)
     except TimeoutError as error:
-        return _unknown(problem, str(error), StopReason.TIME_LIMIT)
-    for share in search.sweep(family, budgets, effort.bisection_count):
+        return search.unknown(str(error), StopReason.TIME_LIMIT)
+    # A single segment takes what all values are charged.
+    budgets = geometric_budgets(
+        least.peak_bytes, sum(graph.charged_bytes), effort.budget_count
+    )
+    for share in search.sweep(budgets, effort.bisection_count):
         on_progress("lower sets", share / 2)
     for share in search.improve_best(effort.improved_count):
         on_progress("keeping what there is room for", 0.5 + share / 4)
-    executions = max(len(_RULES), effort.executed_ops // len(graph.ops))
-    for share in search.execute_closest(executions, floor):
+    executions = max(len(_RULES), effort.executed_ops // len(problem.graph.ops))
+    for share in search.execute_closest(executions):
         on_progress("execution within the budget", 0.75 + share / 4)
-    stop_reason = StopReason.TIME_LIMIT if limits.is_over else StopReason.COMPLETED
-    label = _label(values, family, cap)
-    if search.best is None:
-        return _unknown(
-            problem, f"{label}; the smallest peak is {search.least_peak()}", stop_reason
-        )
-    return _feasible(problem, search.best.order, label, stop_reason)
+    return search.answer(_label(values, family, cap))
 
 
 def _label(values: ForwardValues, family: Family, cap: int | None) -> str:
@@ -332,32 +216,6 @@ def _label(values: ForwardValues, family: Family, cap: int | None) -> str:
     if cap is None:
         return f"{what}: an approximate family"
     return f"{what}: an approximate family, as there are more than {cap:_} in all"
-
-
-def _feasible(
-    problem: Problem,
-    order: Sequence[int],
-    message: str = "",
-    stop_reason: StopReason = StopReason.COMPLETED,
-) -> Proposal:
-    return Proposal(
-        status=Status.FEASIBLE,
-        schedule=schedule_from_order(problem.graph, order),
-        bound_ns=cost_bound_ns(problem),
-        stop_reason=stop_reason,
-        message=message,
-    )
-
-
-def _unknown(
-    problem: Problem, message: str, stop_reason: StopReason = StopReason.COMPLETED
-) -> Proposal:
-    return Proposal(
-        status=Status.UNKNOWN,
-        bound_ns=cost_bound_ns(problem),
-        stop_reason=stop_reason,
-        message=f"{message}; the budget is {format_bytes(problem.budget_bytes or 0)}",
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

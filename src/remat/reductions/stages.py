@@ -1,0 +1,368 @@
+"""Stages: from a training graph to a chain of stages, and back.
+
+The dynamic programs on chains (:mod:`remat.chains`) plan stages through whose ends
+everything goes. The reduction finds them: between two forward ops, in graph order, the
+pass can be cut where one storage alone crosses, that is, is written before and read by
+forward after. What is kept in any case does not count: outputs of ops that may run only
+once, and small storages that much of forward reads, such as masks and position biases.
+
+A stage is measured on the ops it consists of: the time of a forward for the output
+alone, and of one that saves what the stage's backward reads; the time of that backward,
+which consists of the backward ops that read what the stage lost and those that depend
+on them; the bytes it saves, and scratch memory from replaying its ops one by one.
+Gradients of parameters, which stay, count as scratch of the stage that makes them.
+
+A plan of the chain is lifted op by op: the first forward of a stage runs all of it, a
+later one what its output, or its backward, needs. Freeing follows from what is read
+later (:mod:`remat.liveness`), so that a lifted order is always valid, and the judge
+says what it takes.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from remat.chains.operations import Backward, Forward, Operation, Turn
+from remat.chains.stages import Stage, StageChain, StageOption
+from remat.graph import TrainingGraph
+from remat.liveness import BOUNDARY
+from remat.reductions.segments import SegmentedGraph
+
+SHARED_SIZE_SHARE = 100
+SHARED_SPAN_SHARE = 8
+"""A storage is kept in any case if it is smaller than all forward values over the first
+number, and forward needs it for longer than the whole over the second."""
+
+_TINY_SHARE = 1000
+"""So is one that is this many times smaller than the largest forward value."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The ops of one stage, or of the turn.
+
+    ``again`` are the forward ops that run again for the stage's output, ``saving``
+    those that run again for its backward as well.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    again: tuple[int, ...]
+    saving: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainOfStages:
+    """A training graph as a chain, and the way back.
+
+    Parameters
+    ----------
+    graph
+        The training graph.
+    chain
+        What the programs take.
+    parts
+        The ops of each stage, and of the turn, which comes last.
+    """
+
+    graph: TrainingGraph
+    chain: StageChain
+    parts: tuple[_Part, ...]
+
+    def order(self, operations: Iterable[Operation]) -> list[int]:
+        """Return the order of ops that a plan of the chain stands for.
+
+        Parameters
+        ----------
+        operations
+            What a program answers: every stage forward at least once before the turn,
+            and backward once after it.
+
+        Raises
+        ------
+        ValueError
+            If an operation is none of a chain on one device.
+        """
+        order: list[int] = []
+        has_run: set[int] = set()
+        for operation in operations:
+            match operation:
+                case Forward(stage, 0, option):
+                    part = self.parts[stage]
+                    if stage not in has_run:
+                        order += part.forward
+                    else:
+                        order += part.again if option is None else part.saving
+                    has_run.add(stage)
+                case Backward(stage, 0):
+                    order += self.parts[stage].backward
+                case Turn():
+                    turn = self.parts[-1]
+                    order += [*turn.forward, BOUNDARY, *turn.backward]
+                case _:
+                    msg = f"{operation} is not an operation of a chain on one device"
+                    raise ValueError(msg)
+        return order
+
+
+def reduce_to_chain(
+    graph: TrainingGraph, *, kind_index: int = 0, max_stages: int = 64
+) -> ChainOfStages | None:
+    """Return a training graph as a chain of stages; ``None`` if it cannot be cut.
+
+    Parameters
+    ----------
+    graph
+        The graph to reduce.
+    kind_index
+        Position of the device's kind in the ops' costs.
+    max_stages
+        Neighbouring stages are merged, cheapest first, until there are no more than
+        this, at least 1.
+
+    Notes
+    -----
+    Time O(reads of the graph), and O(cuts^2) for merging.
+    """
+    segmented = SegmentedGraph(graph)
+    crossing = narrow_crossings(segmented)
+    cuts = _merged(graph, segmented, sorted(crossing), kind_index, max_stages)
+    if not cuts:
+        return None
+    segment_of = {op: bisect_right(cuts, op) for op in segmented.forward}
+    turns = segmented.backward_segments(segment_of, kept=_never_lost(graph))
+    ends: list[int | None] = [*(crossing[cut] for cut in cuts), None]
+    parts = tuple(
+        _part(
+            graph,
+            forward=[op for op in segmented.forward if segment_of[op] == index],
+            backward=[op for op in segmented.backward if turns[op] == index],
+            end=end,
+        )
+        for index, end in enumerate(ends)
+    )
+    owed = _gradient_bytes(graph, turns, len(cuts))
+    stages = tuple(
+        _stage(graph, part, crossing[cut], gradient, kind_index)
+        for part, cut, gradient in zip(parts[:-1], cuts, owed, strict=True)
+    )
+    last = parts[-1]
+    turn_ops = [*last.forward, *last.backward]
+    return ChainOfStages(
+        graph=graph,
+        chain=StageChain(
+            stages=stages,
+            turn_ns=_cost_ns(graph, turn_ops, kind_index),
+            turn_workspace_bytes=_scratch_bytes(graph, turn_ops, kind_index),
+        ),
+        parts=parts,
+    )
+
+
+def _never_lost(graph: TrainingGraph) -> list[bool]:
+    return [
+        producer is None or not graph.ops[producer].is_recomputable
+        for producer in graph.producers
+    ]
+
+
+def narrow_crossings(segmented: SegmentedGraph) -> dict[int, int]:
+    """Return where forward can be cut: first op of a stage -> what crosses.
+
+    Where the same storage crosses at several places in a row, the first is taken.
+    """
+    graph = segmented.graph
+    never_lost = _never_lost(graph)
+    required = set(segmented.forward)
+    spans: dict[int, tuple[int, int]] = {}
+    for storage, producer in enumerate(graph.producers):
+        if producer is None or producer not in required or never_lost[storage]:
+            continue
+        readers = [op for op in graph.consumers[storage] if op in required]
+        if readers:
+            spans[storage] = (producer, readers[-1])
+    is_counted = _counted(segmented, spans)
+    open_: set[int] = set()
+    found: dict[int, int] = {}
+    previous: int | None = None
+    starts: dict[int, list[int]] = {}
+    ends: dict[int, list[int]] = {}
+    for storage, (start, end) in spans.items():
+        if storage in is_counted:
+            starts.setdefault(start, []).append(storage)
+            ends.setdefault(end, []).append(storage)
+    for op, following in pairwise(segmented.forward):
+        open_.update(starts.get(op, ()))
+        open_.difference_update(ends.get(op, ()))
+        if len(open_) == 1:
+            (crossing,) = open_
+            if crossing != previous:
+                found[following] = crossing
+            previous = crossing
+    return found
+
+
+def _counted(segmented: SegmentedGraph, spans: dict[int, tuple[int, int]]) -> set[int]:
+    """Return the storages that count where they cross, the others being kept."""
+    graph = segmented.graph
+    place = {op: index for index, op in enumerate(segmented.forward)}
+    sizes = {storage: graph.storages[storage].size_bytes for storage in spans}
+    largest, total = max(sizes.values(), default=0), sum(sizes.values())
+    return {
+        storage
+        for storage, (start, end) in spans.items()
+        if sizes[storage] * _TINY_SHARE > largest
+        and (
+            sizes[storage] * SHARED_SIZE_SHARE > total
+            or (place[end] - place[start]) * SHARED_SPAN_SHARE < len(place)
+        )
+    }
+
+
+def _merged(
+    graph: TrainingGraph,
+    segmented: SegmentedGraph,
+    cuts: list[int],
+    kind_index: int,
+    max_stages: int,
+) -> list[int]:
+    """Drop cuts until few enough are left: those between the cheapest stages first."""
+    forward = segmented.forward
+    limits = [0, *cuts, len(graph.ops)]
+    costs = [
+        _cost_ns(graph, [op for op in forward if start <= op < stop], kind_index)
+        for start, stop in pairwise(limits)
+    ]
+    cuts = list(cuts)
+    while len(cuts) > max_stages:
+        index = min(range(len(cuts)), key=lambda i: costs[i] + costs[i + 1])
+        costs[index : index + 2] = [costs[index] + costs[index + 1]]
+        del cuts[index]
+    return cuts
+
+
+def _part(
+    graph: TrainingGraph,
+    *,
+    forward: Sequence[int],
+    backward: Sequence[int],
+    end: int | None,
+) -> _Part:
+    read = {s for op in backward for s in graph.ops[op].reads}
+    ends: set[int] = set() if end is None else {end}
+    return _Part(
+        tuple(forward),
+        tuple(backward),
+        again=_closure(graph, forward, ends),
+        saving=_closure(graph, forward, ends | read),
+    )
+
+
+def _closure(
+    graph: TrainingGraph, ops: Sequence[int], wanted: Iterable[int]
+) -> tuple[int, ...]:
+    """Return those of ``ops`` that run again for the storages wanted, ascending."""
+    inside = {op for op in ops if graph.ops[op].is_recomputable}
+    found: set[int] = set()
+    pending = list(wanted)
+    while pending:
+        producer = graph.producers[pending.pop()]
+        if producer is not None and producer in inside and producer not in found:
+            found.add(producer)
+            pending.extend(graph.ops[producer].reads)
+    return tuple(sorted(found))
+
+
+def _cost_ns(graph: TrainingGraph, ops: Iterable[int], kind_index: int) -> int:
+    return sum(graph.ops[op].cost_ns[kind_index] or 0 for op in ops)
+
+
+def _scratch_bytes(
+    graph: TrainingGraph,
+    ops: Sequence[int],
+    kind_index: int,
+    stays: frozenset[int] = frozenset(),
+) -> int:
+    """Return the most bytes that running ``ops`` adds, less what stays of them.
+
+    What none of them reads again goes after its last use, unless it stays.
+    """
+    last: dict[int, int] = {}
+    for position, op in enumerate(ops):
+        for storage in (*graph.ops[op].reads, *graph.ops[op].writes):
+            last[storage] = position
+    held = most = 0
+    made: set[int] = set()
+    final = set(graph.final_outputs)
+    for position, op in enumerate(ops):
+        writes = graph.ops[op].writes
+        made.update(writes)
+        held += sum(graph.storages[s].size_bytes for s in writes)
+        most = max(most, held + graph.ops[op].workspace_bytes[kind_index])
+        for storage in {*graph.ops[op].reads, *writes}:
+            if (
+                storage in made
+                and last[storage] == position
+                and storage not in stays
+                and storage not in final
+            ):
+                held -= graph.storages[storage].size_bytes
+    staying = sum(graph.storages[s].size_bytes for s in stays & made)
+    return max(0, most - staying)
+
+
+def _gradient_bytes(
+    graph: TrainingGraph, turns: dict[int, int], count: int
+) -> list[int]:
+    """Return per cut the bytes that backward passes over it, downwards."""
+    found = [0] * count
+    for storage, producer in enumerate(graph.producers):
+        if producer not in turns:
+            continue
+        read_in = [turns[op] for op in graph.consumers[storage] if op in turns]
+        lowest = min(read_in, default=turns[producer])
+        for cut in range(lowest, turns[producer]):
+            found[cut] += graph.storages[storage].size_bytes
+    return found
+
+
+def _stage(
+    graph: TrainingGraph, part: _Part, output: int, gradient_bytes: int, kind_index: int
+) -> Stage:
+    read = {s for op in part.backward for s in graph.ops[op].reads}
+    made = {s for op in part.saving for s in graph.ops[op].writes}
+    saved = frozenset((read & made) - {output})
+    forward_ns = _cost_ns(graph, part.again, kind_index)
+    passed = frozenset(
+        storage
+        for op in part.backward
+        for storage in graph.ops[op].writes
+        if any(
+            reader not in part.backward and reader >= graph.forward_count
+            for reader in graph.consumers[storage]
+        )
+    )
+    return Stage(
+        forward_ns=forward_ns,
+        output_bytes=graph.storages[output].size_bytes,
+        gradient_bytes=gradient_bytes,
+        forward_workspace_bytes=_scratch_bytes(
+            graph, part.again, kind_index, frozenset({output})
+        ),
+        options=(
+            StageOption(
+                forward_ns=_cost_ns(graph, part.saving, kind_index),
+                backward_ns=_cost_ns(graph, part.backward, kind_index),
+                saved_bytes=sum(graph.storages[s].size_bytes for s in saved),
+                needs_output=output in read,
+                forward_workspace_bytes=_scratch_bytes(
+                    graph, part.saving, kind_index, saved | {output}
+                ),
+                backward_workspace_bytes=_scratch_bytes(
+                    graph, part.backward, kind_index, passed
+                ),
+            ),
+        ),
+        name=graph.ops[part.forward[-1]].name if part.forward else "",
+    )

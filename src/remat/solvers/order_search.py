@@ -1,0 +1,179 @@
+"""A search among orders of computations: the cheapest that fits, and what improves it.
+
+For solvers that make many orders and judge each by its true bytes.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from remat.bounds import cost_bound_ns, peak_bound_bytes
+from remat.liveness import schedule_from_order, store_all_order
+from remat.problem import Limits, Problem, Proposal, Status, StopReason
+from remat.retention import RetentionTable, improve_order
+from remat.solvers.base import single_device_kind_index
+from remat.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An order of computations on one device, with its exact cost and peak."""
+
+    order: list[int]
+    cost_ns: int
+    peak_bytes: int
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """What is compared: the cost, then the peak."""
+        return (self.cost_ns, self.peak_bytes)
+
+
+class OrderSearch:
+    """The orders weighed so far, and the cheapest that fits the budget.
+
+    Parameters
+    ----------
+    problem
+        A problem with a budget, for device 0 alone.
+    limits
+        When to stop.
+
+    Raises
+    ------
+    SolverUnsuitableError
+        If an op cannot run on device 0, or a storage lives elsewhere.
+    """
+
+    def __init__(self, problem: Problem, limits: Limits) -> None:
+        self.problem = problem
+        self.graph = problem.graph
+        self.kind_index = single_device_kind_index(problem)
+        self.budget_bytes = problem.budget_bytes or 0
+        self.floor_bytes = peak_bound_bytes(
+            self.graph, problem.platform.devices[0].kind
+        )
+        self.limits = limits
+        self.bound_ns = cost_bound_ns(problem)
+        self.candidates: list[Candidate] = []
+        self.best: Candidate | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether time is over, or nothing can be better."""
+        return self.limits.is_over or (
+            self.best is not None and self.best.cost_ns <= self.bound_ns
+        )
+
+    def at_once(self) -> Proposal | None:
+        """Return the answer if none needs to be searched for: all fits, or nothing."""
+        store_all = RetentionTable(
+            self.graph, store_all_order(self.graph), self.kind_index
+        )
+        store_all.drop_unread_runs()
+        if (
+            self.problem.budget_bytes is None
+            or store_all.peak_bytes <= self.budget_bytes
+        ):
+            return self.feasible(store_all.order(), "everything is kept")
+        if self.floor_bytes > self.budget_bytes:
+            needed = format_bytes(self.floor_bytes)
+            return self.unknown(f"every schedule needs {needed}")
+        return None
+
+    def weigh(self, order: Sequence[int]) -> Candidate:
+        """Return an order less its unread runs; remember it if it is the best."""
+        table = RetentionTable(self.graph, order, self.kind_index)
+        table.drop_unread_runs()
+        found = Candidate(table.order(), table.cost_ns, table.peak_bytes)
+        self.candidates.append(found)
+        if found.peak_bytes <= self.budget_bytes and (
+            self.best is None or found.rank < self.best.rank
+        ):
+            self.best = found
+        return found
+
+    def improve(self, order: Sequence[int]) -> None:
+        """Weigh an order less the runs that memory lets it do without."""
+        self.weigh(
+            improve_order(
+                self.graph,
+                order,
+                self.budget_bytes,
+                kind_index=self.kind_index,
+                limits=self.limits,
+            )
+        )
+
+    def improve_best(self, count: int) -> Iterator[float]:
+        """Improve the cheapest that fit and those with most memory left over.
+
+        Yields
+        ------
+        float
+            The share that is done.
+        """
+        fitting = [c for c in self.candidates if c.peak_bytes <= self.budget_bytes]
+        by_cost = sorted(fitting, key=lambda c: c.rank)
+        by_peak = sorted(fitting, key=lambda c: (c.peak_bytes, c.cost_ns))
+        chosen: list[Candidate] = []
+        for pair in zip(by_cost, by_peak, strict=True):
+            chosen.extend(c for c in pair if c not in chosen)
+        for index, candidate in enumerate(chosen[:count]):
+            if self.is_over:
+                return
+            self.improve(candidate.order)
+            yield (index + 1) / count
+
+    def answer(self, label: str) -> Proposal:
+        """Return the best that was found, or that nothing was."""
+        stop_reason = (
+            StopReason.TIME_LIMIT if self.limits.is_over else StopReason.COMPLETED
+        )
+        if self.best is not None:
+            return self.feasible(self.best.order, label, stop_reason)
+        peaks = [c.peak_bytes for c in self.candidates]
+        least = format_bytes(min(peaks)) if peaks else "not known"
+        return self.unknown(f"{label}; the smallest peak is {least}", stop_reason)
+
+    def feasible(
+        self,
+        order: Sequence[int],
+        message: str,
+        stop_reason: StopReason = StopReason.COMPLETED,
+    ) -> Proposal:
+        """Return an order as a proposal."""
+        return Proposal(
+            status=Status.FEASIBLE,
+            schedule=schedule_from_order(self.graph, order),
+            bound_ns=self.bound_ns,
+            stop_reason=stop_reason,
+            message=message,
+        )
+
+    def unknown(
+        self, message: str, stop_reason: StopReason = StopReason.COMPLETED
+    ) -> Proposal:
+        """Return that no schedule was found, and why."""
+        return Proposal(
+            status=Status.UNKNOWN,
+            bound_ns=self.bound_ns,
+            stop_reason=stop_reason,
+            message=f"{message}; the budget is {format_bytes(self.budget_bytes)}",
+        )
+
+
+def geometric_budgets(low: int, high: int, count: int) -> list[int]:
+    """Return up to ``count`` integers from ``low`` to ``high``, in equal ratios.
+
+    Examples
+    --------
+    >>> geometric_budgets(100, 1600, 5)
+    [100, 200, 400, 800, 1600]
+    >>> geometric_budgets(7, 7, 3)
+    [7]
+    """
+    low, high = max(1, low), max(1, low, high)
+    if count == 1:
+        return [high]
+    between = (low * (high / low) ** (k / (count - 1)) for k in range(1, count - 1))
+    return sorted({low, high, *(min(high, round(value)) for value in between)})

@@ -1,0 +1,231 @@
+"""Rotor and Revolve: optimal programs on the chain of stages of a training graph.
+
+The training graph is cut where one value alone crosses
+(:mod:`remat.reductions.stages`). Rotor's dynamic program [1]_ then says which stages to
+run when, with what kept, and how often; Revolve [2]_ does so for stages that count as
+equal, within a number of stored values. Each answer is lifted to an order of the real
+ops and weighed by its true bytes; the program's own budget is swept, and the cheapest
+orders that fit are improved (:mod:`remat.retention`).
+
+Unlike segments that are recomputed once, these run a stage as often as memory makes
+necessary, so that peaks fall well below that of one recomputation.
+
+Known to be improvable: a stage has one way to be saved, all that its backward reads;
+within a stage nothing is chosen, except by the improvement.
+
+References
+----------
+.. [1] O. Beaumont, L. Eyraud-Dubois, J. Herrmann, A. Joly, A. Shilova. Optimal
+   checkpointing for heterogeneous chains: how to train deep neural networks with
+   limited memory. arXiv:1911.13214, 2019.
+.. [2] A. Griewank, A. Walther. Algorithm 799: revolve. ACM Transactions on
+   Mathematical Software 26(1), 2000.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from remat.chains.operations import Operation
+from remat.chains.revolve import plan_chain
+from remat.chains.rotor import least_budget, plan_rotor
+from remat.errors import SolverUnsuitableError
+from remat.problem import Limits, Problem, Proposal
+from remat.reductions.stages import ChainOfStages, reduce_to_chain
+from remat.solvers.base import ProgressCallback
+from remat.solvers.order_search import OrderSearch, geometric_budgets
+
+_FEWEST_STAGES = 3
+
+
+class _Search(OrderSearch):
+    """Orders lifted from plans of one chain."""
+
+    def __init__(self, problem: Problem, limits: Limits, chain: ChainOfStages) -> None:
+        super().__init__(problem, limits)
+        self.chain = chain
+
+    def lift(self, operations: Sequence[Operation]) -> bool:
+        """Weigh a plan by the true bytes of its order; return whether it fits."""
+        found = self.weigh(self.chain.order(operations))
+        return found.peak_bytes <= self.budget_bytes
+
+    def sweep_budgets(
+        self, count: int, bisection_count: int, slots: int
+    ) -> Iterator[float]:
+        """Ask Rotor for budgets of its own, then around the largest that fits."""
+        chain = self.chain.chain
+        most = 2 * sum(chain.all_sizes) + 1
+        if plan_rotor(chain, most, slots=slots) is None:
+            return
+        least = least_budget(
+            lambda budget: plan_rotor(chain, budget, slots=slots),
+            most,
+            tolerance_bytes=max(1, most // 1000),
+        )
+        budgets = geometric_budgets(least, most, count)
+        low = budgets[0]
+        for index, budget in enumerate(budgets):
+            if self.is_over:
+                return
+            plan = plan_rotor(chain, budget, slots=slots)
+            if plan is not None and self.lift(plan.operations):
+                low = budget
+            yield (index + 1) / count
+        high = min((b for b in budgets if b > low), default=low)
+        for _ in range(bisection_count):
+            if self.is_over:
+                return
+            middle = (low + high) // 2
+            plan = plan_rotor(chain, middle, slots=slots)
+            fits = plan is not None and self.lift(plan.operations)
+            low, high = (middle, high) if fits else (low, middle)
+            yield 1.0
+
+    def sweep_slots(self, count: int) -> Iterator[float]:
+        """Ask Revolve for growing numbers of stored values."""
+        length = len(self.chain.chain.stages)
+        numbers = geometric_budgets(1, length + 1, count)
+        for index, number in enumerate(numbers):
+            if self.is_over:
+                return
+            plan = plan_chain(length, number)
+            if plan is not None:
+                self.lift(plan.operations)
+            yield (index + 1) / len(numbers)
+
+
+def _chain_of(search: OrderSearch, max_stages: int) -> ChainOfStages:
+    """Return the chain, or raise that there is none.
+
+    Raises
+    ------
+    SolverUnsuitableError
+        If the graph cannot be cut into stages.
+    """
+    graph = search.graph
+    chain = reduce_to_chain(graph, kind_index=search.kind_index, max_stages=max_stages)
+    found = 0 if chain is None else len(chain.chain.stages)
+    if chain is None or found < _FEWEST_STAGES:
+        msg = (
+            f"graph {graph.name!r} is no chain: forward can be cut where one value alone "
+            f"crosses at {found} places, and a chain needs {_FEWEST_STAGES}; for other "
+            "graphs there are the solvers 'lower-sets' and 'min-cut-retention'"
+        )
+        raise SolverUnsuitableError(msg)
+    return chain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotor:
+    """Run stages of unequal time and size as the dynamic program says.
+
+    **Guarantee** for each of its budgets the program's plan is the quickest of the
+    persistent ones of the chain, or better (see :mod:`remat.chains.rotor`), on sizes
+    rounded up. Of the lifted order nothing is proved beyond the judge's bytes and the
+    bound on every schedule.
+
+    **Complexity** O(slots x stages^3) for each of the program's budgets, in the native
+    core.
+
+    Parameters
+    ----------
+    max_stages
+        Neighbouring stages are merged until there are no more than this.
+    budget_count
+        Budgets of the program that are tried.
+    bisection_count
+        Halvings between the largest of those whose schedule fits and the next.
+    improved_count
+        Orders that are improved.
+    slots
+        Slots that a budget is divided into.
+    """
+
+    schedule_class: ClassVar[str] = (
+        "a chain of stages, each run any number of times, improved; on one device"
+    )
+    is_exact: ClassVar[bool] = False
+
+    max_stages: int = 64
+    budget_count: int = 16
+    bisection_count: int = 6
+    improved_count: int = 8
+    slots: int = 400
+
+    def solve(
+        self, problem: Problem, limits: Limits, on_progress: ProgressCallback
+    ) -> Proposal:
+        """Return the cheapest schedule found, or UNKNOWN if none fits.
+
+        Raises
+        ------
+        SolverUnsuitableError
+            If the graph is no chain of stages, an op cannot run on device 0, or a
+            storage lives elsewhere.
+        """
+        search = OrderSearch(problem, limits)
+        if (proposal := search.at_once()) is not None:
+            return proposal
+        on_progress("chain of stages", 0.0)
+        chain = _chain_of(search, self.max_stages)
+        search = _Search(problem, limits, chain)
+        for share in search.sweep_budgets(
+            self.budget_count, self.bisection_count, self.slots
+        ):
+            on_progress("chain of stages", share / 2)
+        for share in search.improve_best(self.improved_count):
+            on_progress("keeping what there is room for", 0.5 + share / 2)
+        return search.answer(f"{len(chain.chain.stages)} stages")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revolve:
+    """Run stages as if they were equal, with the fewest forward runs.
+
+    **Guarantee** for each number of stored values the plan has the fewest runs of
+    stages; on stages that differ this is a heuristic.
+
+    **Complexity** linear in the length of the plan, for each number of stored values.
+
+    Parameters
+    ----------
+    max_stages
+        Neighbouring stages are merged until there are no more than this.
+    slot_count
+        Numbers of stored values that are tried.
+    improved_count
+        Orders that are improved.
+    """
+
+    schedule_class: ClassVar[str] = (
+        "a chain of stages that count as equal, improved; on one device"
+    )
+    is_exact: ClassVar[bool] = False
+
+    max_stages: int = 64
+    slot_count: int = 16
+    improved_count: int = 8
+
+    def solve(
+        self, problem: Problem, limits: Limits, on_progress: ProgressCallback
+    ) -> Proposal:
+        """Return the cheapest schedule found, or UNKNOWN if none fits.
+
+        Raises
+        ------
+        SolverUnsuitableError
+            If the graph is no chain of stages, an op cannot run on device 0, or a
+            storage lives elsewhere.
+        """
+        search = OrderSearch(problem, limits)
+        if (proposal := search.at_once()) is not None:
+            return proposal
+        on_progress("chain of stages", 0.0)
+        chain = _chain_of(search, self.max_stages)
+        search = _Search(problem, limits, chain)
+        for share in search.sweep_slots(self.slot_count):
+            on_progress("chain of stages", share / 2)
+        for share in search.improve_best(self.improved_count):
+            on_progress("keeping what there is room for", 0.5 + share / 2)
+        return search.answer(f"{len(chain.chain.stages)} stages")
