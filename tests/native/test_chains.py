@@ -5,6 +5,7 @@ from collections.abc import Callable
 from itertools import permutations
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,11 +80,13 @@ def test_disk_revolve_plan(
 
 
 @st.composite
-def rotor_options(draw: st.DrawFn) -> tuple[int, int, int, bool, int, int]:
+def rotor_options(
+    draw: st.DrawFn, least_ns: int
+) -> tuple[int, int, int, bool, int, int]:
     if draw(st.integers(0, 5)) == 0:
         return (-1, draw(costs), 0, False, 0, draw(sizes))
     return (
-        draw(costs),
+        least_ns + draw(costs),
         draw(costs),
         draw(sizes),
         draw(st.booleans()),
@@ -99,13 +102,15 @@ def rotor_chains(draw: st.DrawFn, max_stages: int = 5) -> tuple[Any, ...]:
     def row(count: int, numbers: st.SearchStrategy[int]) -> list[int]:
         return draw(st.lists(numbers, min_size=count, max_size=count))
 
+    forward = row(length, costs)
     options = [
-        draw(st.lists(rotor_options(), min_size=1, max_size=2)) for _ in range(length)
+        draw(st.lists(rotor_options(least), min_size=1, max_size=2))
+        for least in forward
     ]
     return (
         row(length + 1, sizes),
         row(length + 1, sizes),
-        row(length, costs),
+        forward,
         row(length, sizes),
         options,
         (draw(costs), draw(sizes)),
@@ -118,6 +123,13 @@ def test_rotor_plan(
     chain: tuple[Any, ...], slot_bytes: int, slots: int, beyond: bool
 ) -> None:
     same(rotor_plan, chain, slot_bytes, slots, beyond)
+
+
+def test_cheaper_saving_is_refused() -> None:
+    chain = ([1, 1], [1, 1], [5], [0], [[(4, 1, 0, True, 0, 0)]], (0, 0))
+    for function in (stage_join_plan, inspect.unwrap(stage_join_plan)):
+        with pytest.raises(ValueError, match="takes less time"):
+            function([chain], (0, 0), 1, 20, True)
 
 
 @settings(max_examples=40)

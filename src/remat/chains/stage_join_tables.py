@@ -79,6 +79,9 @@ class _StageJoin:
         if value > 0:
             for k, option in rotor.saving(value - 1):
                 added = option[0] - rotor.forward[value - 1]
+                if added < 0:
+                    msg = "a forward that saves takes less time than one that does not"
+                    raise ValueError(msg)
                 passed, kept = rotor.passed(value - 1, k), rotor.kept(value - 1, k)
                 yield k, added, passed - kept
 

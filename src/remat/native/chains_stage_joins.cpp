@@ -85,6 +85,10 @@ class Branch {
 
  private:
   void add(const Node& node, const Keeping& keeping) {
+    // Infinite costs must not become smaller.
+    if (keeping.added < 0) {
+      throw nb::value_error("a forward that saves takes less time than one that does not");
+    }
     nodes_.push_back(node);
     keepings_.push_back(keeping);
   }
