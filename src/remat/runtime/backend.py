@@ -15,6 +15,7 @@ from remat.capture.surroundings import describe_input
 from remat.errors import CaptureError, RematError
 from remat.graph import Role
 from remat.runtime.lowering import lower
+from remat.runtime.undefined import DefinedTangents
 from remat.schedule import Schedule
 
 
@@ -92,15 +93,30 @@ class PlannedBackend:
             num_fwd_outputs: int,
             **_options: Any,
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            defined.read(joint, num_fwd_outputs)
             return self.partition(joint, num_fwd_outputs, inputs, autocast)
 
+        def compile_backward(
+            module: fx.GraphModule, backward_inputs: Sequence[Any]
+        ) -> Callable[[list[Any]], Any]:
+            backward = self.compile_pass(module, backward_inputs)
+            return _boxed(lambda values: defined.drop_undefined(backward(values)))
+
+        defined = DefinedTangents()
         compiler = aot_autograd(
             fw_compiler=self.compile_pass,
-            bw_compiler=self.compile_pass,
+            bw_compiler=compile_backward,
             inference_compiler=self.compile_pass,
             partition_fn=partition,
         )
-        return compiler(module, example_inputs)
+        compiled = compiler(module, example_inputs)
+
+        def run(*values: Any) -> Any:
+            outputs = compiled(*values)
+            defined.watch(outputs)
+            return outputs
+
+        return torch.compiler.disable(run)
 
     def describe_inputs(
         self, module: fx.GraphModule, example_inputs: Sequence[Any]
@@ -150,6 +166,7 @@ class PlannedBackend:
         except RematError as error:
             self.fail(error)
             raise
+        _allow_retaining(lowered.forward, forward_output_count)
         return lowered.forward, lowered.backward
 
     def compile_pass(
@@ -165,5 +182,25 @@ class PlannedBackend:
                 raise StoppedBeforeRunningError
             return forward(arguments)
 
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
+        return _boxed(run)
+
+
+def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Mark code that takes its arguments in a list, and empties it."""
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _allow_retaining(forward: fx.GraphModule, output_count: int) -> None:
+    """Let what forward saves outlive a backward pass, for ``retain_graph=True``.
+
+    The tracer takes what is saved, and seen from its fake tensor to be nobody else's,
+    for a block that backward may overwrite, and then refuses to retain it. Backward
+    overwrites only what it made.
+    """
+    (output,) = forward.graph.find_nodes(op="output")
+    values = output.args[0]
+    held = set(values[:output_count])
+    for node in values[output_count:]:
+        if node.op != "placeholder" and node not in held:
+            node.meta.pop("val", None)

@@ -1,0 +1,117 @@
+"""Gradients that do not exist stay ``None``, as in eager PyTorch.
+
+Where the loss does not depend on an output, autograd has no gradient for it, hands
+zeros to compiled code instead, and compiled code computes zeros from them: parameters
+that nothing reached would get a gradient of zeros, and optimizers that decay or keep
+moments would move them. Here a hook on the compiled step notes which gradients exist,
+and what depends only on others is ``None`` again.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+_COMPILED = "CompiledFunctionBackward"
+
+
+class DefinedTangents:
+    """Which incoming gradients exist, handed from autograd to the backward code.
+
+    One belongs to one traced step: :meth:`read` looks at its joint graph,
+    :meth:`watch` at the outputs of a forward pass, and :meth:`drop_undefined` changes
+    what the backward code returns.
+    """
+
+    def __init__(self) -> None:
+        # Per gradient that the step returns: a bit for each tangent it depends on.
+        self.dependence: list[int] = []
+        # Per tangent: the position of the output whose gradient it is, if known.
+        self.output_of: list[int | None] = []
+        self._noted = threading.local()
+
+    def read(self, joint: fx.GraphModule, forward_output_count: int) -> None:
+        """Find which gradients depend on which tangents."""
+        masks: dict[fx.Node, int] = {}
+        self.output_of = []
+        for node in joint.graph.nodes:
+            if node.op == "placeholder" and _is_tangent(node):
+                masks[node] = 1 << len(self.output_of)
+                self.output_of.append(_output_position(node.meta["desc"].output))
+                continue
+            mask = 0
+            for source in node.all_input_nodes:
+                mask |= masks[source]
+            masks[node] = mask
+        (output,) = joint.graph.find_nodes(op="output")
+        self.dependence = [
+            masks[value] if isinstance(value, fx.Node) else 0
+            for value in output.args[0][forward_output_count:]
+        ]
+
+    def watch(self, outputs: Sequence[Any]) -> None:
+        """Note, when the backward pass of these outputs begins, which gradients exist.
+
+        Parameters
+        ----------
+        outputs
+            What one forward pass of the step returned.
+        """
+        if len(self.output_of) < 2:
+            return  # The one tangent exists, or there is no backward pass.
+        step: Any = None
+        places: list[tuple[int, int]] = []
+        for tangent, position in enumerate(self.output_of):
+            found = None if position is None else _place_of(outputs[position])
+            if found is not None:
+                step, place = found
+                places.append((tangent, place))
+        if step is None:
+            return
+        noted = self._noted
+
+        def note(gradients: Sequence[torch.Tensor | None]) -> None:
+            noted.undefined = sum(1 << t for t, p in places if gradients[p] is None)
+
+        step.register_prehook(note)
+
+    def drop_undefined(self, gradients: Sequence[Any]) -> Sequence[Any]:
+        """Return the gradients with ``None`` for those of undefined tangents only."""
+        undefined = getattr(self._noted, "undefined", 0)
+        self._noted.undefined = 0
+        if not undefined:
+            return gradients
+        return tuple(
+            None if mask and not mask & ~undefined else gradient
+            for gradient, mask in zip(gradients, self.dependence, strict=True)
+        )
+
+
+def _is_tangent(node: fx.Node) -> bool:
+    return type(node.meta.get("desc")).__name__ == "TangentAOTInput"
+
+
+def _output_position(description: Any) -> int | None:
+    """Return the position of the output that a tangent belongs to.
+
+    Outputs that are views share the tangent of what they are views of, named after the
+    first of them. Tangents of inputs that the step changes have no output.
+    """
+    described = getattr(description, "base_of", description)
+    is_plain = type(described).__name__ == "PlainAOTOutput"
+    return described.idx if is_plain else None
+
+
+def _place_of(output: Any) -> tuple[Any, int] | None:
+    """Return the compiled step that made an output, and which of its outputs it is."""
+    node = output.grad_fn if isinstance(output, torch.Tensor) else None
+    place = 0 if node is None else output.output_nr
+    while node is not None:
+        if type(node).__name__ == _COMPILED:
+            return node, place
+        following = node.next_functions
+        # Views that autograd makes anew have one source.
+        node, place = following[0] if len(following) == 1 else (None, 0)
+    return None
