@@ -23,7 +23,11 @@ from remat.platform import single_device
 from remat.profile.allocations import record_allocations
 from remat.runtime.backend import PlannedBackend, StoppedBeforeRunningError
 from remat.runtime.lowering import lower
-from remat.runtime.overwriting import VARIANTS
+from remat.runtime.overwriting import (
+    VARIANTS,
+    OverwritingVariant,
+    overwritable_argument,
+)
 from remat.schedule import Compute, Schedule
 from remat.simulator import simulate
 from remat.verification import TrainingStep, compare
@@ -272,15 +276,46 @@ class Sliced(nn.Module):
         return (self.linear(x)[:4] + x.repeat(1, 2)[:4]).sum()
 
 
-@pytest.mark.parametrize("module", [TransposedSum, Broadcast, Widened, Sliced])
+class Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.offset = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.offset + self.linear(x).t()).sum()
+
+
+class Converted(nn.Module):
+    """An integer of four bytes becomes a float of four bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * ((x > 0).int() + 0.5)).sum()
+
+
+@pytest.mark.parametrize(
+    "module", [TransposedSum, Broadcast, Widened, Sliced, Transposed, Converted]
+)
 def test_another_layout_or_another_view_is_not_overwritten(
     module: Callable[[], nn.Module],
 ) -> None:
-    program = trace(module(), (torch.randn(8, 8),))
-    schedule = keep_everything(program.graph)
-    names = [op.name for op in program.graph.ops]
-    assert "add" in names
-    assert "add" not in overwriting_ops(program, schedule)
+    assert found_for_add(module()) is None
+
+
+def test_the_very_layout_is_overwritten() -> None:
+    assert found_for_add(Chain()) == (VARIANTS[aten.add.Tensor], 0)
+
+
+def found_for_add(model: nn.Module) -> tuple[OverwritingVariant, int] | None:
+    """Return what may be overwritten by ``add`` if nothing is read after it."""
+    program = trace(model, (torch.randn(8, 8),))
+    (node,) = [node for _, node in program.calls() if node.name == "add"]
+    written = {storage for op in program.graph.ops for storage in op.writes}
+    return overwritable_argument(program, node, written)
 
 
 def test_block_of_another_size_is_not_overwritten() -> None:
