@@ -11,6 +11,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from remat.capture.autocast import Autocast, autocast_now
 from remat.capture.joint_program import InputSpec, JointProgram, analyse
+from remat.capture.norm_statistics import correct_statistics
 from remat.capture.surroundings import describe_input
 from remat.errors import CaptureError, RematError
 from remat.graph import Role
@@ -153,6 +154,7 @@ class PlannedBackend:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the forward and backward modules that run the chosen schedule."""
         try:
+            correct_statistics(joint)
             program = analyse(
                 joint,
                 forward_output_count=forward_output_count,

@@ -1,0 +1,54 @@
+"""Normalisations of half-precision values with single-precision parameters."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any) -> None:
+    folder = tmp_path_factory.getbasetemp() / "costs"
+    monkeypatch.setenv("REMAT_CACHE_DIR", str(folder))
+
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": lambda: nn.BatchNorm2d(8),
+    "batch norm without parameters": lambda: nn.BatchNorm2d(8, affine=False),
+    "instance norm": lambda: nn.InstanceNorm2d(8, affine=True),
+    "group norm": lambda: nn.GroupNorm(2, 8),
+    "layer norm": lambda: nn.LayerNorm([8, 14, 14]),
+}
+
+
+def mean_square(outputs: torch.Tensor) -> torch.Tensor:
+    return outputs.float().square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_normalisation_under_autocast(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), NORMS[name](), nn.ReLU(), nn.Conv2d(8, 4, 3)
+    )
+    x = torch.randn(4, 3, 16, 16)
+    with torch.autocast("cpu", dtype=dtype):
+        report = remat.verify(model, x, budget="100%", loss=mean_square, repeats=1)
+    assert report.is_exact
+    assert not report.against_eager
+    assert report.is_within_budget
+    assert 0 <= report.prediction_error < 0.02
+    sizes = {
+        report.plan.graph.storages[storage].size_bytes
+        for op in report.plan.graph.ops
+        if "norm" in op.name and "backward" not in op.name
+        for storage in op.writes[1:3]
+    }
+    # Mean and deviation, in single precision.
+    assert all(size in {4 * n for n in (1, 4, 8, 32)} for size in sizes)
+    assert sizes
