@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from remat.bounds import cost_bound_ns, peak_bound_bytes
+from remat.errors import SolverUnsuitableError
 from remat.graph import Op, TrainingGraph
-from remat.planning import solve
+from remat.planning import judge, solve
 from remat.platform import single_device
-from remat.problem import Limits, Problem, Result, Status
+from remat.problem import Limits, Problem, Proposal, Result, Status
 from remat.solvers.base import Solver
 from remat.solvers.store_all import StoreAll
 
@@ -107,6 +108,9 @@ class SolverContract:
         The solver to check.
     recomputes_always
         Whether the solver recomputes even where memory is ample (a baseline).
+    needs_structure
+        Whether the solver may decline graphs without the structure that it is for; a
+        declined graph counts as an answer without a schedule.
     """
 
     CHECKS: ClassVar[tuple[str, ...]] = (
@@ -124,6 +128,7 @@ class SolverContract:
 
     solver: Solver
     recomputes_always: bool = False
+    needs_structure: bool = False
 
     def run(self, check: str, graph: TrainingGraph) -> None:
         """Run the check of that name on ``graph``.
@@ -156,7 +161,14 @@ class SolverContract:
         limits: Limits | None = None,
     ) -> Result:
         """Return the judged answer of the solver for one device."""
-        return solve(_problem(graph, budget_bytes), self.solver, limits=limits)
+        problem = _problem(graph, budget_bytes)
+        try:
+            return solve(problem, self.solver, limits=limits)
+        except SolverUnsuitableError as error:
+            if not self.needs_structure:
+                raise
+            declined = Proposal(status=Status.UNKNOWN, message=str(error))
+            return judge(problem, type(self.solver).__name__, declined)
 
     def answers_are_valid(self, graph: TrainingGraph) -> None:
         """Check peak, cost, bound and status at several budgets."""
@@ -300,10 +312,9 @@ class SolverContract:
         AssertionError
             If it does not.
         """
-        problem = _problem(graph, budgets_between(graph, 3)[0])
-        before = repr(problem)
-        solve(problem, self.solver)
-        _require(repr(problem) == before, "the problem was changed")
+        before = repr(graph)
+        self.ask(graph, budgets_between(graph, 3)[0])
+        _require(repr(graph) == before, "the graph was changed")
 
     def deadline(self, graph: TrainingGraph) -> None:
         """Check that a deadline in the past ends the search at once.

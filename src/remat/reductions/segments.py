@@ -141,7 +141,8 @@ class SegmentedGraph:
         """Return the segment in whose turn each backward op runs.
 
         The latest in which what the op reads is there: no later than what it depends
-        on, and when the values that it reads and that are not kept are recomputed.
+        on, and when the values that it reads and that are not kept are recomputed. Work
+        of the caller comes last.
 
         Parameters
         ----------
@@ -163,7 +164,8 @@ class SegmentedGraph:
                     and not kept[storage]
                 ):
                     turns.append(segment_of[producer])
-            turn[op] = min(turns, default=last)
+            is_last = self.graph.ops[op].is_external
+            turn[op] = 0 if is_last else min(turns, default=last)
         return turn
 
     def _recomputed(self, storages: Sequence[int], is_live: list[bool]) -> list[int]:

@@ -77,7 +77,8 @@ class ChainOfStages:
         ----------
         operations
             What a program answers: every stage forward at least once before the turn,
-            and backward once after it.
+            and backward once after it. A backward without an option starts from the
+            stage's input.
 
         Raises
         ------
@@ -86,6 +87,7 @@ class ChainOfStages:
         """
         order: list[int] = []
         has_run: set[int] = set()
+        previous: Operation | None = None
         for operation in operations:
             match operation:
                 case Forward(stage, 0, option):
@@ -95,7 +97,10 @@ class ChainOfStages:
                     else:
                         order += part.again if option is None else part.saving
                     has_run.add(stage)
-                case Backward(stage, 0):
+                case Backward(stage, 0, option):
+                    if option is None and previous != Forward(stage):
+                        # From the stage's input alone: what is inside comes back first.
+                        order += self.parts[stage].saving
                     order += self.parts[stage].backward
                 case Turn():
                     turn = self.parts[-1]
@@ -103,6 +108,7 @@ class ChainOfStages:
                 case _:
                     msg = f"{operation} is not an operation of a chain on one device"
                     raise ValueError(msg)
+            previous = operation
         return order
 
 
@@ -131,7 +137,9 @@ def reduce_to_chain(
     if not cuts:
         return None
     segment_of = {op: bisect_right(cuts, op) for op in segmented.forward}
-    turns = segmented.backward_segments(segment_of, kept=_never_lost(graph))
+    turns = segmented.backward_segments(
+        segment_of, kept=_beside_segments(graph, segment_of)
+    )
     ends: list[int | None] = [*(crossing[cut] for cut in cuts), None]
     parts = tuple(
         _part(
@@ -165,6 +173,22 @@ def _never_lost(graph: TrainingGraph) -> list[bool]:
         producer is None or not graph.ops[producer].is_recomputable
         for producer in graph.producers
     ]
+
+
+def _beside_segments(graph: TrainingGraph, segment_of: dict[int, int]) -> list[bool]:
+    """Return per storage whether backward has it without its own segment's forward.
+
+    What crosses a cut is a stage's output, which the backward of the next one has.
+    """
+    found = _never_lost(graph)
+    for storage, producer in enumerate(graph.producers):
+        if producer is not None and producer in segment_of:
+            own = segment_of[producer]
+            found[storage] |= any(
+                segment_of.get(reader, own) != own
+                for reader in graph.consumers[storage]
+            )
+    return found
 
 
 def narrow_crossings(segmented: SegmentedGraph) -> dict[int, int]:

@@ -7,6 +7,8 @@ from remat.solvers.greedy_eviction import GreedyEviction as GreedyEviction
 from remat.solvers.lower_sets import LowerSets as LowerSets
 from remat.solvers.lower_sets import LowerSetsApprox as LowerSetsApprox
 from remat.solvers.min_cut_retention import MinCutRetention as MinCutRetention
+from remat.solvers.rotor import Revolve as Revolve
+from remat.solvers.rotor import Rotor as Rotor
 from remat.solvers.store_all import StoreAll as StoreAll
 
 SOLVERS: dict[str, type[Solver]] = {
@@ -17,12 +19,16 @@ SOLVERS: dict[str, type[Solver]] = {
     "min-cut-retention": MinCutRetention,
     "lower-sets": LowerSets,
     "lower-sets-approx": LowerSetsApprox,
+    "rotor": Rotor,
+    "revolve": Revolve,
 }
 """Name on the command line and in ``solver=`` -> solver class."""
 
 AUTO: tuple[type[Solver], ...] = (
     StoreAll,
     LowerSets,
+    Rotor,
+    Revolve,
     MinCutRetention,
     GreedyEviction,
 )

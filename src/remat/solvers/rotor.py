@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from remat.chains.conventions import CHECKPOINTS_ONLY
 from remat.chains.operations import Operation
 from remat.chains.revolve import plan_chain
 from remat.chains.rotor import least_budget, plan_rotor
@@ -89,7 +90,7 @@ class _Search(OrderSearch):
         for index, number in enumerate(numbers):
             if self.is_over:
                 return
-            plan = plan_chain(length, number)
+            plan = plan_chain(length, number, CHECKPOINTS_ONLY)
             if plan is not None:
                 self.lift(plan.operations)
             yield (index + 1) / len(numbers)
