@@ -224,13 +224,57 @@ def test_the_callers_modes_do_not_reach_the_operators():
     assert set(seen) == {(True, False, True)}
 
 
-def test_another_profiler_is_refused_and_left_alone():
-    calls = [OperatorCall(aten.neg.default, (fake(10),))]
+def sizes_of(costs: list[OperatorCost]) -> list[tuple[int, int, tuple[int, ...]]]:
+    return [(c.workspace_bytes, c.output_bytes, c.output_sizes_bytes) for c in costs]
+
+
+def test_another_profiler_sees_nothing_and_changes_nothing():
+    calls = [
+        OperatorCall(aten.neg.default, (fake(1000),)),
+        OperatorCall(aten.sort.default, (fake(64, 500),)),
+        OperatorCall(
+            aten.native_layer_norm.default, (fake(8, 64), [64], None, None, 0)
+        ),
+        OperatorCall(aten._softmax.default, (fake(30, 70), 0, False)),
+    ]
+    expected = profile_operators(calls)
+    activities: list[str] = []
     with torch.autograd.profiler.profile(use_kineto=True) as profiler:
-        with pytest.raises(ProfileError, match="already recording"):
-            profile_operators(calls)
-        torch.ones(3).neg()
-    assert "aten::neg" in str(profiler)
+        found = profile_operators(calls, on_progress=lambda a, _: activities.append(a))
+        torch.ones(3).abs()
+    assert sizes_of(found) == sizes_of(expected)
+    assert any(workspace for workspace, _, _ in sizes_of(found))
+    assert all(cost.cost_ns > 0 for cost in found)
+    assert len(activities) == len(calls) + 1
+    assert "aten::abs" in str(profiler)
+    assert "aten::sort" not in str(profiler)
+
+
+def test_an_error_beside_another_profiler_is_the_same():
+    def fails(_: torch.Tensor) -> torch.Tensor:
+        raise OSError("boom")
+
+    with (
+        torch.autograd.profiler.profile(use_kineto=True),
+        pytest.raises(ProfileError, match="boom"),
+    ):
+        profile_operators([OperatorCall(fails, (fake(3),))])
+
+
+def test_an_interrupt_ends_the_work_beside():
+    reports: list[str] = []
+
+    def interrupt(activity: str, _share: float) -> None:
+        reports.append(activity)
+        raise KeyboardInterrupt
+
+    calls = [OperatorCall(aten.neg.default, (fake(n),)) for n in range(1, 9)]
+    with (
+        torch.autograd.profiler.profile(use_kineto=True),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        profile_operators(calls, on_progress=interrupt)
+    assert len(reports) == 1
 
 
 def test_arguments_and_results_are_released():

@@ -7,6 +7,7 @@ tensor, and every other argument.
 """
 
 import statistics
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -16,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.errors import ProfileError
-from remat.profile.allocations import check_no_profiler, record_allocations
+from remat.profile.allocations import record_allocations
 from remat.profile.arguments import (
     FILLS,
     ArgumentMaker,
@@ -26,6 +27,7 @@ from remat.profile.arguments import (
     target_name,
     tensors_in,
 )
+from remat.profile.beside import Progress, record_growth, run_beside
 from remat.profile.cache import CostCache
 from remat.profile.clock import operator_clock
 
@@ -101,7 +103,8 @@ def profile_operators(
     """Measure each distinct operator once, alone, and return the cost of each call.
 
     Random number generators, autograd mode and all other state of torch are as before
-    when it returns. Must not run while a torch profiler records.
+    when it returns. While a torch profiler records, another thread measures, and the
+    profiler sees nothing of it.
 
     Parameters
     ----------
@@ -124,7 +127,6 @@ def profile_operators(
         If an operator cannot run alone; the message names it, its arguments and the
         error.
     """
-    check_no_profiler()
     descriptions = [describe(c.target, c.args, c.kwargs) for c in calls]
     keys = [
         _key(description, position) for position, description in enumerate(descriptions)
@@ -139,14 +141,21 @@ def profile_operators(
             missing[key] = position
         else:
             costs[key] = known
-    try:
+
+    def measure_missing(report: Progress) -> None:
         with _isolated({t for d in descriptions for t in d.device_types}):
             for count, (key, position) in enumerate(missing.items()):
                 call = calls[position]
-                on_progress(target_name(call.target), count / len(missing))
+                report(target_name(call.target), count / len(missing))
                 costs[key] = _profile_operator(call, descriptions[position])
                 if cache is not None and descriptions[position].is_complete:
                     cache.put(key, asdict(costs[key]))
+
+    try:
+        if missing and torch.autograd._profiler_enabled():
+            run_beside(measure_missing, on_progress)
+        else:
+            measure_missing(on_progress)
     finally:
         # What was measured before an interruption or an error is not lost.
         if cache is not None:
@@ -264,10 +273,18 @@ def _memory_of(
         peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
         growth_bytes = peak - before
     else:
-        recording, outputs = record_allocations(run)
-        growth_bytes = recording.peak_bytes()
+        growth_bytes, outputs = _growth_of(run)
     sizes, aliases_input = _output_sizes(inputs, outputs)
     return sizes, aliases_input, growth_bytes
+
+
+def _growth_of(run: Callable[[], object]) -> tuple[int, object]:
+    """Return the most CPU memory that a call takes, in bytes, and its result."""
+    if threading.current_thread() is not threading.main_thread():
+        # The main thread may hold the one profiler that a process can have.
+        return record_growth(run)
+    recording, outputs = record_allocations(run)
+    return recording.peak_bytes(), outputs
 
 
 def _output_sizes(inputs: object, outputs: object) -> tuple[tuple[int, ...], bool]:
