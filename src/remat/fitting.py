@@ -22,6 +22,7 @@ from remat.costing import Costs
 from remat.errors import CaptureError, ExecutionError
 from remat.plan_request import Loss, PlanRequest, check_model
 from remat.platform import Platform
+from remat.profile.described_loss import DescribedLoss
 from remat.runtime.backend import PlannedBackend, StoppedBeforeRunningError
 from remat.runtime.variants import VariantBackend
 from remat.schedule import Schedule
@@ -63,6 +64,7 @@ class FittedModel:
         self.model = model
         self.request = request
         self.optimizer_memory = optimizer_memory(request)
+        self.loss = None if request.loss is None else DescribedLoss(request.loss)
         self.entries: dict[int, tuple[Planner, PlannedBackend, Callable[..., Any]]] = {}
 
     def entry(
@@ -71,7 +73,11 @@ class FittedModel:
         """Return planner, backend and compiled call for so many bytes of gradients."""
         if gradient_bytes not in self.entries:
             planner = Planner(
-                self.model, self.request, self.optimizer_memory, gradient_bytes
+                self.model,
+                self.request,
+                self.optimizer_memory,
+                gradient_bytes,
+                self.loss,
             )
             backend = PlannedBackend(_weakly(planner), type(self.model).__name__)
             self.entries[gradient_bytes] = (

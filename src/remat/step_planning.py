@@ -27,10 +27,10 @@ from remat.errors import CaptureError, ExecutionError, PlanMismatchError
 from remat.graph import Role
 from remat.graph_planning import plan_graph
 from remat.plan_request import PlanRequest
+from remat.profile.described_loss import DescribedLoss
 from remat.profile.outside import (
     LossMemory,
     assumed_loss_bytes,
-    loss_bytes,
     optimizer_bytes,
 )
 from remat.runtime.variants import TracedCall, describe_tensor
@@ -76,6 +76,8 @@ class Planner:
         Bytes of the optimizer's state, and of its step beyond that.
     gradient_bytes
         Bytes of the gradients of earlier passes that exist during the whole step.
+    loss
+        The described loss with what is known of it, if other planners know it too.
     """
 
     def __init__(
@@ -84,7 +86,11 @@ class Planner:
         request: PlanRequest,
         optimizer_memory: tuple[int, int],
         gradient_bytes: int = 0,
+        loss: DescribedLoss | None = None,
     ) -> None:
+        if loss is None and request.loss is not None:
+            loss = DescribedLoss(request.loss)
+        self.loss = loss
         self._model = None if model is None else weakref.ref(model)
         self.request = request
         self.optimizer_memory = optimizer_memory
@@ -145,10 +151,9 @@ class Planner:
 
     def loss_memory(self, program: JointProgram) -> LossMemory:
         """Return what the caller's loss may need beyond the outputs."""
-        if self.request.loss is not None and self.model is not None:
+        if self.loss is not None and self.model is not None:
             with autocast_again(program.autocast):
-                outputs = self.example_outputs(self.model)
-                return loss_bytes(self.request.loss, outputs)
+                return self.loss.memory(self.example_outputs(self.model))
         # Only outputs that take a gradient have one.
         return assumed_loss_bytes(
             program.base_nodes[tangent][0].meta["val"]

@@ -200,6 +200,34 @@ def test_accumulated_gradients_are_gone_when_the_optimizer_steps(
     assert peak <= plan.peak_bytes <= 1.02 * peak
 
 
+def test_a_loss_for_one_batch_size_serves_smaller_ones() -> None:
+    model, x = perceptron(), torch.randn(ROWS, WIDTH)
+    targets = torch.randn(ROWS, WIDTH)
+
+    def loss(out: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(out, targets)
+
+    remat.fit(model, (x,), budget="90%", loss=loss)
+    for accumulates in (False, True):
+        for rows in (100, 2):
+            functional.mse_loss(model(x[:rows]), targets[:rows]).backward()
+            if not accumulates:
+                model.zero_grad()
+    with pytest.raises(remat.CaptureError, match=r"\(512, 64\).*largest batch first"):
+        model(torch.randn(2 * ROWS, WIDTH))
+
+
+def test_a_loss_for_any_batch_size_serves_larger_ones() -> None:
+    model, x = perceptron(), torch.randn(2 * ROWS, WIDTH)
+    targets = torch.randn(2 * ROWS, WIDTH)
+
+    def loss(out: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(out, targets[: len(out)])
+
+    remat.fit(model, (x[:ROWS],), budget="2 MB", loss=loss)
+    loss(model(x)).backward()
+
+
 class CountsCalls(nn.Module):
     """Changes a scalar buffer, which the tracer returns before the output."""
 

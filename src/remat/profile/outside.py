@@ -5,6 +5,7 @@ counts the bytes of the storages that are alive, plus the estimated scratch memo
 inside each operator.
 """
 
+import warnings
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -362,7 +363,13 @@ def loss_bytes(
         outputs = _fake_outputs_like(outputs)
     counter = StorageCounter(outputs.mode)
     try:
-        with _disable_current_modes(), outputs.mode, torch.enable_grad():
+        with (
+            _disable_current_modes(),
+            outputs.mode,
+            torch.enable_grad(),
+            # It warns when it really runs.
+            warnings.catch_warnings(action="ignore"),
+        ):
             fake_args = cast("Sequence[Any]", _fake_like(args, needs_grad=False))
             counter.ignore([list(outputs.tensors), fake_args])
             with counter:
