@@ -186,7 +186,7 @@ def planning_table(results: Results) -> str:
     rows: list[list[str]] = []
     for model in results.networks:
         longest = [
-            max((line["solve_s"] for line in results.runs(model, how)), default=None)
+            max((line["search_s"] for line in results.runs(model, how)), default=None)
             for how in methods
         ]
         rows.append([model, *("" if s is None else seconds(s) for s in longest)])

@@ -276,6 +276,7 @@ def test_solver_is_run_at_each_budget_down_to_its_smallest() -> None:
     assert below["floor_bytes"] == smallest["budget_bytes"]
     for line in (whole, smallest):
         assert line["is_within_budget"]
+        assert 0 <= line["search_s"] <= line["planning_s"]
         assert line["differs_from_captured"]["count"] == 0
     assert smallest["measured_peak_bytes"] < whole["measured_peak_bytes"]
     json.dumps([plain, *lines])
@@ -326,7 +327,7 @@ def line(model: str, method: str, case: str, peak_percent: int, **more: Any) -> 
         "is_within_budget": True,
         "differs_from_captured": {"count": 0, "worst": None, "largest": None},
         "prediction_error": 0.0001,
-        "solve_s": 1.5,
+        "search_s": 1.5,
     }
     return {
         **CONTEXT,
