@@ -426,7 +426,10 @@ class _Planner:
         for _ in range(rounds):
             known: list[Sequence[int]] = []
             if found is not None:
+                sets_before = len(family)
                 family = self.around(family, found.segment_of)
+                if len(family) == sets_before:
+                    break
                 row_of = {mask: row for row, mask in enumerate(family.masks())}
                 chain = chain_of_segmentation(found.segment_of)
                 known = [[row_of[mask] for mask in chain]]
@@ -454,6 +457,8 @@ class _Planner:
             masks = masks_of_rows(family.rows[answer[3]])
             segmentation = segmentation_of_chain(self.graph, masks)
             wider = self.around(family, segmentation.segment_of)
+            if len(wider) == len(family):
+                break
             row_of = {mask: row for row, mask in enumerate(wider.masks())}
             better = self.least(wider, [[row_of[mask] for mask in masks]])
             if not better[3] or better[1] >= answer[1]:

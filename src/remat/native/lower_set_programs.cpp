@@ -27,7 +27,6 @@ namespace {
 
 constexpr std::int64_t kInfinity = std::numeric_limits<std::int64_t>::max() / 2;
 constexpr Index kNone = std::numeric_limits<Index>::max();
-constexpr Index kManySets = 4'000;
 // States per set in the search that only looks for a good sequence.
 constexpr std::size_t kShortFront = 64;
 constexpr std::size_t kAllStates = std::numeric_limits<std::size_t>::max();
@@ -153,7 +152,7 @@ class Search {
  public:
   Search(const Query& query, Watch& watch) : query_(query), watch_(watch) {}
 
-  Answer run(const Tables& family, const Known& known);
+  Answer run(const Tables& family, const Known& known, const Known& weak);
 
  private:
   struct State {
@@ -199,9 +198,13 @@ Search::Part Search::select(const Part& part, const std::vector<Index>& slots) {
           pick(part.so_far)};
 }
 
-Answer Search::run(const Tables& family, const Known& known) {
+Answer Search::run(const Tables& family, const Known& known, const Known& weak) {
   try {
     for (const auto& rows : known) {
+      offer(measure(family, query_, slots_of_rows(family, rows)));
+    }
+    const bool is_known = !best_.rows.empty();
+    for (const auto& rows : weak) {
       offer(measure(family, query_, slots_of_rows(family, rows)));
     }
     Reached reached = reach(family, query_, watch_);
@@ -222,8 +225,7 @@ Answer Search::run(const Tables& family, const Known& known) {
     part = select(part, slots);
     walk(part);
     part = within_bounds(part);
-    // Not worth its time where there are many sets and something good is known.
-    if (known.empty() || part.tables.size() <= kManySets) {
+    if (!is_known) {
       search_states(part, kShortFront);
       part = within_bounds(part);
     }
@@ -485,8 +487,9 @@ void Search::trace_back(const Part& part, const std::vector<std::vector<State>>&
 
 }  // namespace
 
-Answer solve(const Tables& tables, const Query& query, const Known& known, Watch& watch) {
-  return Search(query, watch).run(tables, known);
+Answer solve(const Tables& tables, const Query& query, const Known& known, const Known& weak,
+             Watch& watch) {
+  return Search(query, watch).run(tables, known, weak);
 }
 
 Answer smallest_budget(const Tables& tables, const Known& known,

@@ -41,7 +41,9 @@ using Known = std::vector<std::vector<Index>>;
 // The least peak of any sequence.
 Answer smallest_budget(const Tables& tables, const Known& known, Watch& watch);
 
-// The best sequence within the budget.
-Answer solve(const Tables& tables, const Query& query, const Known& known, Watch& watch);
+// The best sequence within the budget. `known` are expected to be good for this query,
+// `weak` merely to fit it.
+Answer solve(const Tables& tables, const Query& query, const Known& known, const Known& weak,
+             Watch& watch);
 
 }  // namespace remat::lower_sets

@@ -98,7 +98,7 @@ Tables make_tables(const GraphArrays& graph, const Rows& rows) {
 
 std::vector<PlainAnswer> solve_lower_sets(const GraphArrays& graph, const Rows& rows,
                                           const std::vector<PlainQuery>& queries,
-                                          Known known,
+                                          const Known& known,
                                           std::optional<double> time_limit_s) {
   const nb::gil_scoped_release release;
   Watch watch(time_limit_s);
@@ -110,15 +110,16 @@ std::vector<PlainAnswer> solve_lower_sets(const GraphArrays& graph, const Rows& 
     return std::get<0>(queries[a]) < std::get<0>(queries[b]);
   });
   std::vector<PlainAnswer> answers(queries.size());
+  Known earlier;
   for (const std::size_t i : order) {
     const auto& [budget, goal, charge_last] = queries[i];
     if (goal < 0 || goal > 2) throw std::invalid_argument("a goal must be 0, 1 or 2");
     const Query query{budget, static_cast<Goal>(goal), charge_last};
-    Answer answer = lower_sets::solve(tables, query, known, watch);
+    Answer answer = lower_sets::solve(tables, query, known, earlier, watch);
     const std::int64_t overhead = query.goal == Goal::kMostOverhead
                                       ? -answer.sequence.overhead
                                       : answer.sequence.overhead;
-    if (!answer.sequence.rows.empty()) known.push_back(answer.sequence.rows);
+    if (!answer.sequence.rows.empty()) earlier.push_back(answer.sequence.rows);
     answers[i] = {static_cast<int>(answer.found), overhead, answer.sequence.cached,
                   std::move(answer.sequence.rows)};
   }
