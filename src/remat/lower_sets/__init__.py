@@ -3,4 +3,14 @@
 The abstraction and the programs of Kusumoto et al. (NeurIPS 2019): a forward graph with
 a size and a cost a node, families of its lower sets, and dynamic programs over
 increasing sequences of them.
+
+* :mod:`~remat.lower_sets.forward_graph`: ``(V, E, M_v, T_v)``;
+* :mod:`~remat.lower_sets.families`, :mod:`~remat.lower_sets.narrowest`,
+  :mod:`~remat.lower_sets.orders`, :mod:`~remat.lower_sets.choice`: families, and the
+  choice of one;
+* :mod:`~remat.lower_sets.programs`: smallest budget, least and most overhead;
+  :mod:`~remat.lower_sets.recurrences` holds the recurrences themselves;
+* :mod:`~remat.lower_sets.formula`, :mod:`~remat.lower_sets.canonical`: what an answer
+  costs, and the schedule that shows it to the judge;
+* :mod:`~remat.lower_sets.chen`: the method that the paper compares with.
 """
