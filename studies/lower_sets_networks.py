@@ -43,7 +43,15 @@ from remat.verification import Outcome, TrainingStep, compare
 from studies.models import MODELS, Options, Workload
 from studies.peers import PeerStep, exactness, longest_chain, make_peer
 from studies.planned import Subject, paired_times, plan_now, study_budget
-from studies.record import RESULTS, ROOT, append, environment, read, source_digest
+from studies.record import (
+    RESULTS,
+    ROOT,
+    STEADY_ALLOCATION,
+    append,
+    environment,
+    read,
+    source_digest,
+)
 from studies.run import brief, note
 
 STUDY = "lower_sets_networks"
@@ -200,7 +208,7 @@ def start(options: argparse.Namespace, model: str, method: str, costs: Path) -> 
         result = subprocess.run(
             command,
             cwd=ROOT,
-            env=os.environ | {"REMAT_CACHE_DIR": str(costs)},
+            env=os.environ | STEADY_ALLOCATION | {"REMAT_CACHE_DIR": str(costs)},
             stderr=subprocess.PIPE,
             text=True,
             timeout=options.limit,

@@ -16,7 +16,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from studies.record import RESULTS, ROOT, append, environment, read, source_digest
+from studies.record import (
+    RESULTS,
+    ROOT,
+    STEADY_ALLOCATION,
+    append,
+    environment,
+    read,
+    source_digest,
+)
 
 STUDIES = ("budgets", "overhead", "peers")
 MODELS = (
@@ -148,10 +156,14 @@ def start(
     note(f"{options.study}: {model}, {case}")
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        variables = os.environ | {
-            "REMAT_CACHE_DIR": f"{folder}/costs",
-            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
-        }
+        variables = (
+            os.environ
+            | STEADY_ALLOCATION
+            | {
+                "REMAT_CACHE_DIR": f"{folder}/costs",
+                "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+            }
+        )
         status, message = "failed", ""
         try:
             result = subprocess.run(
