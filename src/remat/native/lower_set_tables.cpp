@@ -35,6 +35,18 @@ void for_each_bit(std::span<const Word> set, F&& f) {
   }
 }
 
+bool has(std::span<const Word> set, std::size_t v) {
+  return ((set[v / 64] >> (v % 64)) & 1U) != 0;
+}
+void add(std::span<Word> set, std::size_t v) { set[v / 64] |= Word{1} << (v % 64); }
+void remove(std::span<Word> set, std::size_t v) { set[v / 64] &= ~(Word{1} << (v % 64)); }
+
+std::int64_t total(std::span<const Word> set, const std::vector<std::int64_t>& of) {
+  std::int64_t sum = 0;
+  for_each_bit(set, [&](std::size_t v) { sum += of[v]; });
+  return sum;
+}
+
 void check_arrays(const GraphArrays& graph, std::span<const Word> rows, std::size_t words) {
   const auto& [memory, cost, segment, edges, owed] = graph;
   const std::size_t nodes = memory.size();
@@ -101,103 +113,76 @@ Tables::Tables(const GraphArrays& graph, std::span<const Word> rows, std::size_t
   const std::size_t count = rows.size() / words;
   const std::vector<std::size_t> position = positions(rows, words, nodes);
 
-  // The bit sets of readers and of what is read, in the new numbers.
-  std::vector<Word> readers(nodes * words), reads(nodes * words);
-  std::vector<std::int64_t> bytes(nodes), cost_of(nodes), segment_of(nodes);
+  // In the new numbers.
+  std::vector<std::int64_t> bytes(nodes), cost_of(nodes);
   for (std::size_t v = 0; v < nodes; ++v) {
     bytes[position[v]] = memory[v];
     cost_of[position[v]] = costs[v];
-    segment_of[position[v]] = segments[v];
   }
+  std::vector<std::pair<std::size_t, std::size_t>> reads;
   for (const auto& [u, v] : edges) {
-    const std::size_t from = position[static_cast<std::size_t>(u)];
-    const std::size_t to = position[static_cast<std::size_t>(v)];
-    readers[from * words + to / 64] |= Word{1} << (to % 64);
-    reads[to * words + from / 64] |= Word{1} << (from % 64);
+    reads.emplace_back(position[static_cast<std::size_t>(u)],
+                       position[static_cast<std::size_t>(v)]);
   }
 
-  struct Sums {
-    std::int64_t key, segment, cost;
+  struct Facts {
+    std::int64_t key = 0, segment = 0, cost = 0;
+    std::vector<Word> set, boundary, tops;
   };
-  std::vector<Word> sets(count * words);
-  std::vector<Sums> sums(count);
-  std::vector<Word> consumers(words), beside(words);
+  std::vector<Facts> facts(count);
   for (std::size_t i = 0; i < count; ++i) {
-    const std::span<Word> set(&sets[i * words], words);
+    Facts& fact = facts[i];
+    fact.set.resize(words);
+    fact.boundary.resize(words);
     for_each_bit(rows.subspan(i * words, words), [&](std::size_t v) {
-      const std::size_t p = position[v];
-      set[p / 64] |= Word{1} << (p % 64);
+      add(fact.set, position[v]);
+      fact.segment += segments[v];
+      fact.cost += costs[v];
     });
-    std::fill(consumers.begin(), consumers.end(), 0);
-    std::fill(beside.begin(), beside.end(), 0);
-    Sums sum{0, 0, 0};
-    std::int64_t boundary_sum = 0;
-    for_each_bit(std::span<const Word>(set), [&](std::size_t v) {
-      sum.segment += segment_of[v];
-      sum.cost += cost_of[v];
-      bool is_read = false;
-      for (std::size_t k = 0; k < words; ++k) {
-        if ((reads[v * words + k] & ~set[k]) != 0) {
-          throw std::invalid_argument("a row holds a value without what it reads");
-        }
-        const Word outside = readers[v * words + k] & ~set[k];
-        consumers[k] |= outside;
-        is_read = is_read || outside != 0;
+    fact.tops = fact.set;
+    std::vector<Word> consumers(words), beside(words);
+    for (const auto& [u, v] : reads) {
+      const bool has_u = has(fact.set, u), has_v = has(fact.set, v);
+      if (has_v && !has_u) {
+        throw std::invalid_argument("a row holds a value without what it reads");
       }
-      if (is_read) boundary_sum += bytes[v];
-    });
-    std::int64_t owed_sum = owed == 1 ? boundary_sum : 0;
-    if (owed == 0) {
-      for_each_bit(std::span<const Word>(consumers), [&](std::size_t w) {
-        owed_sum += bytes[w];
-        for (std::size_t k = 0; k < words; ++k) {
-          beside[k] |= reads[w * words + k] & ~set[k];
-        }
-      });
-      for_each_bit(std::span<const Word>(beside),
-                   [&](std::size_t x) { owed_sum += bytes[x]; });
+      if (has_v) remove(fact.tops, u);
+      if (has_u && !has_v) {
+        add(fact.boundary, u);
+        add(consumers, v);
+      }
     }
-    sum.key = sum.segment + owed_sum;
-    sums[i] = sum;
+    for (const auto& [u, v] : reads) {
+      if (has(consumers, v) && !has(fact.set, u)) add(beside, u);
+    }
+    const std::int64_t held[] = {total(consumers, bytes) + total(beside, bytes),
+                                 total(fact.boundary, bytes), 0};
+    fact.key = fact.segment + held[owed];
   }
 
   row.resize(count);
   std::iota(row.begin(), row.end(), Index{0});
   std::stable_sort(row.begin(), row.end(),
-                   [&](Index a, Index b) { return sums[a].key < sums[b].key; });
+                   [&](Index a, Index b) { return facts[a].key < facts[b].key; });
   by_size.resize(count);
-  bits.resize(count * words);
   boundary_start.push_back(0);
   maximal_start.push_back(0);
   for (std::size_t slot = 0; slot < count; ++slot) {
-    const std::size_t i = row[slot];
-    by_size[i] = static_cast<Index>(slot);
-    key.push_back(sums[i].key);
-    segment.push_back(sums[i].segment);
-    cost.push_back(sums[i].cost);
-    const std::span<const Word> set(&sets[i * words], words);
-    std::copy(set.begin(), set.end(), &bits[slot * words]);
-    std::int64_t kept_bytes = 0, kept_cost = 0;
-    std::vector<Word> tops(words);
-    for_each_bit(set, [&](std::size_t v) {
-      bool is_read = false, is_needed = false;
-      for (std::size_t k = 0; k < words; ++k) {
-        is_read = is_read || (readers[v * words + k] & ~set[k]) != 0;
-        is_needed = is_needed || (readers[v * words + k] & set[k]) != 0;
-      }
-      if (is_read) {
-        boundary.push_back({static_cast<Index>(v / 64), static_cast<Index>(v % 64), bytes[v],
-                            cost_of[v]});
-        kept_bytes += bytes[v];
-        kept_cost += cost_of[v];
-      }
-      if (!is_needed) tops[v / 64] |= Word{1} << (v % 64);
+    by_size[row[slot]] = static_cast<Index>(slot);
+    const Facts& fact = facts[row[slot]];
+    key.push_back(fact.key);
+    segment.push_back(fact.segment);
+    cost.push_back(fact.cost);
+    bits.insert(bits.end(), fact.set.begin(), fact.set.end());
+    for_each_bit(fact.boundary, [&](std::size_t v) {
+      boundary.push_back(
+          {static_cast<Index>(v / 64), static_cast<Index>(v % 64), bytes[v], cost_of[v]});
     });
     for (std::size_t k = words; k-- > 0;) {
-      if (tops[k] != 0) maximal.push_back({static_cast<Index>(k), tops[k]});
+      if (fact.tops[k] != 0) maximal.push_back({static_cast<Index>(k), fact.tops[k]});
     }
-    boundary_bytes.push_back(kept_bytes);
-    boundary_cost.push_back(kept_cost);
+    boundary_bytes.push_back(total(fact.boundary, bytes));
+    boundary_cost.push_back(total(fact.boundary, cost_of));
     boundary_start.push_back(static_cast<Index>(boundary.size()));
     maximal_start.push_back(static_cast<Index>(maximal.size()));
   }
