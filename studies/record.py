@@ -26,9 +26,10 @@ STEADY_ALLOCATION = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "100000000000",
 }
-"""For the processes that measure: glibc keeps freed memory instead of giving it back and
-faulting it in again, at moments that depend on the process's history. It concerns plain
-and planned steps alike, and no number of bytes: those are of the allocator's events."""
+"""For the processes that measure: glibc keeps freed memory, instead of giving it back
+and faulting it in again at moments that depend on the process's history. It concerns
+plain and planned steps alike, and no number of bytes: those are of the allocator's
+events."""
 
 
 def environment() -> dict[str, Any]:
