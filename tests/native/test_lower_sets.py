@@ -1,6 +1,7 @@
 """The native core of the lower-set programs gives the answers of its Python twins."""
 
 import inspect
+import random
 import signal
 import threading
 from dataclasses import replace
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from studies.forward_graphs import towers
 
 from remat import native
+from remat.lower_sets.choice import approximate_family
 from remat.lower_sets.families import (
     Family,
     all_lower_sets,
@@ -167,6 +169,47 @@ def test_the_plain_program_of_the_studies(data: st.DataObject) -> None:
     for query, one, other in zip(queries, found, twins, strict=True):
         assert one[:3] == other[:3]
         check_sequence(graph, rows, query, one)
+
+
+def layered(seed: int) -> ForwardGraph:
+    """A random graph of 9 to 30 values, most reading what came shortly before."""
+    rng = random.Random(seed)
+    nodes, width = rng.randint(9, 30), rng.choice([1, 2, 3])
+    edges = {
+        (u, v)
+        for v in range(1, nodes)
+        for u in rng.sample(range(max(0, v - 2 * width), v), min(v, rng.randint(1, 2)))
+    }
+    return ForwardGraph(
+        memory_bytes=tuple(rng.choice([0, 1, 50, 10**6]) for _ in range(nodes)),
+        cost=tuple(rng.choice([0, 1, 10, rng.randint(0, 30)]) for _ in range(nodes)),
+        edges=tuple(sorted(edges)),
+        owed=rng.choice([*Owed]),
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_larger_graphs_agree_with_the_plain_program(seed: int) -> None:
+    graph = layered(seed)
+    family = all_lower_sets(graph, 300) or approximate_family(graph)
+    least = smallest_lower_set_budget(arrays(graph), family.rows, [], None)
+    queries = [
+        (int(least[1] * multiple), int(goal), charge_last)
+        for multiple in (1, 1.1, 1.6)
+        for goal in Goal
+        for charge_last in (False, True)
+    ]
+    core = native.core()
+    assert core is not None
+    plain = core.plain_solve_lower_sets(arrays(graph), family.rows, queries, [], None)
+    for known in ([], [least[3]]):
+        found = solve_lower_sets(arrays(graph), family.rows, queries, known, None)
+        assert [answer[:3] for answer in found] == [answer[:3] for answer in plain]
+    # Long sums of costs are kept in lists, not in rows.
+    scaled = replace(graph, cost=tuple(LARGE * cost for cost in graph.cost))
+    found = solve_lower_sets(arrays(scaled), family.rows, queries, [], None)
+    for one, other in zip(found, plain, strict=True):
+        assert one[:3] == (other[0], LARGE * other[1], other[2])
 
 
 def check_sequence(
