@@ -11,7 +11,9 @@ import pytest
 import torch
 from tests.modules import CASES, Case, make_case
 
+import remat
 from remat.capture.joint_program import JointProgram
+from remat.errors import BudgetError
 from remat.fitting import FittedModel, PlanRequest
 from remat.graph import TrainingGraph
 from remat.liveness import BOUNDARY, schedule_from_order
@@ -88,7 +90,19 @@ def test_recomputing_everything_is_bitwise_eager(name: str, is_repeated: bool) -
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_solved_plan_is_exact_and_within_budget(name: str) -> None:
+def test_smallest_budget_is_kept_and_exact(name: str) -> None:
+    case = make_case(name)
+    with pytest.raises(BudgetError) as refused:
+        remat.plan(case.model, case.args, case.kwargs, budget=1, loss=case.loss)
+    budget = refused.value.required_bytes
+    report = verify(case.model, case.args, case.kwargs, budget=budget, loss=case.loss)
+    assert report.is_within_budget, report
+    assert report.is_exact, report
+    assert not report.against_eager, report
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peak_of_an_ample_budget_is_predicted_to_the_byte(name: str) -> None:
     case = make_case(name)
     report = verify(case.model, case.args, case.kwargs, budget=2**40, loss=case.loss)
     assert report.is_exact, report
