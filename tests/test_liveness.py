@@ -180,7 +180,8 @@ def test_an_order_with_repeats_is_freed_as_early_as_can_be(
         places = [
             place
             for place in range(first + 1, len(order) + 1)
-            if order[place - 1] == BOUNDARY or not graph.ops[order[place - 1]].is_external
+            if order[place - 1] == BOUNDARY
+            or not graph.ops[order[place - 1]].is_external
         ]
         order.insert(data.draw(st.sampled_from(places)), index)
     schedule = schedule_from_order(graph, order)
