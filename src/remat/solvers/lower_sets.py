@@ -80,7 +80,7 @@ class LowerSetsEffort:
         at least one by each rule.
     """
 
-    max_nodes: int = 256
+    max_nodes: int = 128
     budget_count: int = 16
     bisection_count: int = 6
     improved_count: int = 8
