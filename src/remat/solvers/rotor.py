@@ -22,7 +22,7 @@ References
    Mathematical Software 26(1), 2000.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -117,6 +117,27 @@ def _chain_of(search: OrderSearch, max_stages: int) -> ChainOfStages:
     return chain
 
 
+def _solve(
+    question: tuple[Problem, Limits, ProgressCallback],
+    sweep: Callable[[_Search], Iterator[float]],
+    *,
+    max_stages: int,
+    improved_count: int,
+) -> Proposal:
+    """Reduce to a chain, weigh what ``sweep`` asks a program for, improve the best."""
+    problem, limits, on_progress = question
+    outset = OrderSearch(problem, limits)
+    if (proposal := outset.at_once()) is not None:
+        return proposal
+    on_progress("chain of stages", 0.0)
+    search = _Search(problem, limits, _chain_of(outset, max_stages))
+    for share in sweep(search):
+        on_progress("chain of stages", share / 2)
+    for share in search.improve_best(improved_count):
+        on_progress("keeping what there is room for", 0.5 + share / 2)
+    return search.answer(f"{len(search.chain.chain.stages)} stages")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotor:
     """Run stages of unequal time and size as the dynamic program says.
@@ -165,19 +186,14 @@ class Rotor:
             If the graph is no chain of stages, an op cannot run on device 0, or a
             storage lives elsewhere.
         """
-        search = OrderSearch(problem, limits)
-        if (proposal := search.at_once()) is not None:
-            return proposal
-        on_progress("chain of stages", 0.0)
-        chain = _chain_of(search, self.max_stages)
-        search = _Search(problem, limits, chain)
-        for share in search.sweep_budgets(
-            self.budget_count, self.bisection_count, self.slots
-        ):
-            on_progress("chain of stages", share / 2)
-        for share in search.improve_best(self.improved_count):
-            on_progress("keeping what there is room for", 0.5 + share / 2)
-        return search.answer(f"{len(chain.chain.stages)} stages")
+        return _solve(
+            (problem, limits, on_progress),
+            lambda search: search.sweep_budgets(
+                self.budget_count, self.bisection_count, self.slots
+            ),
+            max_stages=self.max_stages,
+            improved_count=self.improved_count,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,14 +235,9 @@ class Revolve:
             If the graph is no chain of stages, an op cannot run on device 0, or a
             storage lives elsewhere.
         """
-        search = OrderSearch(problem, limits)
-        if (proposal := search.at_once()) is not None:
-            return proposal
-        on_progress("chain of stages", 0.0)
-        chain = _chain_of(search, self.max_stages)
-        search = _Search(problem, limits, chain)
-        for share in search.sweep_slots(self.slot_count):
-            on_progress("chain of stages", share / 2)
-        for share in search.improve_best(self.improved_count):
-            on_progress("keeping what there is room for", 0.5 + share / 2)
-        return search.answer(f"{len(chain.chain.stages)} stages")
+        return _solve(
+            (problem, limits, on_progress),
+            lambda search: search.sweep_slots(self.slot_count),
+            max_stages=self.max_stages,
+            improved_count=self.improved_count,
+        )
