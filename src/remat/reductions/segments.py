@@ -103,7 +103,12 @@ class SegmentedGraph:
         is_kept = self._kept(segment_of)
         backward = self.backward
         if reorders_backward:
-            turn = self.backward_segments(segment_of, is_kept)
+            lost = {
+                storage: segment_of[producer]
+                for storage, producer in enumerate(self.graph.producers)
+                if producer is not None and not is_kept[storage]
+            }
+            turn = self.backward_segments(segment_of, lost)
             backward = sorted(backward, key=lambda op: (-turn[op], op))
         order = [*forward, BOUNDARY]
         is_live = list(is_kept)
@@ -136,34 +141,27 @@ class SegmentedGraph:
         ]
 
     def backward_segments(
-        self, segment_of: Mapping[int, int], kept: Sequence[bool]
+        self, segment_of: Mapping[int, int], latest: Mapping[int, int]
     ) -> dict[int, int]:
         """Return the segment in whose turn each backward op runs.
 
-        The latest in which what the op reads is there: no later than what it depends
-        on, and when the values that it reads and that are not kept are recomputed. Work
-        of the caller comes last.
+        The latest in which what the op reads is there, and no later than what it
+        depends on. Work of the caller comes last.
 
         Parameters
         ----------
         segment_of
             As for :meth:`order`.
-        kept
-            Per storage, whether it stays from forward to its last use.
+        latest
+            Per storage that is not there all the time, the latest segment in whose
+            turn it is.
         """
         last = max(segment_of.values(), default=0)
-        producers = self.graph.producers
         turn: dict[int, int] = {}
         for op in self.backward:
             turns = [turn[p] for p in self.predecessors[op] if p in turn]
-            for storage in self.graph.ops[op].reads:
-                producer = producers[storage]
-                if (
-                    producer is not None
-                    and producer in segment_of
-                    and not kept[storage]
-                ):
-                    turns.append(segment_of[producer])
+            reads = self.graph.ops[op].reads
+            turns += [latest[storage] for storage in reads if storage in latest]
             is_last = self.graph.ops[op].is_external
             turn[op] = 0 if is_last else min(turns, default=last)
         return turn

@@ -137,8 +137,9 @@ def reduce_to_chain(
     if not cuts:
         return None
     segment_of = {op: bisect_right(cuts, op) for op in segmented.forward}
+    outputs = {crossing[cut] for cut in cuts}
     turns = segmented.backward_segments(
-        segment_of, kept=_beside_segments(graph, segment_of)
+        segment_of, _latest_turns(graph, segment_of, outputs)
     )
     ends: list[int | None] = [*(crossing[cut] for cut in cuts), None]
     parts = tuple(
@@ -175,19 +176,26 @@ def _never_lost(graph: TrainingGraph) -> list[bool]:
     ]
 
 
-def _beside_segments(graph: TrainingGraph, segment_of: dict[int, int]) -> list[bool]:
-    """Return per storage whether backward has it without its own segment's forward.
+def _latest_turns(
+    graph: TrainingGraph, segment_of: dict[int, int], outputs: set[int]
+) -> dict[int, int]:
+    """Return per storage the stage in whose backward it is there at the latest.
 
-    What crosses a cut is a stage's output, which the backward of the next one has.
+    What a stage computes is there in its own backward; its output, in that of the next
+    stage already. What else crosses a cut is there all the time.
     """
-    found = _never_lost(graph)
+    never_lost = _never_lost(graph)
+    found: dict[int, int] = {}
     for storage, producer in enumerate(graph.producers):
-        if producer is not None and producer in segment_of:
-            own = segment_of[producer]
-            found[storage] |= any(
-                segment_of.get(reader, own) != own
-                for reader in graph.consumers[storage]
-            )
+        if producer is None or producer not in segment_of or never_lost[storage]:
+            continue
+        own = segment_of[producer]
+        if storage in outputs:
+            found[storage] = own + 1
+        elif all(
+            segment_of.get(reader, own) == own for reader in graph.consumers[storage]
+        ):
+            found[storage] = own
     return found
 
 
