@@ -211,13 +211,17 @@ def test_ops_in_another_order_are_refused_when_an_input_is_missing(
     order = data.draw(st.permutations(range(len(drawn.ops))))
     ops = tuple(drawn.ops[index] for index in order)
     made: set[int] = {s for s, b in enumerate(drawn.storages) if b.is_resident}
-    works, was_backward = True, False
+    works, was_backward, callers_turn = True, False, False
     for one in ops:
         is_backward = one.phase is Phase.BACKWARD
         if is_backward and not was_backward:
             works &= made >= set(drawn.forward_outputs)
             made |= set(drawn.tangents)
         works &= is_backward >= was_backward and made >= set(one.reads)
+        if is_backward and not was_backward:
+            callers_turn = False
+        works &= one.is_external or not callers_turn
+        callers_turn |= one.is_external
         was_backward |= is_backward
         made |= set(one.writes)
     if not was_backward:
@@ -227,3 +231,20 @@ def test_ops_in_another_order_are_refused_when_an_input_is_missing(
     else:
         with pytest.raises(InvalidGraphError):
             replace(drawn, ops=ops)
+
+
+def test_work_of_the_caller_comes_last_and_sees_what_leaves():
+    def callers(reads: tuple[int, ...]) -> Op:
+        return replace(
+            op("loss", reads, ()),
+            is_external=True,
+            non_recomputable="it is done by the caller",
+        )
+
+    forward = [one for one in OPS if one.phase is Phase.FORWARD]
+    backward = [one for one in OPS if one.phase is Phase.BACKWARD]
+    assert len(graph(ops=(*forward, callers((Y,)), *backward)).ops) == len(OPS) + 1
+    with pytest.raises(InvalidGraphError, match="of the pass follows it"):
+        graph(ops=(*forward[:-1], callers(()), forward[-1], *backward))
+    with pytest.raises(InvalidGraphError, match="no external op of that pass reads it"):
+        graph(ops=(*forward, callers(()), *backward))
