@@ -363,12 +363,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     file = (options.results or record.RESULTS) / f"{STUDY}.jsonl"
     for network, case in product(options.networks, options.cases):
-        with record.ForeignLoad() as load:
-            line = start(network, case, options.limit)
+        line = start(network, case, options.limit)
         line |= {"study": STUDY, "model": network, "case": case}
         settings = {"multiples": MULTIPLES, "cap": DEFAULT_CAP, "threads": 1}
-        surroundings = {"settings": settings, "foreign_load": load.share}
-        record.append(file, {**line, **surroundings, **record.environment()})
+        record.append(file, {**line, "settings": settings, **record.environment()})
         print(f"{network}, {case}: {line['status']}", flush=True)
     return 0
 
