@@ -1,8 +1,84 @@
 """Platforms: devices with their budgets, and the links between them."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from remat.errors import InvalidPlatformError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceKind:
+    """Where the devices of a kind are, and how long ops take on them.
+
+    Parameters
+    ----------
+    name
+        What :attr:`Device.kind` says.
+    runs_on
+        torch's name of the device type whose memory and kernels it uses (``"cpu"``,
+        ``"cuda"``), or of one such device (``"cuda:1"``); ``None`` for a device that
+        this machine does not have, which can be planned for and not be run on.
+    computes
+        Whether it runs ops at all; host memory, for example, only stores.
+    time_percent
+        Time of an op in percent of its time on ``runs_on``, at least 1: a model of a
+        device that is slower or faster than the one at hand.
+    flops_per_s, bytes_per_s, launch_ns
+        Rates of an analytic estimate (see :mod:`remat.profile.estimate`) that takes the
+        place of measured times; both rates are given, at least 1, or neither. The
+        launch is in nanoseconds, at least 0.
+
+    Raises
+    ------
+    InvalidPlatformError
+        If a number is out of range, or a kind that computes has neither a place to run
+        nor rates.
+    """
+
+    name: str
+    runs_on: str | None = None
+    computes: bool = True
+    time_percent: int = 100
+    flops_per_s: int | None = None
+    bytes_per_s: int | None = None
+    launch_ns: int = 0
+
+    def __post_init__(self) -> None:
+        rates = (self.flops_per_s, self.bytes_per_s)
+        if (rates[0] is None) is not (rates[1] is None):
+            msg = (
+                f"device kind {self.name!r} has one rate of two: flops_per_s={rates[0]}, "
+                f"bytes_per_s={rates[1]}; give both, or none"
+            )
+            raise InvalidPlatformError(msg)
+        least = min(self.time_percent, *(1 if rate is None else rate for rate in rates))
+        if least < 1 or self.launch_ns < 0:
+            msg = (
+                f"device kind {self.name!r}: time_percent={self.time_percent}, "
+                f"flops_per_s={rates[0]}, bytes_per_s={rates[1]}, "
+                f"launch_ns={self.launch_ns}; need at least 1, and 0 for the launch"
+            )
+            raise InvalidPlatformError(msg)
+        if self.computes and self.runs_on is None and not self.has_rates:
+            msg = (
+                f"device kind {self.name!r} runs on no device of this machine and has no "
+                "rates, so nothing says how long ops take there; give runs_on, or "
+                "flops_per_s and bytes_per_s, or computes=False"
+            )
+            raise InvalidPlatformError(msg)
+
+    @property
+    def has_rates(self) -> bool:
+        """Whether times come from rates and not from measurements."""
+        return self.flops_per_s is not None
+
+
+COMMON_KINDS = {
+    "cpu": DeviceKind(name="cpu", runs_on="cpu"),
+    "cuda": DeviceKind(name="cuda", runs_on="cuda"),
+    "host": DeviceKind(name="host", runs_on="cpu", computes=False),
+}
+"""What a kind is where the platform does not describe it: ``host`` only stores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,15 +145,24 @@ class Link:
 class Platform:
     """The devices of one training run and the links between them.
 
+    Parameters
+    ----------
+    devices, links
+        The machine; indices of devices are positions in ``devices``.
+    kinds
+        What the devices' kinds are, where that is not one of :data:`COMMON_KINDS`.
+
     Raises
     ------
     InvalidPlatformError
         If there is no device, a link names an unknown device or joins a device to
-        itself, or two links join the same pair in the same direction.
+        itself, two links join the same pair in the same direction, or a kind is
+        described twice.
     """
 
     devices: tuple[Device, ...]
     links: tuple[Link, ...] = ()
+    kinds: tuple[DeviceKind, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -93,6 +178,76 @@ class Platform:
                 msg = f"link {pair} joins a device to itself"
                 raise InvalidPlatformError(msg)
             pairs.add(pair)
+        names = [kind.name for kind in self.kinds]
+        if len(set(names)) != len(names):
+            msg = f"a device kind is described twice: {', '.join(names)}"
+            raise InvalidPlatformError(msg)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The devices' names, in order."""
+        return tuple(device.name for device in self.devices)
+
+    def index_of(self, name: str) -> int:
+        """Return the index of the device called ``name``.
+
+        Raises
+        ------
+        InvalidPlatformError
+            If no device, or more than one, has that name.
+        """
+        if self.names.count(name) != 1:
+            count = self.names.count(name)
+            msg = (
+                f"{count or 'no'} device{'s' * (count > 1)} of the platform "
+                f"{'are' if count > 1 else 'is'} called {name!r}; its devices are "
+                f"{', '.join(self.names)}"
+            )
+            raise InvalidPlatformError(msg)
+        return self.names.index(name)
+
+    def kind_of(self, device: int) -> DeviceKind:
+        """Return what kind of device the device of that index is.
+
+        Raises
+        ------
+        InvalidPlatformError
+            If the kind is neither described nor common.
+        """
+        name = self.devices[device].kind
+        for kind in self.kinds:
+            if kind.name == name:
+                return kind
+        if name in COMMON_KINDS:
+            return COMMON_KINDS[name]
+        msg = (
+            f"device {self.devices[device].name!r} is of kind {name!r}, which the platform "
+            f"does not describe; known without a description are {', '.join(COMMON_KINDS)}"
+        )
+        raise InvalidPlatformError(msg)
+
+    def with_budgets(self, budgets_bytes: Mapping[str, int | None]) -> "Platform":
+        """Return the platform with other budgets, given by the devices' names.
+
+        Devices that are not named keep theirs.
+
+        Raises
+        ------
+        InvalidPlatformError
+            If a name is unknown, or a budget is not positive.
+        """
+        for name in budgets_bytes:
+            self.index_of(name)
+        return replace(
+            self,
+            devices=tuple(
+                replace(
+                    device,
+                    budget_bytes=budgets_bytes.get(device.name, device.budget_bytes),
+                )
+                for device in self.devices
+            ),
+        )
 
     def link(self, source: int, target: int) -> Link | None:
         """Return the link from ``source`` to ``target``, or ``None``."""

@@ -20,7 +20,7 @@ from typing import NoReturn, TypeVar, assert_never, cast
 
 from remat.errors import FileFormatError, InvalidGraphError, InvalidPlatformError
 from remat.graph import Op, Phase, Role, Storage, TrainingGraph
-from remat.platform import Device, Link, Platform
+from remat.platform import Device, DeviceKind, Link, Platform
 from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
 
 FORMAT = "remat"
@@ -44,6 +44,15 @@ _OP_COLUMNS = (
 )
 _DEVICE_COLUMNS = ("name", "kind", "budget_bytes")
 _LINK_COLUMNS = ("source", "target", "bytes_per_s", "latency_ns")
+_KIND_COLUMNS = (
+    "name",
+    "runs_on",
+    "computes",
+    "time_percent",
+    "flops_per_s",
+    "bytes_per_s",
+    "launch_ns",
+)
 _STEP_FORMS = (
     '["compute", op], ["compute", op, device], ["discard", storage], '
     '["discard", storage, device], ["copy", storage, source, target] or ["boundary"]'
@@ -174,8 +183,16 @@ def _parse_op(row: Sequence[object], where: str) -> Op:
 
 
 def platform_to_json(platform: Platform) -> dict[str, object]:
-    """Return ``platform`` as values that JSON knows."""
+    """Return ``platform`` as values that JSON knows.
+
+    Descriptions of device kinds are left out where there are none.
+    """
+    kinds = {
+        "columns": list(_KIND_COLUMNS),
+        "rows": [[getattr(k, name) for name in _KIND_COLUMNS] for k in platform.kinds],
+    }
     return {
+        **({"kinds": kinds} if platform.kinds else {}),
         "devices": {
             "columns": list(_DEVICE_COLUMNS),
             "rows": [[d.name, d.kind, d.budget_bytes] for d in platform.devices],
@@ -199,7 +216,14 @@ def platform_from_json(payload: object) -> Platform:
         If a key is missing or unknown, a value has the wrong type, or the devices and
         links are inconsistent.
     """
-    fields = parse_mapping(payload, "platform", ("devices", "links"))
+    has_kinds = isinstance(payload, dict) and "kinds" in payload
+    keys = ("kinds", "devices", "links") if has_kinds else ("devices", "links")
+    fields = parse_mapping(payload, "platform", keys)
+    kinds = (
+        parse_rows(fields["kinds"], "platform.kinds", _KIND_COLUMNS)
+        if has_kinds
+        else []
+    )
     devices = parse_rows(fields["devices"], "platform.devices", _DEVICE_COLUMNS)
     links = parse_rows(fields["links"], "platform.links", _LINK_COLUMNS)
     try:
@@ -211,6 +235,10 @@ def platform_from_json(payload: object) -> Platform:
             links=tuple(
                 _parse_link(row, f"platform.links.rows[{index}]")
                 for index, row in enumerate(links)
+            ),
+            kinds=tuple(
+                _parse_kind(row, f"platform.kinds.rows[{index}]")
+                for index, row in enumerate(kinds)
             ),
         )
     except InvalidPlatformError as error:
@@ -226,6 +254,23 @@ def _parse_device(row: Sequence[object], where: str) -> Device:
         budget_bytes=(
             None if budget is None else parse_integer(budget, f"{where}.budget_bytes")
         ),
+    )
+
+
+def _parse_kind(row: Sequence[object], where: str) -> DeviceKind:
+    name, runs_on, computes, time_percent, flops, bandwidth, launch_ns = row
+
+    def rate(value: object, column: str) -> int | None:
+        return None if value is None else parse_integer(value, f"{where}.{column}")
+
+    return DeviceKind(
+        name=parse_text(name, f"{where}.name"),
+        runs_on=None if runs_on is None else parse_text(runs_on, f"{where}.runs_on"),
+        computes=parse_flag(computes, f"{where}.computes"),
+        time_percent=parse_integer(time_percent, f"{where}.time_percent"),
+        flops_per_s=rate(flops, "flops_per_s"),
+        bytes_per_s=rate(bandwidth, "bytes_per_s"),
+        launch_ns=parse_integer(launch_ns, f"{where}.launch_ns"),
     )
 
 
