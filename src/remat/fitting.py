@@ -343,10 +343,10 @@ def backend(
     The compiler sees the traced graph only: parameters it does not read and the
     optimizer's state count only if ``model`` and ``optimizer`` are given here. A
     budget that is too small shows at the first call, as ``inner_exception`` of the
-    compiler's ``BackendCompilerFailed``. While gradients of an earlier pass exist their bytes count: that
-    kind of step is planned at its first call, which raises ``BudgetError`` itself.
-    Parameters are those of :func:`fit`; ``loss`` needs ``model``, and a model that is
-    called with tensors only.
+    compiler's ``BackendCompilerFailed``. While gradients of an earlier pass exist
+    their bytes count: that kind of step is planned at its first call, which raises
+    ``BudgetError`` itself. Parameters are those of :func:`fit`; ``loss`` needs
+    ``model``, and a model that is called with tensors only.
 
     Raises
     ------
