@@ -86,6 +86,7 @@ NETWORKS: dict[str, Published] = {
 METHODS = (
     "plain",
     "checkpoint",
+    "chen-lower-sets",
     "chen-sqrt",
     "chen-greedy",
     "lower-sets-approx",
@@ -94,7 +95,7 @@ METHODS = (
 )
 PAPER_CASE, SMALLEST_CASE = "paper", "smallest"
 PERCENTAGES = (100, 90, 80, 70, 60, 50, 40, 30, 20)
-SINGLE_ANSWER = frozenset({"chen-sqrt"})
+SINGLE_ANSWER = frozenset({"chen-sqrt", "chen-lower-sets"})
 """Solvers whose schedule is the same for every budget."""
 
 _NO_LIMIT = 2**62

@@ -28,6 +28,7 @@ _PLACE = re.compile(
 # studies. Markers and line styles differ too, so that figures survive printing in grey.
 _STYLES = {
     "checkpoint": ("#d55e00", "^", ":"),
+    "chen-lower-sets": ("#000000", "*", ""),
     "chen-sqrt": ("#e69f00", "D", ""),
     "chen-greedy": ("#e69f00", "v", "--"),
     "lower-sets-approx": ("#56b4e9", "s", "-."),

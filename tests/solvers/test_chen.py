@@ -4,7 +4,7 @@ from itertools import pairwise
 from math import isqrt
 
 import pytest
-from tests.instances import INSTANCES, transformer_like
+from tests.instances import INSTANCES, Network, transformer_like
 
 from remat.graph import Op, Phase, Storage, TrainingGraph
 from remat.liveness import BOUNDARY, schedule_from_order
@@ -14,6 +14,7 @@ from remat.problem import Limits, Problem, Status, StopReason
 from remat.simulator import Trace, simulate
 from remat.solvers.chen import (
     ChenGreedy,
+    ChenLowerSets,
     ChenSqrt,
     crossing_bytes,
     greedy_starts,
@@ -121,9 +122,9 @@ def test_every_segmentation_is_a_valid_schedule(name: str):
         assert max(order.count(op) for op in set(order)) <= 2
 
 
-@pytest.mark.parametrize("solver", [ChenSqrt(), ChenGreedy()])
+@pytest.mark.parametrize("solver", [ChenSqrt(), ChenGreedy(), ChenLowerSets()])
 def test_what_does_not_fit_is_unknown_and_says_what_was_needed(
-    solver: ChenSqrt | ChenGreedy,
+    solver: ChenSqrt | ChenGreedy | ChenLowerSets,
 ):
     graph = chain(16, size_bytes=1_000)
     result = solve(Problem(graph=graph, platform=single_device(3_500)), solver)
@@ -150,6 +151,53 @@ def test_greedy_stops_at_the_deadline():
     result = solve(problem, ChenGreedy(), limits=Limits.after(0))
     assert result.stop_reason is StopReason.TIME_LIMIT
     assert result.status is Status.UNKNOWN
+
+
+def test_lower_sets_of_a_chain_are_cut_at_the_next_multiple_of_a_part():
+    # Nine values, of which the last is read by nobody: 8 bytes, 10 candidates, so parts
+    # of 8 // 3 = 2 bytes. Truncation leaves the last value a segment of its own.
+    order = ChenLowerSets().order(chain(9))
+    assert order[:10] == [0, 1, 2, 3, 4, 5, 6, 7, 8, BOUNDARY]
+    assert order[10:] == [9, 10, 6, 11, 12, 4, 13, 14, 2, 15, 16, 0, 17]
+
+
+def test_lower_sets_are_not_cut_where_branches_run_side_by_side():
+    net = Network("branches")
+
+    def layer(name: str, *reads: int) -> int:
+        return net.one(
+            name, list(reads), 1000, 50_000, saves_inputs=True, parameter_bytes=10
+        )
+
+    stem = layer("stem 2", layer("stem 1", net.input("x", 64)))
+    left = layer("left 2", layer("left 1", stem))
+    right = layer("right 2", layer("right 1", stem))
+    join = layer("join", left, right)
+    graph = net.instance(layer("head", join)).graph
+    names = [graph.ops[op].name for op in range(graph.forward_count)]
+    # Candidates, in values: 0, 1, 2, 7, 8. The first of at least half the bytes is the
+    # one that ends with the join; backward of the head reads it.
+    order = ChenLowerSets().order(graph)
+    again = [op for op in order[graph.forward_count + 1 :] if op < graph.forward_count]
+    trace = replay(graph, order)
+    assert trace.recomputed_ns == 6 * 50_000
+    assert {names[op] for op in again} == {*names} - {"join", "head"}
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+def test_every_segmentation_at_lower_sets_is_a_valid_schedule(name: str):
+    graph = INSTANCES[name]().graph
+    order = ChenLowerSets().order(graph)
+    replay(graph, order)
+    assert max(order.count(op) for op in set(order)) <= 2
+
+
+def test_lower_sets_where_nothing_may_run_again_keep_everything():
+    net = Network("once")
+    value = net.one("draw", [net.input("x", 64)], 100, 1000, once="it draws")
+    graph = net.instance(value).graph
+    trace = replay(graph, ChenLowerSets().order(graph))
+    assert trace.recomputed_ns == 0
 
 
 def test_crossing_bytes_count_what_is_read_later():

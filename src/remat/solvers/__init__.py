@@ -2,6 +2,7 @@
 
 from remat.solvers.base import Solver as Solver
 from remat.solvers.chen import ChenGreedy as ChenGreedy
+from remat.solvers.chen import ChenLowerSets as ChenLowerSets
 from remat.solvers.chen import ChenSqrt as ChenSqrt
 from remat.solvers.greedy_eviction import GreedyEviction as GreedyEviction
 from remat.solvers.lower_sets import LowerSets as LowerSets
@@ -15,6 +16,7 @@ SOLVERS: dict[str, type[Solver]] = {
     "store-all": StoreAll,
     "chen-sqrt": ChenSqrt,
     "chen-greedy": ChenGreedy,
+    "chen-lower-sets": ChenLowerSets,
     "greedy-eviction": GreedyEviction,
     "min-cut-retention": MinCutRetention,
     "lower-sets": LowerSets,

@@ -1,4 +1,4 @@
-"""ChenSqrt and ChenGreedy: segments of the forward pass, each recomputed once.
+"""ChenSqrt, ChenGreedy, ChenLowerSets: segments of forward, each recomputed once.
 
 Also known as sqrt(n) checkpointing and gradient checkpointing. The forward ops, in
 their topological order, are cut into segments. What a later segment reads is saved;
@@ -17,10 +17,16 @@ Departures from the paper [1]_:
 * :class:`ChenGreedy` judges every budget of its search by the true peak, where the
   paper uses an estimate (saved bytes plus the largest segment).
 
+:class:`ChenLowerSets` restricts cuts as the lower-set paper [2]_ did where it compares
+itself with Chen's method: to lower sets of which later ops read a single value.
+
 References
 ----------
 .. [1] T. Chen, B. Xu, C. Zhang, C. Guestrin. Training deep nets with sublinear memory
    cost. arXiv:1604.06174, 2016: section 4 and algorithm 3.
+.. [2] M. Kusumoto, T. Inoue, G. Watanabe, T. Akiba, M. Koyama. A graph theoretic
+   framework of recomputation algorithms for memory-efficient backpropagation. NeurIPS
+   2019: the experiments.
 """
 
 from bisect import bisect_right
@@ -32,8 +38,11 @@ from typing import ClassVar
 
 from remat.bounds import cost_bound_ns, required_ops
 from remat.graph import TrainingGraph
-from remat.liveness import schedule_from_order
+from remat.liveness import schedule_from_order, store_all_order
+from remat.lower_sets.chen import chen_segmentation
+from remat.lower_sets.choice import choose_family
 from remat.problem import Limits, Problem, Proposal, Status, StopReason
+from remat.reductions.forward_values import reduce_to_forward_values
 from remat.reductions.segments import SegmentedGraph
 from remat.schedule import Schedule
 from remat.simulator import Trace, simulate
@@ -248,6 +257,57 @@ class ChenGreedy:
         return sorted({0, *values, high})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChenLowerSets:
+    """Cut where a single forward value crosses, into about sqrt(n) parts by bytes.
+
+    The n places to cut are the lower sets of the forward graph of which one value is
+    read outside; they are a chain's layers, and few where branches run side by side.
+    This is the baseline of the lower-set paper's tables.
+
+    **Guarantee** none; every forward op runs at most twice.
+
+    **Complexity** linear in the graph, and O(lower sets x forward values).
+
+    Parameters
+    ----------
+    max_nodes
+        Forward values are merged until there are no more than this, at least 1.
+    """
+
+    schedule_class: ClassVar[str] = (
+        "segments of the forward order, each recomputed once"
+    )
+    is_exact: ClassVar[bool] = False
+
+    max_nodes: int = 1024
+
+    def solve(
+        self, problem: Problem, limits: Limits, on_progress: ProgressCallback
+    ) -> Proposal:
+        """Return the one schedule there is, or UNKNOWN if it does not fit.
+
+        Raises
+        ------
+        SolverUnsuitableError
+            If an op cannot run on device 0, or a storage lives elsewhere.
+        """
+        kind_index = single_device_kind_index(problem)
+        found = _Best(problem)
+        found.try_order(self.order(problem.graph, kind_index))
+        return found.proposal()
+
+    def order(self, graph: TrainingGraph, kind_index: int = 0) -> list[int]:
+        """Return the order of the method, as :func:`segment_order` does."""
+        values = reduce_to_forward_values(
+            graph, kind_index=kind_index, max_nodes=self.max_nodes
+        )
+        if values is None:
+            return store_all_order(graph)
+        segmentation = chen_segmentation(values.graph, choose_family(values.graph))
+        return values.segments.order(values.segment_of_ops(segmentation.segment_of))
+
+
 class _Best:
     """The cheapest schedule so far of those that fit."""
 
@@ -265,8 +325,12 @@ class _Best:
 
     def try_starts(self, starts: Sequence[int]) -> bool:
         """Judge one way to cut; return whether it is the cheapest so far."""
+        return self.try_order(segment_order(self.problem.graph, starts))
+
+    def try_order(self, order: Sequence[int]) -> bool:
+        """Judge one order; return whether it is the cheapest so far."""
         graph = self.problem.graph
-        schedule = schedule_from_order(graph, segment_order(graph, starts))
+        schedule = schedule_from_order(graph, order)
         trace = simulate(graph, self.problem.platform, schedule)
         self.has_fitted = trace.is_valid
         peak = trace.peak_bytes[0]
