@@ -108,6 +108,13 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--models", nargs="+", default=list(NETWORKS), metavar="NAME")
     found.add_argument("--methods", nargs="+", default=list(METHODS), metavar="NAME")
     found.add_argument("--cases", nargs="+", help="only these budgets or block counts")
+    found.add_argument(
+        "--percentages",
+        nargs="+",
+        type=int,
+        default=list(PERCENTAGES),
+        help="budgets of the curves, in percent of the plain peak",
+    )
     found.add_argument("--tiny", action="store_true", help="the small variants")
     found.add_argument("--scale", type=int, default=1, help="4 is the paper's size")
     found.add_argument("--device", default="cpu")
@@ -173,7 +180,9 @@ def model_options(options: argparse.Namespace) -> Options:
     )
 
 
-def cases_of(method: str, workload: Workload) -> list[str]:
+def cases_of(
+    method: str, workload: Workload, percentages: Sequence[int] = PERCENTAGES
+) -> list[str]:
     """Return the budgets, or the numbers of blocks, at which a method is measured."""
     if method == "plain":
         return ["plain"]
@@ -183,12 +192,13 @@ def cases_of(method: str, workload: Workload) -> list[str]:
         return [str(count) for count in sorted(counts)]
     if method in SINGLE_ANSWER:
         return [SMALLEST_CASE]
-    return [*(f"{percent}%" for percent in PERCENTAGES), PAPER_CASE, SMALLEST_CASE]
+    return [*(f"{percent}%" for percent in percentages), PAPER_CASE, SMALLEST_CASE]
 
 
 def start(options: argparse.Namespace, model: str, method: str, costs: Path) -> None:
     """Measure what is wanted in a fresh process; record if it does not end well."""
-    cases = options.cases or cases_of(method, MODELS[model](model_options(options)))
+    workload = MODELS[model](model_options(options))
+    cases = options.cases or cases_of(method, workload, options.percentages)
     if options.skip != "nothing":
         done = recorded(options, model, method)
         cases = [case for case in cases if case not in done]

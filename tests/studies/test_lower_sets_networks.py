@@ -227,6 +227,13 @@ def test_cases() -> None:
     assert cases_of("plain", workload) == ["plain"]
     assert cases_of("checkpoint", workload) == ["1", "2", "4"]
     assert cases_of("chen-sqrt", workload) == ["smallest"]
+    assert cases_of("chen-lower-sets", workload) == ["smallest"]
+    assert cases_of("lower-sets", workload, [80, 50]) == [
+        "80%",
+        "50%",
+        "paper",
+        "smallest",
+    ]
     assert cases_of("auto", workload)[-2:] == ["paper", "smallest"]
     assert set(METHODS) - {"plain", "checkpoint", "auto"} <= set(SOLVERS)
 
