@@ -5,7 +5,7 @@ built-in type that fits it, so that callers who do not know this package still c
 what they expect.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 
@@ -38,12 +38,23 @@ class BudgetError(RematError, ValueError):
         The budget that was asked for, in bytes.
     required_bytes
         The smallest budget for which a schedule is known, in bytes.
+    required_by_device
+        With several devices, budgets in bytes by the devices' names for which a
+        schedule is known; empty if none is, and with one device.
     """
 
-    def __init__(self, message: str, *, budget_bytes: int, required_bytes: int) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        budget_bytes: int,
+        required_bytes: int,
+        required_by_device: Mapping[str, int] | None = None,
+    ) -> None:
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.required_bytes = required_bytes
+        self.required_by_device = dict(required_by_device or {})
 
     def __reduce__(self) -> tuple[Callable[..., "BudgetError"], tuple[str]]:
         # Without it, what multiprocessing sends back cannot be unpickled.
@@ -51,6 +62,7 @@ class BudgetError(RematError, ValueError):
             type(self),
             budget_bytes=self.budget_bytes,
             required_bytes=self.required_bytes,
+            required_by_device=self.required_by_device,
         )
         return make, (str(self),)
 

@@ -5,7 +5,19 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from remat.bounds import cost_bound_ns
-from remat.errors import BudgetError, SolverUnsuitableError, UnitError
+from remat.device_graph import arrange, home_of, place_graph, place_of
+from remat.device_planning import (
+    Budget,
+    budgets_bytes,
+    check_budgets,
+    plan_on_devices,
+)
+from remat.errors import (
+    BudgetError,
+    InvalidPlatformError,
+    SolverUnsuitableError,
+    UnitError,
+)
 from remat.floor import Floor, smallest_budget
 from remat.graph import TrainingGraph
 from remat.liveness import schedule_from_order, store_all_order
@@ -45,7 +57,8 @@ def plain_peak_bytes(graph: TrainingGraph) -> int:
 def plan_graph(  # noqa: PLR0913 - every option that a user has
     graph: TrainingGraph,
     *,
-    budget: int | str,
+    budget: Budget | None,
+    platform: Platform | None = None,
     fingerprint: str = "",
     solver: str = "auto",
     time_limit: float | None = None,
@@ -58,10 +71,14 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
     Parameters
     ----------
     graph
-        A training step, for one device.
+        A training step.
     budget
         Bytes, a size such as ``"8 GiB"``, or a percentage of the predicted peak
-        without rematerialisation.
+        without rematerialisation; with several devices a mapping of these by the
+        devices' names.
+    platform
+        The devices, if there are several. Either the graph has costs for each of them
+        (:mod:`remat.device_graph`), or they follow from those that it has.
     fingerprint
         Identifies the traced step that the graph is of; empty for a graph that was
         not captured here. Such a plan cannot be installed on a model.
@@ -74,11 +91,28 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
     ------
     BudgetError
         If no schedule fits; it names the smallest budget with a known schedule.
+    InvalidPlatformError
+        If a device has no budget, a budget is for no device, a device is out of reach,
+        or an op can run on none.
     SolverUnsuitableError
         If the solver is unknown or cannot treat the graph.
     UnitError
         If the budget is not a positive size.
     """
+    if platform is not None and len(platform.devices) > 1:
+        placed, graph = placed_on(graph, platform)
+        return plan_on_devices(
+            graph,
+            placed,
+            several_budgets(placed, budget),
+            fingerprint=fingerprint,
+            solver=solver,
+            time_limit=time_limit,
+            seed=seed,
+            progress=progress,
+            settings=settings,
+        )
+    budget = one_budget(budget, platform)
     budget_bytes = parse_budget(budget, whole_bytes=plain_peak_bytes(graph))
     limits = Limits.after(time_limit, seed)
     result = _solve(graph, budget_bytes, chosen_solvers(solver), limits, progress)
@@ -103,6 +137,85 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
         smallest_budget_bytes=floor_bytes,
         settings=_settings(settings or {}, solver, seed, result),
     )
+
+
+def placed_on(
+    graph: TrainingGraph, platform: Platform
+) -> tuple[Platform, TrainingGraph]:
+    """Return an arranged platform, and the graph with costs for its devices.
+
+    A graph that has costs for all its devices already, and the platform, are returned
+    as they are. Home is else the first device of a kind that the graph has costs for.
+
+    Raises
+    ------
+    InvalidPlatformError
+        If there is no such device, or costs of another one do not follow.
+    """
+    if graph.device_kinds == tuple(device.kind for device in platform.devices):
+        return platform, graph
+    known = [
+        device
+        for device in range(len(platform.devices))
+        if platform.kind_of(device).computes
+        and {platform.devices[device].kind, (place_of(platform, device) or "")}
+        & set(graph.device_kinds)
+    ]
+    home = known[0] if known else home_of(platform, graph.device_kinds[0])
+    arranged = arrange(platform, home)
+    return arranged, place_graph(graph, arranged)
+
+
+def several_budgets(
+    platform: Platform, budget: Budget | None
+) -> Mapping[str, int | str | None] | None:
+    """Return the budgets of several devices, checked against their platform.
+
+    Raises
+    ------
+    InvalidPlatformError
+        If there is but one budget, one is missing, or one is for an unknown device.
+    """
+    if isinstance(budget, int | str):
+        msg = (
+            f"the budget is {budget!r}, but the platform has the devices "
+            f"{', '.join(platform.names)}; give one for each, such as "
+            f"budget={{{platform.names[0]!r}: {budget!r}, ...}}"
+        )
+        raise InvalidPlatformError(msg)
+    check_budgets(platform, budget)
+    return budget
+
+
+def one_budget(budget: Budget | None, platform: Platform | None = None) -> int | str:
+    """Return the budget of one device.
+
+    Raises
+    ------
+    InvalidPlatformError
+        If budgets are for several devices, or for another one than the platform's.
+    UnitError
+        If there is none.
+    """
+    if isinstance(budget, Mapping):
+        names = list(budgets_bytes(budget, _ANY_WHOLE_BYTES))
+        if platform is None and len(names) > 1:
+            msg = (
+                f"budgets are given for {', '.join(names)}; a platform says what these "
+                "devices are and how they are linked: give platform="
+            )
+            raise InvalidPlatformError(msg)
+        if platform is not None:
+            check_budgets(platform, budget)
+        budget = budget[names[0]]
+    if budget is None and platform is not None:
+        budget = platform.devices[0].budget_bytes
+    if budget is None:
+        raise UnitError("give a budget, for example budget='8 GiB'")
+    return budget
+
+
+_ANY_WHOLE_BYTES = 2**62
 
 
 def _platform(graph: TrainingGraph, budget_bytes: int | None = None) -> Platform:

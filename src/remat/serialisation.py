@@ -218,7 +218,7 @@ def platform_from_json(payload: object) -> Platform:
     """
     has_kinds = isinstance(payload, dict) and "kinds" in payload
     keys = ("kinds", "devices", "links") if has_kinds else ("devices", "links")
-    fields = parse_mapping(payload, "platform", keys)
+    fields = parse_mapping(cast("object", payload), "platform", keys)
     kinds = (
         parse_rows(fields["kinds"], "platform.kinds", _KIND_COLUMNS)
         if has_kinds

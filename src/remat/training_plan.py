@@ -1,18 +1,19 @@
 """A plan: a judged schedule for one model, one set of input shapes, one budget."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+from remat.device_use import DeviceUse, LinkUse, device_uses, link_uses
 from remat.errors import FileFormatError, PlanMismatchError
 from remat.graph import Role, TrainingGraph
 from remat.liveness import schedule_from_order, store_all_order
 from remat.platform import Platform, single_device
 from remat.problem import Status
-from remat.schedule import Compute, Schedule
+from remat.schedule import Compute, Copy, Schedule
 from remat.serialisation import (
     graph_from_json,
     graph_to_json,
@@ -86,7 +87,11 @@ class Plan:
 
     @cached_property
     def baseline(self) -> Trace:
-        """The replay of the same step without rematerialisation and without budget."""
+        """The replay of the same step without rematerialisation and without budget.
+
+        With several devices, on the first alone; it is not valid where some op cannot
+        run there.
+        """
         platform = single_device(kind=self.platform.devices[0].kind)
         schedule = schedule_from_order(self.graph, store_all_order(self.graph))
         return simulate(self.graph, platform, schedule)
@@ -106,10 +111,25 @@ class Plan:
         """Predicted peak without rematerialisation, in bytes."""
         return self.baseline.peak_bytes[0]
 
+    @cached_property
+    def device_uses(self) -> tuple[DeviceUse, ...]:
+        """What happens on each device."""
+        return device_uses(self.graph, self.platform, self.schedule, self.trace)
+
+    @cached_property
+    def link_uses(self) -> tuple[LinkUse, ...]:
+        """What is copied over each link that is used."""
+        return link_uses(self.graph, self.platform, self.schedule)
+
     @property
     def cost_ns(self) -> int:
-        """Predicted serial time of the step's operators in nanoseconds."""
+        """Predicted serial time of operators and copies in nanoseconds."""
         return self.trace.serial_ns
+
+    @property
+    def overlapped_ns(self) -> int:
+        """Predicted time if devices and links work at once, in nanoseconds."""
+        return self.trace.overlapped_ns
 
     @property
     def baseline_cost_ns(self) -> int:
@@ -134,19 +154,9 @@ class Plan:
         return sum(self.schedule.recompute_counts().values())
 
     def __str__(self) -> str:
-        budget = self.budget_bytes
         lines = [
             f"plan for {self.graph.name}",
-            f"  budget        {'none' if budget is None else format_bytes(budget)}",
-            (
-                f"  peak          {format_bytes(self.peak_bytes)} predicted for the whole "
-                f"step (without remat {format_bytes(self.baseline_peak_bytes)})"
-            ),
-            (
-                f"  time          {format_ns(self.cost_ns)} in operators, "
-                f"{self.overhead:+.1%} over the step without remat "
-                f"({format_ns(self.baseline_cost_ns)})"
-            ),
+            *(self._place_lines() if self.has_several_devices else self._peak_lines()),
             (
                 f"  proved bound  {format_ns(self.bound_ns)}, gap {self.gap:.1%} "
                 f"({self.status} by {self.solver})"
@@ -157,15 +167,54 @@ class Plan:
             lines.append(
                 f"  smallest      {format_bytes(self.smallest_budget_bytes)} is the "
                 "smallest budget with a known schedule"
+                + (" on the first device alone" if self.has_several_devices else "")
             )
-        lines.append("  at the peak:")
+        first = self.platform.names[0] if self.has_several_devices else ""
+        lines.append(f"  at the peak{first and f' of {first}'}:")
         lines += [
             f"    {format_bytes(size):>12}  {name}"
             for name, size in contributors(
-                self.graph, self.schedule, self.trace.peak_step()
+                self.graph, self.schedule, self.trace.peak_step(), self.platform
             )[:8]
         ]
         return "\n".join(lines)
+
+    @property
+    def has_several_devices(self) -> bool:
+        """Whether the plan is for more than one device."""
+        return len(self.platform.devices) > 1
+
+    def _peak_lines(self) -> list[str]:
+        budget = self.budget_bytes
+        return [
+            f"  budget        {'none' if budget is None else format_bytes(budget)}",
+            (
+                f"  peak          {format_bytes(self.peak_bytes)} predicted for the whole "
+                f"step (without remat {format_bytes(self.baseline_peak_bytes)})"
+            ),
+            (
+                f"  time          {format_ns(self.cost_ns)} in operators, "
+                f"{self.overhead:+.1%} over the step without remat "
+                f"({format_ns(self.baseline_cost_ns)})"
+            ),
+        ]
+
+    def _place_lines(self) -> list[str]:
+        copies = [str(use) for use in self.link_uses] or ["nothing is copied"]
+        first = self.platform.names[0]
+        alone = (
+            f"  on {first} alone  {format_bytes(self.baseline_peak_bytes)} and "
+            f"{format_ns(self.baseline_cost_ns)} without remat"
+        )
+        return [
+            *_labelled("devices", [str(use) for use in self.device_uses]),
+            *_labelled("copies", copies),
+            (
+                f"  time          {format_ns(self.cost_ns)} one thing at a time, "
+                f"{format_ns(self.overlapped_ns)} with devices and links at once"
+            ),
+            *([alone] if self.baseline.is_valid else []),
+        ]
 
     def summary(self) -> dict[str, Any]:
         """Return the plan's figures as a dictionary that JSON can hold."""
@@ -186,6 +235,9 @@ class Plan:
             "smallest_budget_bytes": self.smallest_budget_bytes,
             "fingerprint": self.fingerprint,
             "settings": dict(self.settings),
+            "overlapped_ns": self.overlapped_ns,
+            "devices": [asdict(use) for use in self.device_uses],
+            "copies": [asdict(use) for use in self.link_uses],
         }
 
     def save(self, path: str | Path) -> None:
@@ -266,26 +318,46 @@ def _parse_plan(payload: object) -> Plan:
 _STATUSES = [str(status) for status in Status if status.has_schedule]
 
 
+def _labelled(label: str, lines: Sequence[str]) -> list[str]:
+    return [
+        f"  {'' if position else label:<12}  {line}"
+        for position, line in enumerate(lines)
+    ]
+
+
 _NUMBER = re.compile(r"(_\d+)?(\.\d+)?\Z")
 
 
 def contributors(
-    graph: TrainingGraph, schedule: Schedule, step: int
+    graph: TrainingGraph,
+    schedule: Schedule,
+    step: int,
+    platform: Platform | None = None,
+    device: int = 0,
 ) -> list[tuple[str, int]]:
-    """Return what is live during a step, grouped by kind, largest first.
+    """Return what is live on a device during a step, grouped by kind, largest first.
 
     Residents are grouped by role; other storages by role and by the operator that made
     them, with their number. The workspace of the step's op is an entry of its own.
+
+    Parameters
+    ----------
+    graph, schedule
+        What is trained, and how.
+    step
+        Position in the schedule.
+    platform, device
+        Where; by default one device of the graph's first kind.
 
     Returns
     -------
     list of (name, bytes)
         Sorted by decreasing size; entries of zero bytes are left out.
     """
+    platform = platform or single_device(kind=graph.device_kinds[0])
+    kind = graph.kind_index(platform.devices[device].kind)
     prefix = Schedule(schedule.steps[:step])
-    live = simulate(
-        graph, single_device(kind=graph.device_kinds[0]), prefix
-    ).live_after[0]
+    live = simulate(graph, platform, prefix).live_after[device]
     groups: dict[str, list[int]] = {}
 
     def add(name: str, size_bytes: int) -> None:
@@ -293,14 +365,16 @@ def contributors(
             groups.setdefault(name, []).append(size_bytes)
 
     for storage in graph.storages:
-        if storage.is_resident:
+        if storage.is_resident and storage.home == device:
             add(f"{storage.role}, whole step", storage.size_bytes)
     current = schedule.steps[step] if step < len(schedule.steps) else None
     written: tuple[int, ...] = ()
-    if isinstance(current, Compute):
+    if isinstance(current, Compute) and current.device == device:
         op = graph.ops[current.op]
-        add(f"workspace of {op.name}", op.workspace_bytes[0])
+        add(f"workspace of {op.name}", op.workspace_bytes[kind])
         written = op.writes
+    elif isinstance(current, Copy) and current.target == device:
+        written = (current.storage,)
     for storage in [*sorted(live), *written]:
         block = graph.storages[storage]
         if block.role is Role.GRADIENT:

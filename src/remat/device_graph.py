@@ -1,10 +1,10 @@
-"""A training graph on a platform of several devices: which op may run where, and how long.
+"""A training graph on several devices: which op may run where, and how long.
 
-A traced step knows one device, the model's own, which is called *home* here: parameters,
-batch, optimizer state and the gradients that leave the step live there, and it is the
-first device of every platform that this module makes. Where two devices are of one kind,
-home still differs from the other (the caller's loss and optimizer run at home only), so
-each device gets a kind of its own, named as the device.
+A traced step knows one device, the model's own, which is called *home* here:
+parameters, batch, optimizer state and the gradients that leave the step live there, and
+it is the first device of every platform that this module makes. Where two devices are
+of one kind, home still differs from the other (the caller's loss and optimizer run at
+home only), so each device gets a kind of its own, named as the device.
 """
 
 from collections import deque
@@ -169,7 +169,7 @@ def _column(graph: TrainingGraph, platform: Platform, device: int) -> CostColumn
     kind = platform.kind_of(device)
     place = place_of(platform, device)
     known = [platform.names[device], place, kind.runs_on, (place or "").split(":")[0]]
-    found = [k for k in known if k in graph.device_kinds]
+    found = [name for name in known if name in graph.device_kinds]
     if not kind.computes:
         return nowhere(len(graph.ops))
     if not found or kind.has_rates:

@@ -1,0 +1,306 @@
+"""Plan a training graph on several devices, each within a budget of its own."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from remat import solvers as solver_tables
+from remat.errors import (
+    BudgetError,
+    InvalidPlatformError,
+    SolverUnsuitableError,
+    UnitError,
+)
+from remat.floor import Floor, smallest_budget
+from remat.graph import TrainingGraph
+from remat.liveness import schedule_from_order, store_all_order
+from remat.planning import solve_portfolio
+from remat.platform import Platform, single_device
+from remat.problem import Limits, Problem, Result, Status
+from remat.simulator import simulate
+from remat.solvers.base import ProgressCallback, Solver, ignore_progress
+from remat.training_plan import Plan, contributors
+from remat.units import format_bytes, parse_budget
+
+DeviceBudgets = Mapping[str, int | str | None]
+"""By the devices' names: bytes, a size, a percentage, or ``None`` for no limit."""
+
+Budget = int | str | DeviceBudgets
+"""What may be given as a budget: one for the model's device, or one for each device."""
+
+
+def device_solvers(name: str) -> list[Solver]:
+    """Return the solvers that ``name`` stands for where there are several devices.
+
+    Raises
+    ------
+    SolverUnsuitableError
+        If there is no solver of that name, or no portfolio for several devices.
+    """
+    if name == "auto":
+        portfolio: Sequence[type[Solver]] = vars(solver_tables).get("AUTO_DEVICES", ())
+        if not portfolio:
+            msg = (
+                "no solver of this installation plans several devices together; plan for "
+                "one device, with one budget"
+            )
+            raise SolverUnsuitableError(msg)
+        return [make() for make in portfolio]
+    if name not in solver_tables.SOLVERS:
+        names = ", ".join(["auto", *solver_tables.SOLVERS])
+        msg = f"unknown solver {name!r}; there are {names}"
+        raise SolverUnsuitableError(msg)
+    return [solver_tables.SOLVERS[name]()]
+
+
+def budgets_bytes(
+    budgets: DeviceBudgets, whole_bytes: int | None = None
+) -> dict[str, int | None]:
+    """Return budgets in bytes, rounded down.
+
+    Parameters
+    ----------
+    budgets
+        By the devices' names.
+    whole_bytes
+        What 100 % means, in bytes; needed for percentages only.
+
+    Raises
+    ------
+    UnitError
+        If there is none, or one is not a positive size; the message names the device.
+    """
+    if not budgets:
+        msg = "the mapping of budgets is empty; give a budget for each device"
+        raise UnitError(msg)
+    sizes: dict[str, int | None] = {}
+    for name, budget in budgets.items():
+        if not isinstance(name, str):
+            msg = (
+                f"a budget is given for {name!r} ({type(name).__name__}); budgets are "
+                "given by the names of devices, such as 'cuda:0' or 'cpu'"
+            )
+            raise UnitError(msg)
+        try:
+            sizes[name] = (
+                None
+                if budget is None
+                else parse_budget(budget, whole_bytes=whole_bytes)
+            )
+        except UnitError as error:
+            msg = f"device {name!r}: {error}"
+            raise UnitError(msg) from error
+    return sizes
+
+
+def check_budgets(platform: Platform, budgets: DeviceBudgets | None) -> None:
+    """Check that every device of the platform has a budget, and no other one has.
+
+    A device may have its budget in the platform itself, and ``None`` in ``budgets``
+    says that there is no limit.
+
+    Raises
+    ------
+    InvalidPlatformError
+        If not; the message names the device.
+    UnitError
+        If a budget is not a positive size.
+    """
+    given = budgets or {}
+    for name in given:
+        platform.index_of(name)
+    for device in platform.devices:
+        if device.budget_bytes is None and device.name not in given:
+            msg = (
+                f"device {device.name!r} of the platform has no budget; give one, such as "
+                f"budget={{{device.name!r}: '8 GiB'}}, or None where there is no limit"
+            )
+            raise InvalidPlatformError(msg)
+
+
+def plain_peak_at_home(graph: TrainingGraph, platform: Platform) -> int:
+    """Return the peak of the step without rematerialisation on the first device alone.
+
+    Raises
+    ------
+    InvalidPlatformError
+        If some op cannot run there, so that there is no such step.
+    """
+    home = single_device(kind=platform.devices[0].kind)
+    index = graph.kind_index(home.devices[0].kind)
+    for op in graph.ops:
+        if op.cost_ns[index] is None:
+            msg = (
+                f"a percentage is of the step on {platform.names[0]!r} alone, but op "
+                f"{op.name!r} cannot run there; give budgets in bytes"
+            )
+            raise InvalidPlatformError(msg)
+    plain = schedule_from_order(graph, store_all_order(graph))
+    return simulate(graph, home, plain).peak_bytes[0]
+
+
+def plan_on_devices(  # noqa: PLR0913 - every option that a user has
+    graph: TrainingGraph,
+    platform: Platform,
+    budgets: DeviceBudgets | None = None,
+    *,
+    fingerprint: str = "",
+    solver: str = "auto",
+    time_limit: float | None = None,
+    seed: int = 0,
+    progress: ProgressCallback = ignore_progress,
+    settings: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Solve and judge: return a plan on several devices, each within its budget.
+
+    Parameters
+    ----------
+    graph
+        With costs for each device, from :mod:`remat.device_graph`.
+    platform
+        From :func:`remat.device_graph.arrange`.
+    budgets
+        By the devices' names; a device that is not named has its budget in the
+        platform. A percentage is of the predicted peak without rematerialisation on the
+        first device alone.
+    fingerprint, solver, time_limit, seed, progress, settings
+        As for :func:`remat.graph_planning.plan_graph`.
+
+    Raises
+    ------
+    BudgetError
+        If no schedule fits; names budgets with a known schedule, if one is known.
+    InvalidPlatformError
+        If a budget is missing or for an unknown device.
+    SolverUnsuitableError
+        If the solver is unknown or cannot treat the graph on this platform.
+    UnitError
+        If a budget is not a positive size.
+    """
+    check_budgets(platform, budgets)
+    if budgets is not None:
+        is_share = any(isinstance(b, str) and "%" in b for b in budgets.values())
+        whole_bytes = plain_peak_at_home(graph, platform) if is_share else None
+        platform = platform.with_budgets(budgets_bytes(budgets, whole_bytes))
+    problem = Problem(graph=graph, platform=platform)
+    limits = Limits.after(time_limit, seed)
+    _check_residents(graph, platform)
+    result = solve_portfolio(
+        problem, device_solvers(solver), limits=limits, on_progress=progress
+    )
+    schedule, floor = result.schedule, None
+    if schedule is None:
+        progress("looking for budgets that work", 0.0)
+        floor = _floor_at_home(graph, platform)
+        limit = platform.devices[0].budget_bytes
+        fits = floor is not None and (limit is None or floor.budget_bytes <= limit)
+        if floor is None or not fits or solver != "auto":
+            _refuse(problem, result, floor, Limits.after(time_limit, seed))
+        # What an error would have named as possible is not refused.
+        schedule = floor.schedule
+        result = replace(result, solver="smallest_budget", status=Status.FEASIBLE)
+    return Plan(
+        graph=graph,
+        platform=platform,
+        schedule=schedule,
+        solver=result.solver,
+        status=result.status,
+        bound_ns=result.bound_ns,
+        fingerprint=fingerprint,
+        smallest_budget_bytes=None if floor is None else floor.budget_bytes,
+        settings={
+            **(settings or {}),
+            "solver": solver,
+            "seed": seed,
+            "candidates": list(result.candidates),
+            "solve_s": round(result.elapsed_s, 3),
+        },
+    )
+
+
+def _check_residents(graph: TrainingGraph, platform: Platform) -> None:
+    for index, device in enumerate(platform.devices):
+        held = graph.resident_bytes(index)
+        limit = device.budget_bytes
+        if limit is not None and held > limit:
+            parts: dict[str, int] = {}
+            for storage in graph.storages:
+                if storage.is_resident and storage.home == index:
+                    role = str(storage.role)
+                    parts[role] = parts.get(role, 0) + storage.size_bytes
+            listing = ", ".join(
+                f"{format_bytes(size)} {role}"
+                for role, size in sorted(parts.items(), key=lambda item: -item[1])
+                if size
+            )
+            msg = (
+                f"device {device.name!r} holds {format_bytes(held)} during the whole step "
+                f"({listing}), which is more than its budget of {format_bytes(limit)} "
+                f"({limit:_} bytes); raise it, or use a smaller model, batch or optimizer"
+            )
+            raise BudgetError(
+                msg,
+                budget_bytes=limit,
+                required_bytes=held,
+            )
+
+
+def _floor_at_home(graph: TrainingGraph, platform: Platform) -> Floor | None:
+    kind = platform.devices[0].kind
+    index = graph.kind_index(kind)
+    if any(op.cost_ns[index] is None for op in graph.ops):
+        return None
+    return smallest_budget(graph, kind=kind)
+
+
+def _refuse(
+    problem: Problem, result: Result, floor: Floor | None, limits: Limits
+) -> NoReturn:
+    graph, platform = problem.graph, problem.platform
+    asked = ", ".join(
+        f"{'no limit' if d.budget_bytes is None else format_bytes(d.budget_bytes)} on "
+        f"{d.name!r}"
+        for d in platform.devices
+    )
+    if floor is None:
+        known = _known_without_limits(problem, limits)
+    else:
+        peaks = [floor.budget_bytes, *(0 for _ in platform.devices[1:])]
+        known = dict(zip(platform.names, peaks, strict=True))
+    works = ", ".join(
+        f"{format_bytes(size)} ({size} bytes) on {name!r}"
+        for name, size in known.items()
+        if size
+    )
+    hint = "no schedule is known for any budgets"
+    if works:
+        hint = f"the smallest with a known schedule are {works}"
+    if floor is not None:
+        parts = contributors(graph, floor.schedule, floor.trace.peak_step(), platform)
+        listing = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts[:6])
+        hint += f" and nothing elsewhere, made of {listing}"
+    proved = "no schedule fits" if result.status is Status.INFEASIBLE else "none found"
+    msg = (
+        f"{proved} in {asked} ({result.solver}: {result.message}); {hint}; raise the "
+        "budgets, or shrink the batch"
+    )
+    home = platform.devices[0]
+    home_bytes = home.budget_bytes or 0
+    raise BudgetError(
+        msg,
+        budget_bytes=home_bytes,
+        required_bytes=known.get(home.name, home_bytes + 1),
+        required_by_device=known,
+    )
+
+
+def _known_without_limits(problem: Problem, limits: Limits) -> dict[str, int]:
+    """Return the peaks of a schedule for devices of any size, if one is found."""
+    names = problem.platform.names
+    unlimited = problem.platform.with_budgets(dict.fromkeys(names))
+    result = solve_portfolio(
+        replace(problem, platform=unlimited), device_solvers("auto"), limits=limits
+    )
+    if result.trace is None:
+        return {}
+    return dict(zip(names, result.trace.peak_bytes, strict=True))
