@@ -19,15 +19,23 @@ says what it takes.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
 from remat.chains.operations import Backward, Forward, Operation, Turn
-from remat.chains.stages import Stage, StageChain, StageOption
+from remat.chains.stages import StageChain
 from remat.graph import TrainingGraph
 from remat.liveness import BOUNDARY
 from remat.reductions.segments import SegmentedGraph
+from remat.reductions.stage_parts import (
+    StagePart,
+    cost_ns,
+    never_lost,
+    scratch_bytes,
+    stage_of_part,
+    stage_part,
+)
 
 SHARED_SIZE_SHARE = 100
 SHARED_SPAN_SHARE = 8
@@ -36,20 +44,6 @@ number, and forward needs it for longer than the whole over the second."""
 
 _TINY_SHARE = 1000
 """So is one that is this many times smaller than the largest forward value."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The ops of one stage, or of the turn.
-
-    ``again`` are the forward ops that run again for the stage's output, ``saving``
-    those that run again for its backward as well.
-    """
-
-    forward: tuple[int, ...]
-    backward: tuple[int, ...]
-    again: tuple[int, ...]
-    saving: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +62,7 @@ class ChainOfStages:
 
     graph: TrainingGraph
     chain: StageChain
-    parts: tuple[_Part, ...]
+    parts: tuple[StagePart, ...]
 
     def order(self, operations: Iterable[Operation]) -> list[int]:
         """Return the order of ops that a plan of the chain stands for.
@@ -143,17 +137,17 @@ def reduce_to_chain(
     )
     ends: list[int | None] = [*(crossing[cut] for cut in cuts), None]
     parts = tuple(
-        _part(
+        stage_part(
             graph,
             forward=[op for op in segmented.forward if segment_of[op] == index],
             backward=[op for op in segmented.backward if turns[op] == index],
-            end=end,
+            ends=() if end is None else (end,),
         )
         for index, end in enumerate(ends)
     )
     owed = _gradient_bytes(graph, turns, len(cuts))
     stages = tuple(
-        _stage(graph, part, crossing[cut], gradient, kind_index)
+        stage_of_part(graph, part, (crossing[cut],), gradient, kind_index)
         for part, cut, gradient in zip(parts[:-1], cuts, owed, strict=True)
     )
     last = parts[-1]
@@ -162,18 +156,11 @@ def reduce_to_chain(
         graph=graph,
         chain=StageChain(
             stages=stages,
-            turn_ns=_cost_ns(graph, turn_ops, kind_index),
-            turn_workspace_bytes=_scratch_bytes(graph, turn_ops, kind_index),
+            turn_ns=cost_ns(graph, turn_ops, kind_index),
+            turn_workspace_bytes=scratch_bytes(graph, turn_ops, kind_index),
         ),
         parts=parts,
     )
-
-
-def _never_lost(graph: TrainingGraph) -> list[bool]:
-    return [
-        producer is None or not graph.ops[producer].is_recomputable
-        for producer in graph.producers
-    ]
 
 
 def _latest_turns(
@@ -184,10 +171,10 @@ def _latest_turns(
     What a stage computes is there in its own backward; its output, in that of the next
     stage already. What else crosses a cut is there all the time.
     """
-    never_lost = _never_lost(graph)
+    is_never_lost = never_lost(graph)
     found: dict[int, int] = {}
     for storage, producer in enumerate(graph.producers):
-        if producer is None or producer not in segment_of or never_lost[storage]:
+        if producer is None or producer not in segment_of or is_never_lost[storage]:
             continue
         own = segment_of[producer]
         if storage in outputs:
@@ -205,11 +192,11 @@ def narrow_crossings(segmented: SegmentedGraph) -> dict[int, int]:
     Where the same storage crosses at several places in a row, the first is taken.
     """
     graph = segmented.graph
-    never_lost = _never_lost(graph)
+    is_never_lost = never_lost(graph)
     required = set(segmented.forward)
     spans: dict[int, tuple[int, int]] = {}
     for storage, producer in enumerate(graph.producers):
-        if producer is None or producer not in required or never_lost[storage]:
+        if producer is None or producer not in required or is_never_lost[storage]:
             continue
         readers = [op for op in graph.consumers[storage] if op in required]
         if readers:
@@ -263,7 +250,7 @@ def _merged(
     forward = segmented.forward
     limits = [0, *cuts, len(graph.ops)]
     costs = [
-        _cost_ns(graph, [op for op in forward if start <= op < stop], kind_index)
+        cost_ns(graph, [op for op in forward if start <= op < stop], kind_index)
         for start, stop in pairwise(limits)
     ]
     cuts = list(cuts)
@@ -272,76 +259,6 @@ def _merged(
         costs[index : index + 2] = [costs[index] + costs[index + 1]]
         del cuts[index]
     return cuts
-
-
-def _part(
-    graph: TrainingGraph,
-    *,
-    forward: Sequence[int],
-    backward: Sequence[int],
-    end: int | None,
-) -> _Part:
-    read = {s for op in backward for s in graph.ops[op].reads}
-    ends: set[int] = set() if end is None else {end}
-    return _Part(
-        tuple(forward),
-        tuple(backward),
-        again=_closure(graph, forward, ends),
-        saving=_closure(graph, forward, ends | read),
-    )
-
-
-def _closure(
-    graph: TrainingGraph, ops: Sequence[int], wanted: Iterable[int]
-) -> tuple[int, ...]:
-    """Return those of ``ops`` that run again for the storages wanted, ascending."""
-    inside = {op for op in ops if graph.ops[op].is_recomputable}
-    found: set[int] = set()
-    pending = list(wanted)
-    while pending:
-        producer = graph.producers[pending.pop()]
-        if producer is not None and producer in inside and producer not in found:
-            found.add(producer)
-            pending.extend(graph.ops[producer].reads)
-    return tuple(sorted(found))
-
-
-def _cost_ns(graph: TrainingGraph, ops: Iterable[int], kind_index: int) -> int:
-    return sum(graph.ops[op].cost_ns[kind_index] or 0 for op in ops)
-
-
-def _scratch_bytes(
-    graph: TrainingGraph,
-    ops: Sequence[int],
-    kind_index: int,
-    stays: frozenset[int] = frozenset(),
-) -> int:
-    """Return the most bytes that running ``ops`` adds, less what stays of them.
-
-    What none of them reads again goes after its last use, unless it stays.
-    """
-    last: dict[int, int] = {}
-    for position, op in enumerate(ops):
-        for storage in (*graph.ops[op].reads, *graph.ops[op].writes):
-            last[storage] = position
-    held = most = 0
-    made: set[int] = set()
-    final = set(graph.final_outputs)
-    for position, op in enumerate(ops):
-        writes = graph.ops[op].writes
-        made.update(writes)
-        held += sum(graph.storages[s].size_bytes for s in writes)
-        most = max(most, held + graph.ops[op].workspace_bytes[kind_index])
-        for storage in {*graph.ops[op].reads, *writes}:
-            if (
-                storage in made
-                and last[storage] == position
-                and storage not in stays
-                and storage not in final
-            ):
-                held -= graph.storages[storage].size_bytes
-    staying = sum(graph.storages[s].size_bytes for s in stays & made)
-    return max(0, most - staying)
 
 
 def _gradient_bytes(
@@ -357,44 +274,3 @@ def _gradient_bytes(
         for cut in range(lowest, turns[producer]):
             found[cut] += graph.storages[storage].size_bytes
     return found
-
-
-def _stage(
-    graph: TrainingGraph, part: _Part, output: int, gradient_bytes: int, kind_index: int
-) -> Stage:
-    read = {s for op in part.backward for s in graph.ops[op].reads}
-    made = {s for op in part.saving for s in graph.ops[op].writes}
-    saved = frozenset((read & made) - {output})
-    forward_ns = _cost_ns(graph, part.again, kind_index)
-    passed = frozenset(
-        storage
-        for op in part.backward
-        for storage in graph.ops[op].writes
-        if any(
-            reader not in part.backward and reader >= graph.forward_count
-            for reader in graph.consumers[storage]
-        )
-    )
-    return Stage(
-        forward_ns=forward_ns,
-        output_bytes=graph.storages[output].size_bytes,
-        gradient_bytes=gradient_bytes,
-        forward_workspace_bytes=_scratch_bytes(
-            graph, part.again, kind_index, frozenset({output})
-        ),
-        options=(
-            StageOption(
-                forward_ns=_cost_ns(graph, part.saving, kind_index),
-                backward_ns=_cost_ns(graph, part.backward, kind_index),
-                saved_bytes=sum(graph.storages[s].size_bytes for s in saved),
-                needs_output=output in read,
-                forward_workspace_bytes=_scratch_bytes(
-                    graph, part.saving, kind_index, saved | {output}
-                ),
-                backward_workspace_bytes=_scratch_bytes(
-                    graph, part.backward, kind_index, passed
-                ),
-            ),
-        ),
-        name=graph.ops[part.forward[-1]].name if part.forward else "",
-    )
