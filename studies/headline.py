@@ -5,16 +5,14 @@
 """
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from studies.pages import fill_place
 from studies.record import RESULTS, ROOT
 from studies.run import MODELS
 from studies.tables import Line, Results, mebibytes, table, times
-
-_PLACE = re.compile(r"(<!-- headline -->\n).*?(<!-- end headline -->)", re.DOTALL)
 
 
 def headline(results: Results) -> str:
@@ -50,13 +48,9 @@ def fill(page: str, results: Results) -> str:
     Raises
     ------
     ValueError
-        If the page has no place for it.
+        If the page has not one place for it.
     """
-    if not _PLACE.search(page):
-        msg = "the page has no <!-- headline --> ... <!-- end headline -->"
-        raise ValueError(msg)
-    text = headline(results)
-    return _PLACE.sub(lambda match: f"{match[1]}\n{text}\n\n{match[2]}", page)
+    return fill_place(page, "headline", headline(results))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

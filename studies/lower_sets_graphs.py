@@ -12,8 +12,6 @@ What is known of the graphs beforehand: :mod:`studies.lower_sets_references`.
 import argparse
 import inspect
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +46,7 @@ from studies.forward_graphs import (
     resnet152,
     towers,
 )
+from studies.fresh_process import run_module
 from studies.lower_sets_references import REFERENCES
 
 STUDY = "lower_sets_graphs"
@@ -373,23 +372,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def start(network: str, case: str, limit_s: int) -> dict[str, Any]:
     """Measure in a fresh process."""
-    command = [sys.executable, "-m", "studies.lower_sets_graphs", "--child"]
-    command += ["--networks", network, "--cases", case]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    try:
-        result = subprocess.run(
-            command,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return {"status": "timed out", "message": f"more than {limit_s} s"}
-    if result.returncode != 0:
-        return {"status": "failed", "message": result.stderr[-2000:]}
-    return json.loads(result.stdout)
+    ended = run_module(
+        "studies.lower_sets_graphs",
+        ["--child", "--networks", network, "--cases", case],
+        limit_s=limit_s,
+        variables={"OMP_NUM_THREADS": "1"},
+        keeps_output=True,
+    )
+    return json.loads(ended.output) if ended.is_ok else ended.line(case)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@
 ``docs/lower-sets.md``.
 """
 
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,13 +12,11 @@ from typing import Any
 
 from studies.lower_sets_graphs import EXPLODING, STUDY
 from studies.lower_sets_references import REFERENCES
+from studies.pages import fill_place
 from studies.record import RESULTS, ROOT, read
 from studies.tables import table
 
 Line = dict[str, Any]
-_PLACE = re.compile(
-    r"(<!-- lower-sets-graphs -->\n).*?(<!-- end lower-sets-graphs -->)", re.DOTALL
-)
 
 
 def latest(lines: Iterable[Line]) -> dict[tuple[str, str], Line]:
@@ -191,20 +188,21 @@ def text(lines: dict[tuple[str, str], Line]) -> str:
 
 def main() -> int:
     page = ROOT / "docs" / "lower-sets.md"
-    return rewrite(page, RESULTS / f"{STUDY}.jsonl")
-
-
-def rewrite(page: Path, results: Path) -> int:
-    lines = latest(read(results))
-    content, count = _PLACE.subn(
-        lambda found: f"{found[1]}\n{text(lines)}\n\n{found[2]}",
-        page.read_text(encoding="utf-8"),
-    )
-    if count != 1:
-        print(f"{page.name} has {count} places for the tables", file=sys.stderr)
-        return 1
-    page.write_text(content, encoding="utf-8")
+    rewrite(page, RESULTS / f"{STUDY}.jsonl")
     return 0
+
+
+def rewrite(page: Path, results: Path) -> None:
+    """Write the tables into a page.
+
+    Raises
+    ------
+    ValueError
+        If the page has not one place for them.
+    """
+    content = page.read_text(encoding="utf-8")
+    filled = fill_place(content, "lower-sets-graphs", text(latest(read(results))))
+    page.write_text(filled, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,9 +18,7 @@ References
 """
 
 import argparse
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -40,13 +38,12 @@ from remat.platform import single_device
 from remat.problem import Limits, Problem
 from remat.solvers import SOLVERS
 from remat.verification import Outcome, TrainingStep, compare
+from studies.fresh_process import STEADY_ALLOCATION, run_module
 from studies.models import MODELS, Options, Workload
 from studies.peers import PeerStep, exactness, longest_chain, make_peer
 from studies.planned import Subject, paired_times, plan_now, study_budget
 from studies.record import (
     RESULTS,
-    ROOT,
-    STEADY_ALLOCATION,
     append,
     environment,
     read,
@@ -205,34 +202,21 @@ def start(options: argparse.Namespace, model: str, method: str, costs: Path) -> 
     if not cases:
         return
     note(f"{model}, {method}: {' '.join(cases)}")
-    command = [sys.executable, "-m", "studies.lower_sets_networks", "--child"]
-    command += ["--models", model, "--methods", method, "--cases", *cases]
+    command = ["--child", "--models", model, "--methods", method, "--cases", *cases]
     for name in ("scale", "device", "repeats", "search_limit", "results"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     if options.threads:
         command += ["--threads", str(options.threads)]
     if options.tiny:
         command.append("--tiny")
-    started = time.monotonic()
-    status = "failed"
-    try:
-        result = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=os.environ | STEADY_ALLOCATION | {"REMAT_CACHE_DIR": str(costs)},
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=options.limit,
-            check=False,
-        )
-        if result.returncode == 0:
-            return
-        message = result.stderr[-2000:].replace(f"{ROOT}/", "")
-    except subprocess.TimeoutExpired:
-        status, message = "timed out", f"more than {options.limit} s"
-    elapsed_s = round(time.monotonic() - started)
-    line = {"case": "all", "status": status, "message": message, "elapsed_s": elapsed_s}
-    report(options, model, method, line)
+    ended = run_module(
+        "studies.lower_sets_networks",
+        command,
+        limit_s=options.limit,
+        variables=STEADY_ALLOCATION | {"REMAT_CACHE_DIR": str(costs)},
+    )
+    if not ended.is_ok:
+        report(options, model, method, ended.line("all"))
 
 
 def recorded(options: argparse.Namespace, model: str, method: str) -> set[str]:

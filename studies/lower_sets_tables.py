@@ -6,7 +6,6 @@
 """
 
 import argparse
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,13 +16,11 @@ from matplotlib.figure import Figure
 
 from remat.report.figures import save_figure
 from studies.lower_sets_networks import METHODS, NETWORKS, PAPER_CASE, STUDY
-from studies.record import RESULTS, ROOT, read
+from studies.pages import fill_place
+from studies.record import RESULTS, ROOT, measured_on, read
 from studies.tables import mebibytes, milliseconds, seconds, table, times
 
 Line = dict[str, Any]
-_PLACE = re.compile(
-    r"(<!-- lower-sets-networks -->\n).*?(<!-- end lower-sets-networks -->)", re.DOTALL
-)
 # Okabe and Ito's palette; remat's own choice, plain and checkpoint as in the other
 # studies. Markers and line styles differ too, so that figures survive printing in grey.
 _STYLES = {
@@ -40,7 +37,7 @@ _GREY = "#7f7f7f"
 _ENDED = frozenset({"ok", "below floor"})
 
 
-class Results:
+class NetworkResults:
     """The newest line of every network, method and case at full size on the CPU.
 
     Parameters
@@ -100,7 +97,7 @@ class Results:
         return sorted(runs, key=lambda line: -line["measured_peak_bytes"])
 
 
-def networks_table(results: Results) -> str:
+def networks_table(results: NetworkResults) -> str:
     """Return what each network is and what its plain step needs."""
     head = (
         "network",
@@ -136,7 +133,7 @@ def networks_table(results: Results) -> str:
     return table(head, rows)
 
 
-def paper_table(results: Results) -> str:
+def paper_table(results: NetworkResults) -> str:
     """Return what each method reaches within the budget that the paper's best needs."""
     head = ("network", "paper: best", "paper: Chen", *results.methods)
     rows: list[Sequence[str]] = []
@@ -154,7 +151,7 @@ def paper_table(results: Results) -> str:
     return table(head, rows)
 
 
-def _paper_cell(results: Results, model: str, method: str, limit: float) -> str:
+def _paper_cell(results: NetworkResults, model: str, method: str, limit: float) -> str:
     """Return the run at the paper's budget, or the fastest within it, or the least."""
     at_budget = results.lines.get((model, method, PAPER_CASE))
     if at_budget is not None and at_budget["status"] == "ok":
@@ -166,7 +163,7 @@ def _paper_cell(results: Results, model: str, method: str, limit: float) -> str:
     return f"not: {_reached(runs[-1])}" if runs else ""
 
 
-def smallest_table(results: Results) -> str:
+def smallest_table(results: NetworkResults) -> str:
     """Return the smallest measured peak that each method reaches, and its time."""
     rows = [
         [
@@ -181,7 +178,7 @@ def smallest_table(results: Results) -> str:
     return table(("network", *results.methods), rows)
 
 
-def planning_table(results: Results) -> str:
+def planning_table(results: NetworkResults) -> str:
     """Return the longest time that a solver took for one budget of a network."""
     methods = [how for how in results.methods if how != "checkpoint"]
     rows: list[list[str]] = []
@@ -194,7 +191,7 @@ def planning_table(results: Results) -> str:
     return table(("network", *methods), rows)
 
 
-def exactness_text(results: Results) -> str:
+def exactness_text(results: NetworkResults) -> str:
     """Return how many planned runs were bitwise equal and within their budgets."""
     planned = [
         line
@@ -215,18 +212,13 @@ def exactness_text(results: Results) -> str:
     )
 
 
-def setting_text(results: Results) -> str:
+def setting_text(results: NetworkResults) -> str:
     """Return what the results were measured with and on."""
-    newest = max(results.lines.values(), key=lambda line: line["date"])
-    machine, versions = newest["machine"], newest["versions"]
-    named = ", ".join(f"{k} {v}" for k, v in sorted(versions.items()) if v)
-    threads = {line["machine"]["threads"] for line in results.lines.values()}
-    oldest = min(line["date"] for line in results.lines.values())
+    lines = list(results.lines.values())
+    threads = {line["machine"]["threads"] for line in lines}
     return (
-        f"Measured between {oldest[:16]} and {newest['date'][:16]} UTC on "
-        f"{machine['processor']} ({machine['capability']}), "
-        f"{'/'.join(map(str, sorted(threads)))} thread"
-        f"{'' if threads == {1} else 's'}; {named}."
+        f"{measured_on(lines)}; {'/'.join(map(str, sorted(threads)))} thread"
+        f"{'' if threads == {1} else 's'}."
     )
 
 
@@ -244,7 +236,7 @@ def _reached(line: Line) -> str:
     return text
 
 
-def trade_off_figure(results: Results, model: str) -> Axes | None:
+def trade_off_figure(results: NetworkResults, model: str) -> Axes | None:
     """Draw measured time against measured peak, one curve a method.
 
     Returns ``None`` where nothing was run.
@@ -292,7 +284,7 @@ def _frontier(runs: Iterable[Line]) -> Iterator[Line]:
             yield line
 
 
-def section(results: Results) -> str:
+def section(results: NetworkResults) -> str:
     """Return everything that stands between the marks of the page."""
     if not results.lines:
         return "Nothing is recorded."
@@ -328,22 +320,15 @@ def figure_name(model: str) -> str:
     return f"lower-sets-{model}.svg"
 
 
-def fill(page: str, results: Results) -> str:
+def fill(page: str, results: NetworkResults) -> str:
     """Return a page with the marked part written anew.
 
     Raises
     ------
     ValueError
-        If the page has no place for it.
+        If the page has not one place for it.
     """
-    if not _PLACE.search(page):
-        msg = (
-            "the page has no <!-- lower-sets-networks --> ... "
-            "<!-- end lower-sets-networks -->"
-        )
-        raise ValueError(msg)
-    text = section(results)
-    return _PLACE.sub(lambda match: f"{match[1]}\n{text}\n\n{match[2]}", page)
+    return fill_place(page, "lower-sets-networks", section(results))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -351,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", metavar="FOLDER")
     options = parser.parse_args(arguments)
-    results = Results(options.results)
+    results = NetworkResults(options.results)
     page = options.docs / "lower-sets.md"
     page.write_text(fill(page.read_text(encoding="utf-8"), results), encoding="utf-8")
     images = options.docs / "images"

@@ -7,7 +7,7 @@ import os
 import platform
 import resource
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -20,16 +20,6 @@ import remat
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 _VERSIONED = ("torch", "transformers", "numpy", "ortools")
-
-
-STEADY_ALLOCATION = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": "100000000000",
-}
-"""For the processes that measure: glibc keeps freed memory, instead of giving it back
-and faulting it in again at moments that depend on the process's history. It concerns
-plain and planned steps alike, and no number of bytes: those are of the allocator's
-events."""
 
 
 def environment() -> dict[str, Any]:
@@ -84,6 +74,18 @@ def read(path: Path) -> list[dict[str, Any]]:
 def latest(lines: Iterable[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
     """Return the last line of each model and case."""
     return {(line["model"], line["case"]): line for line in lines}
+
+
+def measured_on(lines: Sequence[dict[str, Any]]) -> str:
+    """Return when and on what some lines were measured, at least one, for people."""
+    newest = max(lines, key=lambda line: line["date"])
+    oldest = min(line["date"] for line in lines)
+    machine, versions = newest["machine"], newest["versions"]
+    named = ", ".join(f"{k} {v}" for k, v in sorted(versions.items()) if v)
+    return (
+        f"Measured between {oldest[:16]} and {newest['date'][:16]} UTC on "
+        f"{machine['processor']} ({machine['capability']}); {named}"
+    )
 
 
 class ForeignLoad:

@@ -6,20 +6,16 @@ skipped, so that an interrupted study goes on where it stopped.
 """
 
 import argparse
-import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from studies.fresh_process import STEADY_ALLOCATION, run_module
 from studies.record import (
     RESULTS,
-    ROOT,
-    STEADY_ALLOCATION,
     append,
     environment,
     read,
@@ -142,7 +138,7 @@ def start(
     options: argparse.Namespace, model: str, case: str, budget: int | None = None
 ) -> None:
     """Measure in a fresh process; record a failure if it does not end well."""
-    command = [sys.executable, "-m", "studies.run", options.study, "--child", case]
+    command = [options.study, "--child", case]
     command += ["--models", model, "--scale", str(options.scale)]
     command += ["--repeats", str(options.repeats), "--results", str(options.results)]
     if options.tiny:
@@ -154,39 +150,19 @@ def start(
     if budget is not None:
         command += ["--budget-bytes", str(budget)]
     note(f"{options.study}: {model}, {case}")
-    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        variables = (
-            os.environ
-            | STEADY_ALLOCATION
+        ended = run_module(
+            "studies.run",
+            command,
+            limit_s=options.limit,
+            variables=STEADY_ALLOCATION
             | {
                 "REMAT_CACHE_DIR": f"{folder}/costs",
                 "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
-            }
+            },
         )
-        status, message = "failed", ""
-        try:
-            result = subprocess.run(
-                command,
-                cwd=ROOT,
-                env=variables,
-                stderr=subprocess.PIPE,
-                text=True,
-                timeout=options.limit,
-                check=False,
-            )
-            if result.returncode == 0:
-                return
-            message = result.stderr[-2000:].replace(f"{ROOT}/", "")
-        except subprocess.TimeoutExpired:
-            status, message = "timed out", f"more than {options.limit} s"
-    line = {
-        "case": case,
-        "status": status,
-        "message": message,
-        "elapsed_s": round(time.monotonic() - started),
-    }
-    report(options, model, line)
+    if not ended.is_ok:
+        report(options, model, ended.line(case))
 
 
 def run_child(options: argparse.Namespace) -> None:

@@ -5,7 +5,6 @@
 """
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -15,8 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from remat.report.figures import save_figure
+from studies.pages import fill_place
 from studies.peers import AOT, CASES, family
-from studies.record import RESULTS, ROOT, latest, read
+from studies.record import RESULTS, ROOT, latest, measured_on, read
 from studies.run import MODELS
 
 Line = dict[str, Any]
@@ -240,14 +240,11 @@ def setting_text(results: Results) -> str:
     if not lines:
         return "Nothing is recorded."
     newest = max(lines, key=lambda line: line["date"])
-    machine, versions = newest["machine"], newest["versions"]
+    machine = newest["machine"]
     commits = {line["commit"][:10] for line in lines if line["commit"]}
-    named = ", ".join(f"{k} {v}" for k, v in sorted(versions.items()) if v)
     return (
-        f"Measured between {min(line['date'] for line in lines)[:16]} and "
-        f"{newest['date'][:16]} UTC on {machine['processor']} "
-        f"({machine['capability']}), {machine['cores']} cores, {machine['threads']} "
-        f"threads, {mebibytes(machine['memory_bytes'])} of memory; {named}; "
+        f"{measured_on(lines)}; {machine['cores']} cores, {machine['threads']} "
+        f"threads, {mebibytes(machine['memory_bytes'])} of memory; "
         f"{len(commits)} commits, the last {newest['commit'][:10]}. Each line of the "
         "results names its own."
     )
@@ -376,15 +373,10 @@ def fill(page: str, results: Results) -> str:
     Raises
     ------
     ValueError
-        If the page has no place for one of the tables.
+        If the page has not one place for each of the tables.
     """
     for name, write in TABLES.items():
-        place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
-        if not place.search(page):
-            msg = f"the page has no <!-- {name} --> ... <!-- end {name} -->"
-            raise ValueError(msg)
-        text = write(results)
-        page = place.sub(lambda m, t=text: f"{m[1]}\n{t}\n\n{m[2]}", page)
+        page = fill_place(page, name, write(results))
     return page
 
 

@@ -120,11 +120,12 @@ def test_the_page_is_rewritten_in_its_place(tmp_path: Path) -> None:
     page.write_text(
         "a\n<!-- lower-sets-graphs -->\nold\n<!-- end lower-sets-graphs -->\nb"
     )
-    assert rewrite(page, tmp_path / "none.jsonl") == 0
+    rewrite(page, tmp_path / "none.jsonl")
     content = page.read_text()
     assert content.startswith("a\n<!-- lower-sets-graphs -->\n\nSeconds are")
     assert content.endswith("<!-- end lower-sets-graphs -->\nb")
     assert "old" not in content
     page.write_text("no place")
-    assert rewrite(page, tmp_path / "none.jsonl") == 1
+    with pytest.raises(ValueError, match="no <!-- lower-sets-graphs -->"):
+        rewrite(page, tmp_path / "none.jsonl")
     assert latest([{"model": "a", "case": "b", "status": "failed"}]) == {}

@@ -366,10 +366,10 @@ def plain_line(model: str) -> Any:
     }
 
 
-def write(folder: Path, *lines: Any) -> lower_sets_tables.Results:
+def write(folder: Path, *lines: Any) -> lower_sets_tables.NetworkResults:
     for each in lines:
         record.append(folder / "lower_sets_networks.jsonl", each)
-    return lower_sets_tables.Results(folder)
+    return lower_sets_tables.NetworkResults(folder)
 
 
 def test_tables_say_what_the_lines_say(tmp_path: Path) -> None:
@@ -468,5 +468,5 @@ def test_page_without_a_place_is_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_recorded_is_said(tmp_path: Path) -> None:
-    results = lower_sets_tables.Results(tmp_path)
+    results = lower_sets_tables.NetworkResults(tmp_path)
     assert lower_sets_tables.section(results) == "Nothing is recorded."
