@@ -1,0 +1,1 @@
+"""Planning for several devices: where ops run, what is copied, kept or run again."""

@@ -1,0 +1,1 @@
+"""What the solvers for several devices are made of."""

@@ -1,0 +1,248 @@
+"""All schedules of several devices, searched exhaustively.
+
+:func:`best_on_devices` is Dijkstra's algorithm over what is live where. Nothing is
+discarded before memory is short; then every smallest set of storages that makes room is
+tried. That loses nothing: keeping more is never worse, since a discard is free at any
+time. Memory is that of the steps one after the other; time is their sum.
+
+With ``is_staged`` only schedules of the frontier class are searched: first runs happen
+in graph order, and between two of them (or one and the boundary or the end) every op
+runs at most once per device, in graph order.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, count
+
+from remat.bounds import required_ops
+from remat.graph import Op, Phase, TrainingGraph
+from remat.liveness import insert_discards
+from remat.platform import Platform
+from remat.schedule import Boundary, Compute, Copy, Schedule, Step
+
+
+@dataclass(frozen=True)
+class Place:
+    live: tuple[frozenset[int], ...]
+    run: frozenset[int]
+    is_backward: bool = False
+    # Of staged schedules: the first op that has not run, the last run of the stage, and
+    # whether that run was a first one, which ends the stage.
+    frontier: int = 0
+    swept: tuple[int, int] = (-1, -1)
+    is_ended: bool = False
+
+
+def matters(op: Op) -> bool:
+    return op.is_ordered or not op.writes or not op.is_recomputable or op.is_external
+
+
+@dataclass(frozen=True)
+class DeviceSearch:
+    graph: TrainingGraph
+    platform: Platform
+    is_staged: bool
+
+    def size(self, storages: Sequence[int] | frozenset[int]) -> int:
+        return sum(self.graph.storages[s].size_bytes for s in storages)
+
+    def stays(self, storage: int, device: int) -> bool:
+        block = self.graph.storages[storage]
+        return block.is_resident and block.home == device
+
+    def is_live(self, place: Place, storage: int, device: int) -> bool:
+        return self.stays(storage, device) or storage in place.live[device]
+
+    def rooms(
+        self, place: Place, device: int, added: int, pinned: set[int]
+    ) -> Iterator[Place]:
+        """Yield ``place`` after each smallest set of discards that makes room."""
+        budget = self.platform.devices[device].budget_bytes
+        held = self.graph.resident_bytes(device) + self.size(place.live[device])
+        excess = 0 if budget is None else held + added - budget
+        if excess <= 0:
+            yield place
+            return
+        candidates = sorted(
+            s
+            for s in place.live[device]
+            if s not in pinned and self.graph.storages[s].size_bytes
+        )
+        found: list[set[int]] = []
+        for number in range(1, len(candidates) + 1):
+            for chosen in combinations(candidates, number):
+                if self.size(chosen) < excess or any(f <= set(chosen) for f in found):
+                    continue
+                found.append(set(chosen))
+                live = list(place.live)
+                live[device] -= frozenset(chosen)
+                yield replace(place, live=tuple(live))
+
+    def with_live(self, place: Place, storages: Sequence[int], device: int) -> Place:
+        live = list(place.live)
+        live[device] |= frozenset(storages)
+        return replace(place, live=tuple(live))
+
+    def is_callers_turn(self, place: Place) -> bool:
+        phase = Phase.BACKWARD if place.is_backward else Phase.FORWARD
+        ops = self.graph.ops
+        return any(ops[r].is_external and ops[r].phase is phase for r in place.run)
+
+    def at_home(self, place: Place, storages: Sequence[int]) -> bool:
+        return all(
+            self.is_live(place, s, self.graph.storages[s].home) for s in storages
+        )
+
+    def effects_done(self, place: Place, phase: Phase | None) -> bool:
+        return all(
+            index in place.run
+            for index, op in enumerate(self.graph.ops)
+            if (op.is_ordered or not op.writes) and phase in {None, op.phase}
+        )
+
+    def is_goal(self, place: Place) -> bool:
+        return (
+            place.is_backward
+            and self.at_home(place, self.graph.final_outputs)
+            and self.effects_done(place, None)
+        )
+
+    def moves(self, place: Place) -> Iterator[tuple[Step, int, Place]]:
+        yield from self.boundaries(place)
+        if not self.is_callers_turn(place):
+            yield from self.copies(place)
+        for index, op in enumerate(self.graph.ops):
+            if self.may_run(place, index, op):
+                for device in range(len(self.platform.devices)):
+                    yield from self.runs(place, index, device)
+
+    def boundaries(self, place: Place) -> Iterator[tuple[Step, int, Place]]:
+        graph = self.graph
+        if (
+            place.is_backward
+            or not self.at_home(place, graph.forward_outputs)
+            or not self.effects_done(place, Phase.FORWARD)
+        ):
+            return
+        places = [place]
+        for device in range(len(self.platform.devices)):
+            mine = [s for s in graph.tangents if graph.storages[s].home == device]
+            # Everything is live at once, and forward outputs are still held.
+            pinned = {
+                s for s in graph.forward_outputs if graph.storages[s].home == device
+            }
+            places = [
+                room
+                for p in places
+                for room in self.rooms(p, device, self.size(mine), pinned)
+            ]
+        for room in places:
+            # The boundary ends a stage, as the end does.
+            after = replace(room, is_backward=True, swept=(-1, -1), is_ended=False)
+            for storage in graph.tangents:
+                home = graph.storages[storage].home
+                after = self.with_live(after, [storage], home)
+            yield Boundary(), 0, after
+
+    def copies(self, place: Place) -> Iterator[tuple[Step, int, Place]]:
+        for link in self.platform.links:
+            for storage, block in enumerate(self.graph.storages):
+                if self.is_live(place, storage, link.source) and not self.is_live(
+                    place, storage, link.target
+                ):
+                    step = Copy(storage, link.source, link.target)
+                    time = link.copy_ns(block.size_bytes)
+                    for room in self.rooms(place, link.target, block.size_bytes, set()):
+                        yield step, time, self.with_live(room, [storage], link.target)
+
+    def may_run(self, place: Place, index: int, op: Op) -> bool:
+        if op.phase is Phase.BACKWARD and not place.is_backward:
+            return False
+        if self.is_callers_turn(place) and not op.is_external:
+            return False
+        if index in place.run:
+            if not op.is_recomputable:
+                return False
+        elif op.is_ordered and any(
+            self.graph.ops[r].is_ordered and r > index for r in place.run
+        ):
+            return False
+        return not self.is_staged or index <= place.frontier
+
+    def runs(
+        self, place: Place, index: int, device: int
+    ) -> Iterator[tuple[Step, int, Place]]:
+        op = self.graph.ops[index]
+        kind = self.graph.kind_index(self.platform.devices[device].kind)
+        cost = op.cost_ns[kind]
+        if cost is None or not all(self.is_live(place, s, device) for s in op.reads):
+            return
+        if self.is_staged:
+            staged = self.in_stage(place, (index, device))
+            if staged is None:
+                return
+            place = staged
+        added = self.size(op.writes) + op.workspace_bytes[kind]
+        run = place.run | {index} if matters(op) else place.run
+        for room in self.rooms(place, device, added, set(op.reads)):
+            after = self.with_live(room, op.writes, device)
+            yield Compute(index, device), cost, replace(after, run=run)
+
+    def in_stage(self, place: Place, run: tuple[int, int]) -> Place | None:
+        """Return ``place`` after a run; ``None`` where the class does not allow it."""
+        op, device = run
+        if op == place.frontier:
+            later = [r for r in required_ops(self.graph) if r > op]
+            return replace(
+                place,
+                frontier=min(later, default=len(self.graph.ops)),
+                swept=run,
+                is_ended=True,
+            )
+        if place.is_ended:
+            # A first run on several devices is one stage still.
+            is_same = op == place.swept[0] and device > place.swept[1]
+            return replace(place, swept=run, is_ended=is_same)
+        return replace(place, swept=run) if run > place.swept else None
+
+    def best(self) -> tuple[int, Schedule] | None:
+        devices = range(len(self.platform.devices))
+        for index, device in enumerate(self.platform.devices):
+            budget = device.budget_bytes
+            if budget is not None and self.graph.resident_bytes(index) > budget:
+                return None
+        first = min(required_ops(self.graph), default=0)
+        root = Place(
+            tuple(frozenset[int]() for _ in devices), frozenset(), frontier=first
+        )
+        ticket = count()
+        queue = [(0, next(ticket), root)]
+        came_from: dict[Place, tuple[Place, Step] | None] = {root: None}
+        least = {root: 0}
+        while queue:
+            cost, _, place = heapq.heappop(queue)
+            if cost > least[place]:
+                continue
+            if self.is_goal(place):
+                steps: list[Step] = []
+                while (origin := came_from[place]) is not None:
+                    place, step = origin
+                    steps.append(step)
+                return cost, insert_discards(self.graph, reversed(steps))
+            for step, time, after in self.moves(place):
+                if cost + time < least.get(after, 1 << 80):
+                    least[after] = cost + time
+                    came_from[after] = (place, step)
+                    heapq.heappush(queue, (cost + time, next(ticket), after))
+        return None
+
+
+def best_on_devices(
+    graph: TrainingGraph, platform: Platform, *, is_staged: bool = False
+) -> tuple[int, Schedule] | None:
+    """Return the least serial time of all schedules whose list fits, and one of them.
+
+    ``None`` if no schedule fits. For graphs of up to 6 ops.
+    """
+    return DeviceSearch(graph, platform, is_staged).best()
