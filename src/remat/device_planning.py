@@ -8,6 +8,7 @@ from remat import solvers as solver_tables
 from remat.errors import (
     BudgetError,
     InvalidPlatformError,
+    PlanMismatchError,
     SolverUnsuitableError,
     UnitError,
 )
@@ -17,6 +18,7 @@ from remat.liveness import schedule_from_order, store_all_order
 from remat.planning import solve_portfolio
 from remat.platform import Platform, single_device
 from remat.problem import Limits, Problem, Result, Status
+from remat.schedule import Boundary, Copy, Discard, Schedule, Step
 from remat.simulator import simulate
 from remat.solvers.base import ProgressCallback, Solver, ignore_progress
 from remat.training_plan import Plan, contributors
@@ -91,6 +93,88 @@ def budgets_bytes(
             msg = f"device {name!r}: {error}"
             raise UnitError(msg) from error
     return sizes
+
+
+def budget_of(plan: Plan) -> Budget:
+    """Return the budget of a plan in bytes: for its device, or for each by name."""
+    if plan.has_several_devices:
+        return {device.name: device.budget_bytes for device in plan.platform.devices}
+    return plan.budget_bytes or 0
+
+
+def held_outputs(graph: TrainingGraph) -> frozenset[int]:
+    """Return the storages that the caller holds at home from the boundary to the end.
+
+    These are outputs of the model and the loss, which backward returns to nobody: what
+    is live at the boundary and has to be live at the end.
+    """
+    appearing = {*graph.forward_outputs, *graph.tangents}
+    return frozenset(appearing.intersection(graph.final_outputs))
+
+
+def check_held_outputs(graph: TrainingGraph, schedule: Schedule) -> None:
+    """Check that no schedule counts on room that the caller's references take.
+
+    Raises
+    ------
+    PlanMismatchError
+        If what the caller holds is discarded at home after the boundary, to be copied
+        back later.
+    """
+    if kept_in_place(graph, schedule) != schedule:
+        msg = (
+            "the plan discards outputs of the model after the forward pass, which the "
+            "caller still holds then, so their bytes would not be free; make a new plan"
+        )
+        raise PlanMismatchError(msg)
+
+
+def kept_in_place(graph: TrainingGraph, schedule: Schedule) -> Schedule:
+    """Return the schedule without discards, at home, of what the caller holds.
+
+    Copies that bring it back go as well. What is left is valid if the schedule was,
+    except that it may need more memory.
+    """
+    held = held_outputs(graph)
+    steps: list[Step] = []
+    is_backward = False
+    kept: set[int] = set()
+    for step in schedule.steps:
+        is_backward = is_backward or isinstance(step, Boundary)
+        match step:
+            case Discard() if is_backward and step.storage in held:
+                if step.device == graph.storages[step.storage].home:
+                    kept.add(step.storage)
+                    continue
+            case Copy() if step.storage in kept:
+                if step.target == graph.storages[step.storage].home:
+                    continue
+            case _:
+                pass
+        steps.append(step)
+    return Schedule(tuple(steps))
+
+
+def _keep_outputs(problem: Problem, result: Result) -> Result:
+    """Return a result whose schedule leaves in place what the caller holds.
+
+    The judge knows no callers: to it, an output may spend the backward pass elsewhere.
+    """
+    if result.schedule is None:
+        return result
+    schedule = kept_in_place(problem.graph, result.schedule)
+    if schedule == result.schedule:
+        return result
+    trace = simulate(problem.graph, problem.platform, schedule)
+    if trace.violation is None:
+        return replace(result, schedule=schedule, trace=trace, status=Status.FEASIBLE)
+    return replace(
+        result,
+        schedule=None,
+        trace=None,
+        status=Status.UNKNOWN,
+        message="its schedule moves outputs away that the caller holds",
+    )
 
 
 def check_budgets(platform: Platform, budgets: DeviceBudgets | None) -> None:
@@ -186,7 +270,11 @@ def plan_on_devices(  # noqa: PLR0913 - every option that a user has
     limits = Limits.after(time_limit, seed)
     _check_residents(graph, platform)
     result = solve_portfolio(
-        problem, device_solvers(solver), limits=limits, on_progress=progress
+        problem,
+        device_solvers(solver),
+        limits=limits,
+        on_progress=progress,
+        amend=lambda found: _keep_outputs(problem, found),
     )
     schedule, floor = result.schedule, None
     if schedule is None:
@@ -289,7 +377,7 @@ def _refuse(
     raise BudgetError(
         msg,
         budget_bytes=home_bytes,
-        required_bytes=known.get(home.name, home_bytes + 1),
+        required_bytes=known.get(home.name, home_bytes),
         required_by_device=known,
     )
 

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from os import PathLike
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from remat.capture.tracing import (
     raise_capture_error,
 )
 from remat.costing import Costs
+from remat.device_planning import Budget, budget_of
 from remat.errors import CaptureError, ExecutionError
-from remat.plan_request import Loss, PlanRequest, check_model
+from remat.plan_request import Loss, PlanRequest, check_model, platform_of
 from remat.platform import Platform
 from remat.profile.described_loss import DescribedLoss
 from remat.runtime.backend import PlannedBackend, StoppedBeforeRunningError
@@ -65,6 +67,8 @@ class FittedModel:
         self.request = request
         self.optimizer_memory = optimizer_memory(request)
         self.loss = None if request.loss is None else DescribedLoss(request.loss)
+        # Whether plans need not run here, so that their devices need not exist.
+        self.is_only_planned = False
         self.entries: dict[int, tuple[Planner, PlannedBackend, Callable[..., Any]]] = {}
 
     def entry(
@@ -80,6 +84,7 @@ class FittedModel:
                 self.loss,
             )
             backend = PlannedBackend(_weakly(planner), type(self.model).__name__)
+            backend.is_only_planned = self.is_only_planned
             self.entries[gradient_bytes] = (
                 planner,
                 backend,
@@ -110,7 +115,14 @@ class FittedModel:
 
     def set_budget(self, plan: Plan) -> None:
         """Plan whatever comes next anew, within the bytes of ``plan``."""
-        self.request = replace(self.request, given_plan=None, budget=plan.budget_bytes)
+        self.request = replace(
+            self.request,
+            given_plan=None,
+            budget=budget_of(plan),
+            platform=plan.platform
+            if plan.has_several_devices
+            else self.request.platform,
+        )
         for planner, _, _ in self.entries.values():
             planner.request = self.request
 
@@ -180,10 +192,10 @@ def fit(
     args: Any = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    budget: int | str | None = None,
+    budget: Budget | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     loss: Loss | None = None,
-    platform: Platform | None = None,
+    platform: Platform | str | PathLike[str] | None = None,
     solver: str = "auto",
     time_limit: float | None = None,
     seed: int = 0,
@@ -208,7 +220,9 @@ def fit(
     budget
         Most bytes on the model's device during a whole training step: an integer of
         bytes, a size such as ``"8 GiB"`` or ``"900MB"``, or a percentage such as
-        ``"60%"`` of the predicted peak without rematerialisation.
+        ``"60%"`` of the predicted peak without rematerialisation. For several devices
+        a mapping of these by the devices' names, such as ``{"cuda:0": "6 GiB", "cpu":
+        "20 GiB"}``; a percentage is then of the step on the model's device alone.
     optimizer
         Counts its state and the memory of its step.
     loss
@@ -217,7 +231,10 @@ def fit(
         the first output is taken for the loss, and other outputs to need four times
         their size.
     platform
-        A platform of one device; its budget is replaced by ``budget``.
+        The devices and links, or the path of their file; their budgets are replaced by
+        ``budget``. Without it, the names in ``budget`` are devices of this machine
+        (``"cpu"``, ``"cpu:1"``, ``"cuda:0"``, ``"host"`` for host memory that only
+        stores), and their links are measured.
     solver
         ``"auto"`` for the best judged answer, or a name in ``remat.solvers.SOLVERS``.
     time_limit
@@ -248,6 +265,9 @@ def fit(
         If ``plan`` is for another model, shape or version.
     UnitError
         If ``budget`` is not a positive size.
+    InvalidPlatformError
+        If a device has no budget, does not exist, cannot be reached, or an operator can
+        run on none; the message names it.
     SolverUnsuitableError
         If ``solver`` is unknown or cannot treat this graph.
     ProfileError
@@ -263,7 +283,7 @@ def fit(
         budget=budget,
         optimizer=optimizer,
         loss=loss,
-        platform=platform,
+        platform=platform_of(platform),
         solver=solver,
         time_limit=time_limit,
         seed=seed,
@@ -282,10 +302,10 @@ def plan(
     args: Any = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    budget: int | str | None = None,
+    budget: Budget | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     loss: Loss | None = None,
-    platform: Platform | None = None,
+    platform: Platform | str | PathLike[str] | None = None,
     solver: str = "auto",
     time_limit: float | None = None,
     seed: int = 0,
@@ -300,14 +320,16 @@ def plan(
         budget=budget,
         optimizer=optimizer,
         loss=loss,
-        platform=platform,
+        platform=platform_of(platform),
         solver=solver,
         time_limit=time_limit,
         seed=seed,
         costs=costs,
         progress=ignore_progress if progress is None else progress,
     )
-    return FittedModel(model, request).plan_now(positional(args), keywords(kwargs))
+    fitted = FittedModel(model, request)
+    fitted.is_only_planned = True
+    return fitted.plan_now(positional(args), keywords(kwargs))
 
 
 def release(model: nn.Module) -> nn.Module:
@@ -328,10 +350,11 @@ def release(model: nn.Module) -> nn.Module:
 
 def backend(
     *,
-    budget: int | str,
+    budget: Budget,
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     loss: Loss | None = None,
+    platform: Platform | str | PathLike[str] | None = None,
     solver: str = "auto",
     time_limit: float | None = None,
     seed: int = 0,
@@ -367,6 +390,7 @@ def backend(
         budget=budget,
         optimizer=optimizer,
         loss=loss,
+        platform=platform_of(platform),
         solver=solver,
         time_limit=time_limit,
         seed=seed,

@@ -1,16 +1,19 @@
 """What a plan shall be made for, checked before anything slow is done."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import nn
 
 from remat.costing import Costs
-from remat.errors import SolverUnsuitableError, UnitError
-from remat.graph_planning import chosen_solvers
+from remat.device_planning import Budget, budgets_bytes, check_budgets, device_solvers
+from remat.errors import UnitError
+from remat.graph_planning import chosen_solvers, several_budgets
 from remat.platform import Platform
+from remat.serialisation import load_platform
 from remat.solvers.base import ProgressCallback, ignore_progress
 from remat.training_plan import Plan
 from remat.units import parse_budget
@@ -28,7 +31,7 @@ class PlanRequest:
     ``given_plan`` is not ``None``.
     """
 
-    budget: int | str | None = None
+    budget: Budget | None = None
     optimizer: torch.optim.Optimizer | None = None
     loss: Loss | None = None
     platform: Platform | None = None
@@ -42,12 +45,8 @@ class PlanRequest:
     def __post_init__(self) -> None:
         if self.given_plan is not None:
             _check("plan", self.given_plan, Plan, "a plan, as remat.load_plan returns")
-        elif self.budget is None:
-            msg = "give a budget, for example budget='8 GiB' (or plan=, a saved plan)"
-            raise UnitError(msg)
         else:
-            # Any whole will do: what a percentage comes to is known after tracing.
-            parse_budget(self.budget, whole_bytes=_ANY_WHOLE_BYTES)
+            self._check_budget()
         if self.optimizer is not None:
             _check("optimizer", self.optimizer, torch.optim.Optimizer, "an optimizer")
         if self.loss is not None:
@@ -55,26 +54,38 @@ class PlanRequest:
         _check("progress", self.progress, Callable, "a function of (activity, share)")
         _check("seed", self.seed, int, "an integer")
         _check_time_limit(self.time_limit)
-        chosen_solvers(self.solver)
-        if self.platform is not None:
-            _check("platform", self.platform, Platform, "a remat.Platform")
-            _check_platform(self.platform)
+        if self.has_several_devices:
+            device_solvers(self.solver)
+        else:
+            chosen_solvers(self.solver)
         if self.costs not in {"measured", "estimated"}:
             msg = f"costs is {self.costs!r}; it must be 'measured' or 'estimated'"
             raise ValueError(msg)
 
     @property
-    def required_budget(self) -> int | str:
-        """The budget of a request that has one.
+    def has_several_devices(self) -> bool:
+        """Whether the request is for more than one device."""
+        if self.platform is not None:
+            return len(self.platform.devices) > 1
+        return isinstance(self.budget, Mapping) and len(self.budget) > 1
 
-        Raises
-        ------
-        UnitError
-            If there is none.
-        """
-        if self.budget is None:
-            raise UnitError("give a budget, for example budget='8 GiB'")
-        return self.budget
+    def _check_budget(self) -> None:
+        # Any whole will do: what a percentage comes to is known after tracing.
+        if self.platform is not None:
+            _check("platform", self.platform, Platform, _PLATFORM)
+            if self.has_several_devices:
+                several_budgets(self.platform, self.budget)
+            elif isinstance(self.budget, Mapping):
+                check_budgets(self.platform, self.budget)
+        if isinstance(self.budget, Mapping):
+            budgets_bytes(self.budget, _ANY_WHOLE_BYTES)
+        elif self.budget is not None:
+            parse_budget(self.budget, whole_bytes=_ANY_WHOLE_BYTES)
+        elif self.platform is None or not any(
+            device.budget_bytes for device in self.platform.devices
+        ):
+            msg = "give a budget, for example budget='8 GiB' (or plan=, a saved plan)"
+            raise UnitError(msg)
 
 
 def check_model(model: object) -> None:
@@ -108,10 +119,21 @@ def _check_time_limit(seconds: object) -> None:
         raise ValueError(msg)
 
 
-def _check_platform(platform: Platform) -> None:
-    if len(platform.devices) > 1:
-        msg = (
-            f"the platform has {len(platform.devices)} devices, but this runtime "
-            "executes on one; plan for one device"
-        )
-        raise SolverUnsuitableError(msg)
+def platform_of(platform: Platform | str | PathLike[str] | None) -> Platform | None:
+    """Return a platform, read from its file if a path is given.
+
+    Raises
+    ------
+    FileFormatError
+        If the file is missing, damaged, or no platform.
+    TypeError
+        If it is neither a platform nor a path.
+    """
+    if isinstance(platform, str | PathLike):
+        return load_platform(platform)
+    if platform is not None:
+        _check("platform", platform, Platform, _PLATFORM)
+    return platform
+
+
+_PLATFORM = "a remat.platform.Platform, or the path of its file"

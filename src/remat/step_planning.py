@@ -1,7 +1,7 @@
 """Plan traced steps: what surrounds them, what they cost, which schedule they run."""
 
 import weakref
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,12 +22,22 @@ from remat.capture.surroundings import (
     resident_bytes,
     tensors_in,
 )
-from remat.costing import with_costs, with_known_costs
+from remat.costing import (
+    place_name,
+    with_costs,
+    with_device_costs,
+    with_known_costs,
+)
+from remat.device_graph import arrange, home_of
+from remat.device_planning import Budget, budget_of, check_held_outputs
 from remat.errors import CaptureError, ExecutionError, PlanMismatchError
 from remat.graph import Role
-from remat.graph_planning import plan_graph
+from remat.graph_planning import plan_graph, several_budgets
 from remat.plan_request import PlanRequest
+from remat.platform import Platform
+from remat.profile.cache import CostCache
 from remat.profile.described_loss import DescribedLoss
+from remat.profile.links import measured_platform
 from remat.profile.outside import (
     LossMemory,
     assumed_loss_bytes,
@@ -127,7 +137,9 @@ class Planner:
             if key not in self.plans:
                 self.plans[key] = self.make_plan(program)
             self.latest = self.plans[key]
-        return replace(program, graph=self.latest.graph), self.latest.schedule
+        plan = self.latest
+        platform = plan.platform if plan.has_several_devices else None
+        return replace(program, graph=plan.graph, platform=platform), plan.schedule
 
     def surroundings(self, program: JointProgram) -> Surroundings:
         """Return what lives and runs around the traced step now."""
@@ -169,17 +181,46 @@ class Planner:
         """Return a new plan for a traced step, or the given one if it fits."""
         if self.request.given_plan is not None:
             return accept_plan(program, self.request.given_plan)
-        graph = with_costs(program, self.request.costs, self.request.progress)
+        request = self.request
+        platform = self.platform_for(program)
+        graph = with_costs(program, request.costs, request.progress)
+        if platform is not None:
+            several_budgets(platform, request.budget)
+            graph = with_device_costs(
+                program, graph, platform, request.costs, request.progress
+            )
         return plan_graph(
             graph,
-            budget=self.request.required_budget,
+            budget=request.budget,
+            platform=platform,
             fingerprint=program.fingerprint,
-            solver=self.request.solver,
-            time_limit=self.request.time_limit,
-            seed=self.request.seed,
-            progress=self.request.progress,
-            settings={"torch": torch.__version__, "costs": self.request.costs},
+            solver=request.solver,
+            time_limit=request.time_limit,
+            seed=request.seed,
+            progress=request.progress,
+            settings={"torch": torch.__version__, "costs": request.costs},
         )
+
+    def platform_for(self, program: JointProgram) -> Platform | None:
+        """Return the devices that the request is for, the step's own first.
+
+        ``None`` if that is the step's own device alone.
+
+        Raises
+        ------
+        InvalidPlatformError
+            If the step's device is not among them, or one cannot be reached.
+        """
+        request, place = self.request, place_name(program.device)
+        platform = request.platform
+        if platform is None and isinstance(request.budget, Mapping):
+            request.progress("links", 0.0)
+            names = list(request.budget)
+            platform = measured_platform(names, cache=CostCache())
+        if platform is None:
+            return None
+        home = home_of(platform, place)
+        return None if len(platform.devices) == 1 else arrange(platform, home)
 
 
 class CompilerPlanner(Planner):
@@ -195,7 +236,7 @@ class CompilerPlanner(Planner):
         self.asked = request
         self.call: TracedCall | None = None
         # What a percentage came to at the first variant of a call.
-        self.budgets: weakref.WeakKeyDictionary[TracedCall, int] = (
+        self.budgets: weakref.WeakKeyDictionary[TracedCall, Budget] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -227,7 +268,7 @@ class CompilerPlanner(Planner):
         # The batch is the caller's, and the tracer never forgets a planner.
         self.batch = ()
         if self.call is not None and self.latest is not None:
-            self.budgets.setdefault(self.call, self.latest.budget_bytes or 0)
+            self.budgets.setdefault(self.call, budget_of(self.latest))
         return chosen
 
     def example_outputs(self, model: nn.Module) -> FakeOutputs:
@@ -281,6 +322,7 @@ def accept_plan(program: JointProgram, plan: Plan) -> Plan:
             f"gradients, batch): {trace.violation}"
         )
         raise PlanMismatchError(msg)
+    check_held_outputs(graph, plan.schedule)
     return replace(plan, graph=graph)
 
 

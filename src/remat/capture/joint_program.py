@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from remat.capture.autocast import Autocast
 from remat.errors import CaptureError
 from remat.graph import Op, Phase, Role, Storage, TrainingGraph
+from remat.platform import Platform
 
 ALIASING_WITHOUT_SCHEMA = frozenset({torch.ops.aten._unsafe_view.default})
 """Ops that return a view of their first argument although their schema denies it."""
@@ -130,6 +131,8 @@ class JointProgram:
         The storages of the inputs (``InputSpec.storage``), as far as they are known.
     autocast
         What was on when the step was called; the tracer switches it off.
+    platform
+        The devices on which the step runs, its own first; ``None`` for its own alone.
     """
 
     module: fx.GraphModule
@@ -146,6 +149,7 @@ class JointProgram:
     accumulated: frozenset[int] = frozenset()
     given_storages: frozenset[int] = frozenset()
     autocast: tuple[Autocast, ...] = ()
+    platform: Platform | None = None
 
     def calls(self) -> Iterator[tuple[int, fx.Node]]:
         """Yield the ops that a node runs, with that node."""

@@ -15,6 +15,7 @@ from remat.capture.norm_statistics import correct_statistics
 from remat.capture.surroundings import describe_input
 from remat.errors import CaptureError, RematError
 from remat.graph import Role
+from remat.liveness import schedule_from_order, store_all_order
 from remat.runtime.lowering import lower
 from remat.runtime.undefined import DefinedTangents
 from remat.schedule import Schedule
@@ -54,6 +55,8 @@ class PlannedBackend:
         The error that planning raised, kept because the tracer wraps it.
     training_step_count
         How many training steps were traced.
+    is_only_planned
+        Whether what is compiled never runs.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class PlannedBackend:
         self.failure: RematError | None = None
         self.training_step_count = 0
         self.stop_before_running = False
+        self.is_only_planned = False
 
     def __call__(
         self, module: fx.GraphModule, example_inputs: Sequence[Any]
@@ -164,6 +168,11 @@ class PlannedBackend:
             program = replace(program, autocast=autocast)
             self.training_step_count += 1
             program, schedule = self.choose_schedule(program)
+            if self.is_only_planned and program.platform is not None:
+                # Never run, so it need not be what is planned for devices elsewhere.
+                program = replace(program, platform=None)
+                order = store_all_order(program.graph)
+                schedule = schedule_from_order(program.graph, order)
             lowered = lower(program, schedule)
         except RematError as error:
             self.fail(error)

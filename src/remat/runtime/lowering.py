@@ -8,6 +8,10 @@ storages' own tensors, so that no view keeps a discarded block alive.
 An operator whose argument dies with it writes over that argument where it can, except
 at the step that is fullest: there the schedule's own way is kept, so that the peak is
 the predicted one and not less.
+
+With several devices a storage has a tensor on each device on which it is live, and an
+op works on those of its own device. Steps are issued in the schedule's order, one at a
+time; what works at once are the queues of CUDA devices and the copies beside them.
 """
 
 from dataclasses import dataclass, field
@@ -17,8 +21,17 @@ import torch
 from torch import fx
 
 from remat.capture.joint_program import JointProgram, map_nodes, needed_arguments
+from remat.device_graph import place_of
 from remat.errors import ExecutionError
 from remat.platform import single_device
+from remat.runtime.copies import (
+    await_copy,
+    copied,
+    landed_tensor,
+    landing_event,
+    start_copy,
+)
+from remat.runtime.marks import mark_device
 from remat.runtime.overwriting import overwritable_argument
 from remat.runtime.random_state import note_state, replay
 from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
@@ -41,19 +54,21 @@ def lower(program: JointProgram, schedule: Schedule) -> LoweredStep:
     program
         The traced step that the schedule is for.
     schedule
-        A valid single-device schedule of ``program.graph``.
+        A valid schedule of ``program.graph`` on the program's platform.
 
     Raises
     ------
     ExecutionError
-        If the schedule uses a value that is not live, or copies between devices.
+        If the schedule uses a value that is not live, or a device that is not there.
     """
+    places = torch_places(program)
     boundary = schedule.steps.index(Boundary())
     repeated = schedule.recompute_counts()
     replayed = {s for op, s in program.random_states.items() if op in repeated}
     fullest = fullest_steps(program, schedule)
     forward = _Pass(
         program,
+        places,
         schedule.steps[:boundary],
         already_run=set(),
         replayed=replayed,
@@ -64,6 +79,7 @@ def lower(program: JointProgram, schedule: Schedule) -> LoweredStep:
     first_runs = {s.op for s in forward.steps if isinstance(s, Compute)}
     backward = _Pass(
         program,
+        places,
         schedule.steps[boundary + 1 :],
         already_run=first_runs,
         replayed=replayed,
@@ -72,10 +88,12 @@ def lower(program: JointProgram, schedule: Schedule) -> LoweredStep:
     backward.add_tangents()
     backward.emit()
     backward_values = [backward.resolve_output(v) for v in program.backward_values]
+    backward.end()
     saved = backward.order_saved()
     forward_values = [forward.resolve_output(v) for v in program.forward_values]
+    forward.end()
     forward.graph.output(
-        (*forward_values, *(forward.saved_value(key) for key in saved))
+        (*forward_values, *(forward.saved_value(place) for place in saved))
     )
     backward.graph.output(tuple(backward_values))
     return LoweredStep(
@@ -84,17 +102,52 @@ def lower(program: JointProgram, schedule: Schedule) -> LoweredStep:
     )
 
 
+def torch_places(program: JointProgram) -> tuple[str, ...]:
+    """Return torch's name of each device that the program runs on, its own first.
+
+    Raises
+    ------
+    ExecutionError
+        If this machine lacks a device.
+    """
+    if program.platform is None:
+        return (str(program.device),)
+    places: list[str] = []
+    for device, name in enumerate(program.platform.names):
+        place = place_of(program.platform, device)
+        if place is None or not _exists(place):
+            msg = (
+                f"the plan uses device {name!r}, which "
+                + (
+                    f"is {place}, and this machine has none"
+                    if place
+                    else "is none here"
+                )
+                + "; plan for the devices of this machine"
+            )
+            raise ExecutionError(msg)
+        places.append(place)
+    return tuple(places)
+
+
+def _exists(place: str) -> bool:
+    kind, _, number = place.partition(":")
+    if kind == "cpu":
+        return True
+    count = torch.get_device_module(kind).device_count() if kind == "cuda" else 0
+    return int(number or 0) < count
+
+
 def fullest_steps(program: JointProgram, schedule: Schedule) -> frozenset[int]:
-    """Return the positions of the steps during which most bytes are in use."""
-    kind = program.graph.device_kinds[0]
-    (timeline,) = simulate(
-        program.graph, single_device(kind=kind), schedule
-    ).timeline_bytes
-    peak_bytes = max(timeline, default=0)
+    """Return the positions of the steps during which their device is fullest."""
+    platform = program.platform or single_device(kind=program.graph.device_kinds[0])
+    trace = simulate(program.graph, platform, schedule)
+    peaks = [max(timeline, default=0) for timeline in trace.timeline_bytes]
     return frozenset(
         position
-        for position, size_bytes in enumerate(timeline)
-        if size_bytes == peak_bytes
+        for position, step in enumerate(schedule.steps)
+        if isinstance(step, Compute)
+        and trace.timeline_bytes[step.device][position] == peaks[step.device]
     )
 
 
@@ -103,11 +156,17 @@ def _module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     return fx.GraphModule(root, graph)
 
 
+_Place = tuple[int, int]
+"""A storage and the device on which it is live."""
+
+
 @dataclass
 class _Pass:
     """Emits one of the two graphs."""
 
     program: JointProgram
+    # torch's names of the devices.
+    torch_places: tuple[str, ...]
     steps: tuple[Step, ...]
     already_run: set[int]
     # The generator states that some recomputation reads.
@@ -115,192 +174,343 @@ class _Pass:
     # Positions in `steps` at which nothing is overwritten.
     fullest: frozenset[int]
     graph: fx.Graph = field(default_factory=fx.Graph)
-    # Storage -> how often it was computed in this pass; views remember the count.
-    version: dict[int, int] = field(default_factory=dict[int, int])
-    live: dict[int, fx.Node] = field(default_factory=dict[int, fx.Node])
-    views: dict[fx.Node, tuple[tuple[int, ...], Any]] = field(
-        default_factory=dict[fx.Node, tuple[tuple[int, ...], Any]]
+    # Place -> how often it was computed in this pass; views remember the count.
+    version: dict[_Place, int] = field(default_factory=dict[_Place, int])
+    live: dict[_Place, fx.Node] = field(default_factory=dict[_Place, fx.Node])
+    views: dict[tuple[fx.Node, int], tuple[tuple[int, ...], Any]] = field(
+        default_factory=dict[tuple[fx.Node, int], tuple[tuple[int, ...], Any]]
     )
     constants: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
     tangents: list[fx.Node] = field(default_factory=list[fx.Node])
-    # Backward only: what it takes from forward, keyed by storage.
-    saved: dict[int, fx.Node] = field(default_factory=dict[int, fx.Node])
-    discarded: set[int] = field(default_factory=set[int])
+    # Backward only: what it takes from forward, keyed by place.
+    saved: dict[_Place, fx.Node] = field(default_factory=dict[_Place, fx.Node])
+    discarded: set[_Place] = field(default_factory=set[_Place])
+    # Copies that may be under way: those that fill a place, and those that read it,
+    # each as the node of its event.
+    filling: dict[_Place, fx.Node] = field(default_factory=dict[_Place, fx.Node])
+    reading: dict[_Place, list[fx.Node]] = field(
+        default_factory=dict[_Place, list[fx.Node]]
+    )
+    # The device that was marked last.
+    marked: int = 0
 
     def add_inputs(self) -> None:
         tangents = set(self.program.graph.tangents)
         for node in self.program.module.graph.find_nodes(op="placeholder"):
             (storage,) = self.program.storages_of[node]
             if storage not in tangents:
-                self.live[storage] = self.graph.node_copy(node)
+                self.live[storage, 0] = self.graph.node_copy(node)
 
     def add_tangents(self) -> None:
         for storage in self.program.graph.tangents:
             (node,) = self.program.base_nodes[storage]
             copy = self.graph.node_copy(node)
-            self.live[storage] = copy
+            self.live[storage, 0] = copy
             self.tangents.append(copy)
 
     def emit(self) -> None:
         for position, step in enumerate(self.steps):
             match step:
                 case Compute():
-                    dying = self.dying_at_once(position)
-                    own = dying & self.version.keys()
+                    self.mark(step.device)
+                    dying = self.dying_at_once(position, step.device)
+                    own = {s for s in dying if (s, step.device) in self.version}
                     free = set[int]() if position in self.fullest else own
-                    self.compute(step.op, dying, free)
+                    self.compute(step, dying, free)
                 case Discard():
-                    self.live.pop(step.storage, None)
-                    self.discarded.add(step.storage)
+                    place = step.storage, step.device
+                    self.await_copies(place, is_reused=True)
+                    self.live.pop(place, None)
+                    self.discarded.add(place)
                 case Copy():
-                    msg = (
-                        f"step {position} copies storage {step.storage} to device "
-                        f"{step.target}; this runtime executes one device only"
-                    )
-                    raise ExecutionError(msg)
+                    self.mark(step.target)
+                    self.copy(step)
                 case Boundary():
                     raise ExecutionError("the schedule has a second boundary")
 
-    def dying_at_once(self, position: int) -> set[int]:
-        """Return the storages discarded right after the step at ``position``."""
+    def mark(self, device: int) -> None:
+        """Emit a note that what follows is on ``device``, where that is news."""
+        if device != self.marked:
+            self.graph.call_function(mark_device, (device,))
+            self.marked = device
+
+    def end(self) -> None:
+        """Come back to the first device, with no copy under way."""
+        for place in list(dict.fromkeys([*self.filling, *self.reading])):
+            self.await_copies(place, is_reused=True)
+        self.mark(0)
+
+    def dying_at_once(self, position: int, device: int) -> set[int]:
+        """Return the storages discarded on ``device`` right after a step."""
         dying: set[int] = set()
         for step in self.steps[position + 1 :]:
             if not isinstance(step, Discard):
                 break
-            dying.add(step.storage)
+            if step.device == device:
+                dying.add(step.storage)
         return dying
 
-    def compute(self, op: int, dying: set[int], free: set[int]) -> None:
-        """Emit one run of ``op``.
+    def compute(self, step: Compute, dying: set[int], free: set[int]) -> None:
+        """Emit one run of an op.
 
-        ``dying`` are the storages discarded right after it; ``free`` those among them
-        that it may overwrite.
+        ``dying`` are the storages discarded on its device right after it; ``free``
+        those among them that it may overwrite.
         """
+        op, device = step.op, step.device
         node = self.program.op_nodes[op]
         writes = self.program.graph.ops[op].writes
         if node is None:
-            self.note_random_state(writes, dying)
+            self.note_random_state(writes, device, dying)
             return
+        for storage in self.program.graph.ops[op].reads:
+            self.await_copies((storage, device), is_reused=storage in free)
         state = self.program.random_states.get(op)
         if state is not None and op in self.already_run:
-            new = self.replay_random(node, self.value(state))
+            new = self.replay_random(node, self.value((state, device)), device)
         else:
-            new = self.run(node, free)
+            new = self.run(node, free, device)
         self.already_run.add(op)
         for storage in writes:
+            place = storage, device
+            # An output that was live before is replaced.
+            self.await_copies(place, is_reused=True)
             if storage in dying:
-                self.live.pop(storage, None)
+                self.live.pop(place, None)
                 continue
-            self.version[storage] = self.version.get(storage, 0) + 1
-            bases = self.program.base_nodes[storage]
+            self.version[place] = self.version.get(place, 0) + 1
+            bases = self.bases_of(storage)
             if bases:  # Without one, no node of the joint graph uses this output.
-                self.live[storage] = (
+                self.live[place] = (
                     new
                     if bases[0] is node
                     else self.graph.node_copy(bases[0], lambda _: new)
                 )
 
-    def run(self, node: fx.Node, free: set[int]) -> fx.Node:
-        """Emit a copy of ``node`` on the values that are live now."""
+    def run(self, node: fx.Node, free: set[int], device: int) -> fx.Node:
+        """Emit a copy of ``node`` on the values that are live on ``device`` now."""
         target = node.target
-        args = map_nodes(needed_arguments(node), self.resolve)
-        kwargs = map_nodes(dict(node.kwargs), self.resolve)
+        args = map_nodes(needed_arguments(node), lambda n: self.resolve(n, device))
+        kwargs = map_nodes(dict(node.kwargs), lambda n: self.resolve(n, device))
         found = overwritable_argument(self.program, node, free)
         if found is not None:
             variant, position = found
             target = variant.target
             if variant.keyword is not None:
                 kwargs[variant.keyword] = args[position]
+        if self.is_elsewhere(device):
+            kwargs = self.made_on(kwargs, device)
         new = self.graph.create_node(node.op, target, args, kwargs, name=node.name)
         new.meta = dict(node.meta)
         return new
 
-    def note_random_state(self, writes: tuple[int, ...], dying: set[int]) -> None:
+    def is_elsewhere(self, device: int) -> bool:
+        """Whether a device has another memory than the step's own."""
+        return self.torch_places[device] != self.torch_places[0]
+
+    def made_on(self, kwargs: dict[str, Any], device: int) -> dict[str, Any]:
+        """Return arguments with the op's device in place of the step's own."""
+        here = torch.device(self.torch_places[device])
+        return {
+            name: here
+            if isinstance(value, torch.device) and value.type == self.home_type
+            else value
+            for name, value in kwargs.items()
+        }
+
+    @property
+    def home_type(self) -> str:
+        """The type of the step's own device."""
+        return self.program.device.type
+
+    def copy(self, step: Copy) -> None:
+        """Emit a copy of a storage's bytes to another device."""
+        source, target = (step.storage, step.source), (step.storage, step.target)
+        if not self.has_value(source):
+            return  # No node of the joint graph uses this output.
+        value = self.value(source)
+        places = [self.torch_places[d] for d in (step.source, step.target)]
+        if set(places) == {"cpu"}:
+            self.await_copies(source, is_reused=False)
+            new = self.graph.call_function(copied, (value,))
+        else:
+            filling = [self.filling[source]] if source in self.filling else []
+            landing = self.graph.call_function(
+                start_copy,
+                (value, places[1], self.target_name(step.target), filling),
+            )
+            new = self.graph.call_function(landed_tensor, (landing,))
+            event = self.graph.call_function(landing_event, (landing,))
+            self.filling[target] = event
+            self.reading.setdefault(source, []).append(event)
+        new.meta = self.meta_of(step.storage, step.target)
+        self.live[target] = new
+        self.version[target] = self.version.get(target, 0) + 1
+        self.discarded.discard(target)
+
+    def target_name(self, device: int) -> str:
+        """Return the plan's name of a device."""
+        platform = self.program.platform
+        return "" if platform is None else platform.names[device]
+
+    def await_copies(self, place: _Place, *, is_reused: bool) -> None:
+        """Let what follows on the place's device come after the copy that fills it.
+
+        Where the bytes are released or written over, it comes after the copies that
+        read them as well.
+        """
+        events: list[fx.Node] = []
+        if place in self.filling:
+            events.append(self.filling.pop(place))
+        if is_reused:
+            events += self.reading.pop(place, [])
+        for event in events:
+            self.graph.call_function(
+                await_copy, (event, self.torch_places[place[1]], self.value(place))
+            )
+
+    def meta_of(self, storage: int, device: int) -> dict[str, Any]:
+        """Return what is known of the tensor that a storage has on a device."""
+        bases = self.bases_of(storage)
+        if not bases:
+            return {}
+        meta = dict(bases[0].meta)
+        value = meta.get("val")
+        if isinstance(value, torch.Tensor) and self.is_elsewhere(device):
+            with value.fake_mode:  # type: ignore[attr-defined]
+                meta["val"] = torch.empty_strided(
+                    value.shape,
+                    value.stride(),
+                    dtype=value.dtype,
+                    device=self.torch_places[device],
+                )
+        return meta
+
+    def note_random_state(
+        self, writes: tuple[int, ...], device: int, dying: set[int]
+    ) -> None:
         for storage in writes:
             if storage in self.replayed and storage not in dying:
-                self.live[storage] = self.graph.call_function(
+                self.live[storage, device] = self.graph.call_function(
                     note_state, (self.program.device.type,)
                 )
 
-    def replay_random(self, node: fx.Node, state: fx.Node) -> fx.Node:
-        args = map_nodes(tuple(node.args), self.resolve)
-        kwargs = map_nodes(dict(node.kwargs), self.resolve)
+    def replay_random(self, node: fx.Node, state: fx.Node, device: int) -> fx.Node:
+        args = map_nodes(tuple(node.args), lambda n: self.resolve(n, device))
+        kwargs = map_nodes(dict(node.kwargs), lambda n: self.resolve(n, device))
         first: Any = (node.target, self.program.device.type, state)
         new = self.graph.call_function(replay, (*first, *args), kwargs)
         new.meta = dict(node.meta)
         return new
 
-    def value(self, storage: int) -> fx.Node:
-        """Return the emitted node that holds ``storage`` now."""
-        found = self.live.get(storage)
+    def has_value(self, place: _Place) -> bool:
+        """Whether anything ever uses what is live at a place, so that it has a node."""
+        storage, _ = place
+        return bool(self.bases_of(storage)) or storage in self.replayed
+
+    def bases_of(self, storage: int) -> list[fx.Node]:
+        """Return the nodes whose value is the storage's own tensor."""
+        known = self.program.base_nodes
+        # What surrounds the step, such as the loss value, comes last and has none.
+        return known[storage] if storage < len(known) else []
+
+    def value(self, place: _Place) -> fx.Node:
+        """Return the emitted node that holds a storage on a device now."""
+        found = self.live.get(place)
         if found is not None:
             return found
-        if not self.tangents or storage in self.discarded or storage in self.version:
+        storage, device = place
+        constant = self.constant_of(storage) if device == 0 else None
+        if constant is not None:
+            return self.constant(constant)
+        if not self.tangents or place in self.discarded or place in self.version:
             name = self.program.graph.storages[storage].name
-            msg = f"storage {storage} {name!r} is used while it is not live"
+            where = f" on device {device}" if device else ""
+            msg = f"storage {storage} {name!r} is used while it is not live{where}"
             raise ExecutionError(msg)
-        return self.take_from_forward(storage)
+        return self.take_from_forward(place)
 
-    def take_from_forward(self, storage: int) -> fx.Node:
+    def constant_of(self, storage: int) -> fx.Node | None:
+        """Return the node that gets a constant of the module, if the storage is one."""
+        bases = self.bases_of(storage)
+        return bases[0] if bases and bases[0].op == "get_attr" else None
+
+    def constant(self, node: fx.Node) -> fx.Node:
+        """Return the emitted node of a constant of the module."""
+        if node not in self.constants:
+            self.constants[node] = self.graph.node_copy(node)
+        return self.constants[node]
+
+    def take_from_forward(self, place: _Place) -> fx.Node:
         """Add an input of backward for a storage that is live at the boundary."""
-        bases = self.program.base_nodes[storage]
+        storage, device = place
+        bases = self.bases_of(storage)
         with self.graph.inserting_before(self.tangents[0]):
-            name = f"saved_{storage}"
+            name = f"saved_{storage}_on_{device}" if device else f"saved_{storage}"
             node = self.graph.placeholder(name)
         if bases:
-            node.meta = dict(bases[0].meta)
-            if bases[0] in self.program.unchecked_inputs:
+            node.meta = self.meta_of(storage, device)
+            if device == 0 and bases[0] in self.program.unchecked_inputs:
                 node.meta["saved_tensor_with_no_vc_check"] = True
         else:  # The state of a random generator.
             size_bytes = self.program.graph.storages[storage].size_bytes
             with self.tangents[0].meta["val"].fake_mode:
                 node.meta["val"] = torch.empty(size_bytes, dtype=torch.uint8)
-        self.saved[storage] = node
-        self.live[storage] = node
+        self.saved[place] = node
+        self.live[place] = node
         return node
 
-    def order_saved(self) -> list[int]:
+    def order_saved(self) -> list[_Place]:
         """Put version-checked saved values first, as autograd's wrapper expects."""
 
-        def unchecked(storage: int) -> bool:
-            return bool(self.saved[storage].meta.get("saved_tensor_with_no_vc_check"))
+        def unchecked(place: _Place) -> bool:
+            return bool(self.saved[place].meta.get("saved_tensor_with_no_vc_check"))
 
         ordered = sorted(self.saved, key=unchecked)
-        for storage in ordered:
-            self.tangents[0].prepend(self.saved[storage])
+        for place in ordered:
+            self.tangents[0].prepend(self.saved[place])
         return ordered
 
-    def saved_value(self, storage: int) -> fx.Node:
-        node = self.live.get(storage)
+    def saved_value(self, place: _Place) -> fx.Node:
+        node = self.live.get(place)
+        storage, device = place
         if node is None:
             name = self.program.graph.storages[storage].name
             msg = f"backward reads storage {storage} {name!r}, which forward freed"
             raise ExecutionError(msg)
-        bases = self.program.base_nodes[storage]
-        if bases and bases[0] in self.program.unchecked_inputs:
+        bases = self.bases_of(storage)
+        if device == 0 and bases and bases[0] in self.program.unchecked_inputs:
             node.meta["saved_tensor_with_no_vc_check"] = True
         return node
 
-    def resolve(self, node: fx.Node) -> Any:
+    def resolve(self, node: fx.Node, device: int) -> Any:
         """Return the emitted node with the value of ``node`` of the joint graph."""
-        if node.op == "get_attr":
-            if node not in self.constants:
-                self.constants[node] = self.graph.node_copy(node)
-            return self.constants[node]
         storages = self.program.storages_of[node]
         if len(storages) == 1 and node in self.program.base_nodes[storages[0]]:
-            return self.value(storages[0])
-        versions = tuple(self.version_of(s) for s in storages)
-        known = self.views.get(node)
+            return self.value(self.readable(storages[0], device))
+        places = [self.readable(storage, device) for storage in storages]
+        versions = tuple(self.version_of(place) for place in places)
+        known = self.views.get((node, device))
         if known is not None and known[0] == versions:
             return known[1]
-        new = self.graph.node_copy(node, self.resolve)
-        self.views[node] = (versions, new)
+        new = self.graph.node_copy(node, lambda n: self.resolve(n, device))
+        self.views[node, device] = (versions, new)
         return new
 
-    def version_of(self, storage: int) -> int:
-        self.value(storage)
-        return self.version.get(storage, 0)
+    def readable(self, storage: int, device: int) -> _Place:
+        """Return where an op on ``device`` finds a storage.
+
+        That is the device itself, except for an input whose value is moot: logical
+        devices of one memory then take it where it is.
+        """
+        here = storage, device
+        is_input = self.program.graph.storages[storage].is_resident
+        if device == 0 or not is_input or self.is_elsewhere(device):
+            return here
+        return here if here in self.live else (storage, 0)
+
+    def version_of(self, place: _Place) -> int:
+        self.value(place)
+        return self.version.get(place, 0)
 
     def resolve_output(self, value: Any) -> Any:
-        return self.resolve(value) if isinstance(value, fx.Node) else value
+        return self.resolve(value, 0) if isinstance(value, fx.Node) else value

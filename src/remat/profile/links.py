@@ -1,0 +1,186 @@
+"""Platforms of this machine: bandwidth and latency of copies, measured.
+
+A copy takes ``latency + size / bandwidth``; the two numbers come from the fastest of
+several copies of a small and of a large block, made the way the runtime makes them:
+within the CPU from one block to a fresh one, between CPU and CUDA from and to pinned
+memory.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from remat.device_graph import place_of
+from remat.errors import InvalidPlatformError, ProfileError
+from remat.platform import COMMON_KINDS, Device, Link, Platform
+from remat.profile.cache import CostCache
+
+_SMALL_BYTES = 1 << 10
+_LARGE_BYTES = 1 << 26
+_SAMPLES = 7
+
+
+def common_device(name: str) -> Device:
+    """Return the device of this machine that a name stands for.
+
+    Names are those of :data:`remat.platform.COMMON_KINDS`, alone or with a number.
+
+    Raises
+    ------
+    InvalidPlatformError
+        If the name stands for no device, or for one that this machine lacks.
+
+    Examples
+    --------
+    >>> common_device("cpu:1").kind, common_device("host").kind
+    ('cpu', 'host')
+    """
+    kind, colon, number = name.partition(":")
+    if kind not in COMMON_KINDS or (colon and not number.isdecimal()):
+        msg = (
+            f"unknown device {name!r}: without a platform the names are "
+            f"{', '.join(COMMON_KINDS)}, alone or with a number as in 'cuda:0'; other "
+            "devices need platform="
+        )
+        raise InvalidPlatformError(msg)
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        msg = (
+            f"device {name!r} does not exist: this machine has "
+            f"{torch.cuda.device_count()} CUDA devices"
+        )
+        raise InvalidPlatformError(msg)
+    return Device(name=name, kind=kind)
+
+
+def measured_platform(
+    names: Sequence[str],
+    *,
+    cache: CostCache | None = None,
+    on_progress: Callable[[str, float], None] | None = None,
+) -> Platform:
+    """Return devices of this machine with measured links between all pairs.
+
+    Parameters
+    ----------
+    names
+        ``"cpu"``, ``"cuda:0"``, ``"host"`` and the like; ``"cpu"``, ``"cpu:1"`` and
+        ``"host"`` are logical devices that share the memory of the CPU.
+    cache
+        Where measurements are looked up and kept; ``None`` for neither.
+    on_progress
+        Called with the link in turn and the share of links that are done.
+
+    Raises
+    ------
+    InvalidPlatformError
+        If a name stands for no device of this machine, or is given twice.
+    """
+    devices = tuple(common_device(name) for name in names)
+    platform = Platform(devices=devices)
+    for name in names:
+        platform.index_of(name)
+    pairs = [(a, b) for a in range(len(names)) for b in range(len(names)) if a != b]
+    links: list[Link] = []
+    for position, (source, target) in enumerate(pairs):
+        if on_progress is not None:
+            label = f"link {names[source]} to {names[target]}"
+            on_progress(label, position / len(pairs))
+        places = [place_of(platform, device) or "cpu" for device in (source, target)]
+        bytes_per_s, latency_ns = measured_link(places[0], places[1], cache=cache)
+        links.append(
+            Link(
+                source=source,
+                target=target,
+                bytes_per_s=bytes_per_s,
+                latency_ns=latency_ns,
+            )
+        )
+    return Platform(devices=devices, links=tuple(links))
+
+
+def measured_link(
+    source: str, target: str, *, cache: CostCache | None = None
+) -> tuple[int, int]:
+    """Return the bandwidth in bytes per second, and the latency in nanoseconds.
+
+    Parameters
+    ----------
+    source, target
+        torch's names of the devices.
+    cache
+        Where they are looked up and kept; ``None`` for neither.
+
+    Raises
+    ------
+    ProfileError
+        If the copy fails; the message names the devices.
+    """
+    key = f"link from {source} to {target}"
+    for place in (source, target):
+        if place.startswith("cuda"):
+            key += f" {torch.cuda.get_device_name(place)}"
+    known = None if cache is None else cache.get(key)
+    if cache is not None and known is not None:
+        link = _read(known)
+        if link is not None:
+            return link.bytes_per_s, link.latency_ns
+        cache.discard(key)
+    try:
+        with _disable_current_modes(), torch.no_grad():
+            small_ns = _fastest_copy_ns(source, target, _SMALL_BYTES)
+            large_ns = _fastest_copy_ns(source, target, _LARGE_BYTES)
+    except RuntimeError as error:
+        msg = f"a copy from {source} to {target} cannot be measured: {error}"
+        raise ProfileError(msg) from error
+    link = Link(
+        source=0,
+        target=1,
+        bytes_per_s=max(1, (_LARGE_BYTES * 10**9) // max(1, large_ns - small_ns)),
+        latency_ns=small_ns,
+    )
+    if cache is not None:
+        cache.put(key, asdict(link))
+        cache.save()
+    return link.bytes_per_s, link.latency_ns
+
+
+def _read(record: dict[str, object]) -> Link | None:
+    """Return what the cache holds as a link; ``None`` if it is damaged."""
+    values = [record.get(name) for name in ("bytes_per_s", "latency_ns")]
+    if not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
+        return None
+    bandwidth, latency_ns = (int(str(value)) for value in values)
+    if bandwidth < 1 or latency_ns < 0:
+        return None
+    return Link(source=0, target=1, bytes_per_s=bandwidth, latency_ns=latency_ns)
+
+
+def _fastest_copy_ns(source: str, target: str, size_bytes: int) -> int:
+    uses_cuda = "cuda" in {source.partition(":")[0], target.partition(":")[0]}
+    block = _block(source, size_bytes, is_pinned=uses_cuda).fill_(1)
+    times: list[int] = []
+    for _ in range(_SAMPLES):
+        _synchronise(source, target)
+        start = time.perf_counter_ns()
+        copy = _block(target, size_bytes, is_pinned=uses_cuda)
+        copy.copy_(block, non_blocking=True)
+        _synchronise(source, target)
+        times.append(max(1, time.perf_counter_ns() - start))
+        del copy
+    return min(times)
+
+
+def _block(place: str, size_bytes: int, *, is_pinned: bool) -> torch.Tensor:
+    is_pinned = is_pinned and place == "cpu"
+    return torch.empty(
+        size_bytes, dtype=torch.uint8, device=place, pin_memory=is_pinned
+    )
+
+
+def _synchronise(*places: str) -> None:
+    for place in places:
+        if place.startswith("cuda"):
+            torch.cuda.synchronize(place)
