@@ -62,7 +62,8 @@ def test_oracle_table(convention: MemoryConvention) -> None:
     assert searched > 500
 
 
-# From the digest of the literature: "M:value" for joins of equal stages.
+# "values: forward steps" for joins of equal stages, by an independent program that
+# exhaustive search confirmed on small joins.
 @pytest.mark.parametrize(
     ("convention", "lengths", "values"),
     [

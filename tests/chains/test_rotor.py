@@ -110,7 +110,8 @@ def test_equal_stages_of_the_oracle_table() -> None:
     assert compared > 100
 
 
-# Costs, sizes, and "budget: persistent / exhaustive optimum" of the digest.
+# Costs, sizes, and "budget: persistent optimum / optimum" by exhaustive search over the
+# operations of Beaumont et al. 2019.
 @pytest.mark.parametrize(
     ("forward", "backward", "values", "insides", "rows"),
     [

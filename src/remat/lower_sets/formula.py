@@ -3,7 +3,7 @@ r"""The cost of a segmentation, in plain code: overhead, and bytes of each segme
 A *segmentation* gives each value the index ``0..k-1`` of its segment; segments run one
 after the other. It is the increasing sequence ``L_1 < ... < L_k = V`` of lower sets
 with ``V_i = L_i \ L_{i-1}``. The formulas are those of Kusumoto et al. (NeurIPS 2019),
-section 3; the digest of their terms is in :func:`segment_peaks_bytes`.
+section 3; :func:`segment_peaks_bytes` says what their terms are.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-// The recurrence over lower sets as it stands in the digest of the method: every pair of
-// sets, every state, nothing left out and nothing known beforehand. Studies measure the
-// core's programs against it; nothing else runs it. Its answers are those of
+// The recurrence over lower sets as Kusumoto et al. (NeurIPS 2019) state it: every pair
+// of sets, every state, nothing left out and nothing known beforehand. Studies measure
+// the core's programs against it; nothing else runs it. Its answers are those of
 // solve_lower_sets.
 
 #include "plain_lower_sets.hpp"
