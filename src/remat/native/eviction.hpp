@@ -1,0 +1,10 @@
+// Native twin of remat.eviction_run.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace remat {
+
+void bind_eviction(nanobind::module_& module);
+
+}  // namespace remat
