@@ -1,0 +1,441 @@
+"""Checkmate and its LP rounding: a mixed-integer program over the joint graph.
+
+Other names: optimal tensor rematerialisation. Stages are in
+:mod:`remat.solvers.frontier`, variables and rows in
+:mod:`remat.solvers.frontier_model`.
+
+Departures from the paper [1]_:
+
+* ops may have several outputs and workspace; parameters and inputs are resident; the
+  boundary between the passes and the end of the step are nodes; nothing of a pass runs
+  after the caller's own work;
+* the default rows are tighter than the published ones, which ``rows`` brings back, and
+  need fewer integer variables; the cheapest schedules of both are the same;
+* stages may be coarser (as in MONeT [2]_), which makes large graphs tractable at the
+  price of the claim of optimality;
+* the search starts from the best schedule of two heuristics;
+* what comes back is an order of computations: freeing is that of
+  :mod:`remat.liveness`, and memory left over is spent by :mod:`remat.retention`;
+* rounding sweeps the threshold, at two budgets, instead of drawing at random.
+
+The paper's baselines are the solvers ``store-all``, ``chen-sqrt`` and ``chen-greedy``
+(linearised), ``chen-lower-sets`` (articulation points) and ``revolve``.
+
+References
+----------
+.. [1] P. Jain, A. Jain, A. Nrusimha, A. Gholami, P. Abbeel, K. Keutzer, I. Stoica,
+   J. Gonzalez. Checkmate: breaking the memory wall with optimal tensor
+   rematerialization. MLSys 2020: equations 1 to 9 and algorithm 2.
+.. [2] A. Shah, C. Wu, J. Mohan, V. Chidambaram, P. Kraehenbuehl. Memory optimization
+   for deep networks. ICLR 2021.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from remat.errors import SolverUnsuitableError
+from remat.problem import Limits, Problem, Proposal, Status, StopReason
+from remat.solvers.backends.mathopt import (
+    Incumbent,
+    MipSolver,
+    Outcome,
+    Settings,
+    Solution,
+)
+from remat.solvers.backends.mathopt import solve as solve_model
+from remat.solvers.base import ProgressCallback
+from remat.solvers.frontier import Frontier, frontier
+from remat.solvers.frontier_model import ONE, FrontierModel, Rows, build_model
+from remat.solvers.frontier_search import (
+    RELATIVE_TOLERANCE,
+    FrontierSearch,
+    safe_bound_ns,
+)
+from remat.units import format_ns
+
+FULL_ROWS = 60_000
+"""Up to this many rows every op gets its own stage, if nothing else is asked for."""
+
+COARSE_ROWS = 60_000
+"""Otherwise stages are as coarse as it takes to have no more rows than this."""
+
+LARGEST_ROWS = 1_000_000
+"""Models with more rows are declined."""
+
+_FEWEST_STAGES = 3
+"""Coarser than this says nothing more."""
+
+_PINNED_PART = 500
+"""Coarse stages always keep the smallest items, up to this part of the budget."""
+
+_INTEGER_SLOTS = 5_000
+"""Units of the budget for CP-SAT, which wants integers, where none is exact."""
+
+_SAFE_SLOTS = 100_000
+"""Units of the budget in a second try, if a schedule used the solver's tolerance."""
+
+
+def stages_for(problem: Problem, backward_ops_per_stage: int | None) -> Frontier:
+    """Return the frontier with the stages asked for, or chosen by size.
+
+    Parameters
+    ----------
+    problem
+        With a budget, for device 0 alone.
+    backward_ops_per_stage
+        As for :func:`remat.solvers.frontier.frontier`; ``None`` for a stage per op as
+        long as the model has at most :data:`FULL_ROWS` rows, and else for the fewest
+        ops, a power of two, with at most :data:`COARSE_ROWS` rows.
+
+    Raises
+    ------
+    SolverUnsuitableError
+        If the model would have more than :data:`LARGEST_ROWS` rows.
+    """
+    if backward_ops_per_stage is None:
+        staged = _staged(problem, 0)
+        if staged.row_count <= FULL_ROWS:
+            return staged
+        staged = _coarse_enough(problem, COARSE_ROWS)
+    else:
+        staged = _staged(problem, backward_ops_per_stage)
+    if staged.row_count > LARGEST_ROWS:
+        _decline(problem, staged)
+    return staged
+
+
+def _coarse_enough(problem: Problem, rows: int) -> Frontier:
+    size = 1
+    staged = _staged(problem, size)
+    while staged.row_count > rows and len(staged.stages) > _FEWEST_STAGES:
+        size *= 2
+        staged = _staged(problem, size)
+    return staged
+
+
+def _staged(problem: Problem, size: int) -> Frontier:
+    pinned_bytes = 0
+    if size:
+        transient = (problem.budget_bytes or 0) - problem.graph.resident_bytes()
+        pinned_bytes = max(0, transient // _PINNED_PART)
+    return frontier(problem, size, pinned_bytes=pinned_bytes)
+
+
+def _decline(problem: Problem, staged: Frontier) -> None:
+    advice = "min-cut-retention and greedy-eviction treat graphs of this size"
+    fitting = _coarse_enough(problem, LARGEST_ROWS)
+    if fitting.row_count <= LARGEST_ROWS:
+        size = fitting.stages[1].last - fitting.stages[1].first + 1
+        advice = (
+            f"backward_ops_per_stage={size} makes {fitting.row_count:_} rows; {advice}"
+        )
+    msg = (
+        f"graph {problem.graph.name!r} with {len(problem.graph.ops):_} ops in "
+        f"{len(staged.stages):_} stages makes a model of about {staged.row_count:_} "
+        f"rows; at most {LARGEST_ROWS:_} are tried: {advice}"
+    )
+    raise SolverUnsuitableError(msg)
+
+
+@dataclass(slots=True)
+class _Run:
+    """One model, solved: what it proves, in nanoseconds."""
+
+    built: FrontierModel
+    found: Solution
+    bound_ns: int
+
+    @property
+    def order(self) -> list[int]:
+        """The order of the solution; empty without one."""
+        if not len(self.found.values):
+            return []
+        runs = [
+            {
+                k
+                for k, variable in stage.items()
+                if variable == ONE or self.found.integer(variable)
+            }
+            for stage in self.built.runs
+        ]
+        return self.built.frontier.order(runs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkmate:
+    """The cheapest frontier-advancing schedule, by mixed-integer programming.
+
+    **Guarantee** with a stage per op and exact sizes: OPTIMAL and INFEASIBLE are proved
+    for the class, up to one part in a million, and the bound holds for it. With coarser
+    stages or rounded sizes nothing is claimed.
+
+    **Complexity** exponential in the worst case; the model has O(ops x reads) rows.
+    Graphs of up to 100 ops are solved in seconds to minutes, at tight budgets rarely.
+
+    Parameters
+    ----------
+    rows
+        The published rows or the tight ones.
+    backward_ops_per_stage
+        0 for a stage per op; otherwise forward is one stage, each later one holds that
+        many backward ops, and backward ops run once; ``None`` chooses by size.
+    memory_slots
+        Round sizes up and the budget down to this many units; ``None`` for true sizes.
+    mip_solver
+        Which solver; all but Gurobi come with OR-tools.
+    starts_from_known
+        Whether to start from the best schedule of two heuristics.
+    threads
+        Threads of the solver.
+    default_time_limit_s
+        When to stop if the caller sets no deadline, in seconds.
+    """
+
+    schedule_class: ClassVar[str] = (
+        "first runs in graph order, and between two of them every earlier op at most "
+        "once, in graph order, on one device"
+    )
+    is_exact: ClassVar[bool] = True
+
+    rows: Rows = Rows.TIGHT
+    backward_ops_per_stage: int | None = None
+    memory_slots: int | None = None
+    mip_solver: MipSolver = MipSolver.HIGHS
+    starts_from_known: bool = True
+    threads: int = 1
+    default_time_limit_s: float = 120.0
+
+    def solve(
+        self, problem: Problem, limits: Limits, on_progress: ProgressCallback
+    ) -> Proposal:
+        """Return the cheapest schedule found, with what is proved.
+
+        Raises
+        ------
+        SolverUnsuitableError
+            If an op cannot run on device 0, a storage lives elsewhere, or the model
+            would be too large.
+        MissingDependencyError
+            If the solver's library is not there.
+        """
+        limits = _with_deadline(limits, self.default_time_limit_s)
+        search = FrontierSearch(problem, limits)
+        if (answer := search.at_once()) is not None:
+            return answer
+        staged = stages_for(problem, self.backward_ops_per_stage)
+        if self.starts_from_known:
+            on_progress("heuristics", 0.0)
+            search.start_from_known()
+        if search.is_over:
+            return search.answer(
+                bound_ns=None,
+                stop_reason=_stop_reason(limits, is_interrupted=False),
+                message="no time was left for the integer program",
+            )
+        run = self._solve_model(search, staged, self.memory_slots, on_progress)
+        order = run.order
+        if order and not search.adopt(order) and self.memory_slots is None:
+            # A few bytes over, within the tolerance of the rows: leave it none.
+            run = self._solve_model(search, staged, _SAFE_SLOTS, on_progress)
+            if order := run.order:
+                search.adopt(order)
+        return self._answer(search, run)
+
+    def _solve_model(
+        self,
+        search: FrontierSearch,
+        staged: Frontier,
+        memory_slots: int | None,
+        on_progress: ProgressCallback,
+    ) -> _Run:
+        if self.mip_solver is MipSolver.CP_SAT:
+            memory_slots = memory_slots or _INTEGER_SLOTS
+        built = build_model(staged, self.rows, memory_slots)
+        built.model.start = _best_start(search, built)
+        fixed_ns, unit_ns = staged.first_runs_ns, built.cost_unit_ns
+
+        def report(state: Incumbent) -> None:
+            on_progress(*_progress(state, fixed_ns, unit_ns))
+
+        tolerance_ns = max(0.5 * built.divisor_ns, 0.5 * RELATIVE_TOLERANCE * fixed_ns)
+        found = solve_model(
+            built.model,
+            self.mip_solver,
+            Settings(
+                time_limit_s=search.limits.remaining_s,
+                absolute_gap=tolerance_ns / unit_ns,
+                seed=search.limits.seed,
+                threads=self.threads,
+            ),
+            on_incumbent=report,
+        )
+        return _Run(built, found, _bound_ns(built, found))
+
+    def _answer(self, search: FrontierSearch, run: _Run) -> Proposal:
+        built, found = run.built, run.found
+        stages = len(built.frontier.stages)
+        is_full = stages == len(built.frontier.nodes)
+        is_claimed = is_full and not built.scale.is_rounded
+        message = (
+            f"{self.mip_solver}, {self.rows} rows, {stages} stages, "
+            f"{built.model.row_count:_} rows x {built.model.variable_count:_} columns: "
+            f"{found.outcome}, bound {format_ns(run.bound_ns)}"
+        )
+        if not is_claimed:
+            coarse = "" if is_full else " with these stages"
+            rounded = " with rounded sizes" if built.scale.is_rounded else ""
+            message += f", which holds for schedules{coarse}{rounded} only"
+        return search.answer(
+            bound_ns=run.bound_ns if is_claimed else None,
+            stop_reason=_stop_reason(
+                search.limits, is_interrupted=found.is_interrupted
+            ),
+            message=message,
+            is_proved_empty=is_claimed and found.outcome is Outcome.INFEASIBLE,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckmateLpRounding:
+    """Keep what the linear relaxation keeps by more than a threshold.
+
+    **Guarantee** none on cost. With a stage per op the bound is that of the relaxation,
+    which holds for all frontier-advancing schedules.
+
+    **Complexity** one or two linear programs with O(ops x reads) rows, and one
+    evaluation per threshold.
+
+    Parameters
+    ----------
+    rows, backward_ops_per_stage, mip_solver, default_time_limit_s
+        As for :class:`Checkmate`; CP-SAT solves no linear programs.
+    thresholds
+        Percentages, each rounds once.
+    allowance_percents
+        How much of the transient budget the relaxation does without, one after the
+        other until a rounded schedule fits; the paper has 10.
+    """
+
+    schedule_class: ClassVar[str] = Checkmate.schedule_class
+    is_exact: ClassVar[bool] = False
+
+    rows: Rows = Rows.TIGHT
+    backward_ops_per_stage: int | None = None
+    mip_solver: MipSolver = MipSolver.HIGHS
+    thresholds: tuple[int, ...] = field(default=tuple(range(5, 100, 5)))
+    allowance_percents: tuple[int, ...] = (0, 10)
+    default_time_limit_s: float = 120.0
+
+    def solve(
+        self, problem: Problem, limits: Limits, on_progress: ProgressCallback
+    ) -> Proposal:
+        """Return the cheapest rounded schedule that fits, or UNKNOWN.
+
+        Raises
+        ------
+        SolverUnsuitableError
+            If an op cannot run on device 0, a storage lives elsewhere, or the model
+            would be too large.
+        """
+        limits = _with_deadline(limits, self.default_time_limit_s)
+        search = FrontierSearch(problem, limits)
+        if (answer := search.at_once()) is not None:
+            return _unclaimed(answer)
+        staged = stages_for(problem, self.backward_ops_per_stage)
+        bound_ns = None
+        is_interrupted = False
+        for index, percent in enumerate(self.allowance_percents):
+            if search.has_order or limits.is_over or is_interrupted:
+                break
+            on_progress("linear program", index / len(self.allowance_percents))
+            built = build_model(staged, self.rows, allowance_percent=percent)
+            settings = Settings(time_limit_s=limits.remaining_s, seed=limits.seed)
+            found = solve_model(built.model, self.mip_solver, settings, is_relaxed=True)
+            is_interrupted = found.is_interrupted
+            if not percent and len(staged.stages) == len(staged.nodes):
+                bound_ns = _bound_ns(built, found)
+            if len(found.values):
+                self._round(search, built, found)
+        return _unclaimed(
+            search.answer(
+                bound_ns=bound_ns,
+                stop_reason=_stop_reason(limits, is_interrupted=is_interrupted),
+                message=f"{len(staged.stages)} stages, {self.rows} rows",
+            )
+        )
+
+    def _round(
+        self, search: FrontierSearch, built: FrontierModel, found: Solution
+    ) -> None:
+        for percent in self.thresholds:
+            kept = [
+                {
+                    item
+                    for item, variable in stage.items()
+                    if variable == ONE or 100 * found.values[variable] >= percent
+                }
+                for stage in built.keeps
+            ]
+            search.adopt(built.frontier.order(built.frontier.complete(kept)))
+
+
+def _with_deadline(limits: Limits, time_limit_s: float) -> Limits:
+    if limits.deadline_s is not None:
+        return limits
+    return Limits.after(time_limit_s, limits.seed)
+
+
+def _stop_reason(limits: Limits, *, is_interrupted: bool) -> StopReason:
+    if is_interrupted:
+        return StopReason.INTERRUPTED
+    return StopReason.TIME_LIMIT if limits.is_over else StopReason.COMPLETED
+
+
+def _unclaimed(answer: Proposal) -> Proposal:
+    """Return an answer of a solver that is not exact."""
+    status = Status.FEASIBLE if answer.status.has_schedule else Status.UNKNOWN
+    return replace(answer, status=status)
+
+
+def _bound_ns(built: FrontierModel, found: Solution) -> int:
+    if found.outcome is Outcome.INFEASIBLE:
+        return 0
+    raw_ns = found.bound * built.cost_unit_ns
+    fixed_ns = built.frontier.first_runs_ns
+    tolerance_ns = RELATIVE_TOLERANCE * max(abs(raw_ns), built.divisor_ns)
+    if not math.isfinite(raw_ns):
+        tolerance_ns = 0.0
+    return fixed_ns + safe_bound_ns(raw_ns, built.divisor_ns, tolerance_ns)
+
+
+def _best_start(search: FrontierSearch, built: FrontierModel) -> dict[int, float]:
+    """Return the cheapest known schedule that the stages can follow, as values."""
+    staged, budget = built.frontier, search.problem.budget_bytes or 0
+    best: tuple[int, list[set[int]]] | None = None
+    for order in (search.order, *search.orders):
+        runs = staged.runs_of_order(order) if order else None
+        if runs is None:
+            continue
+        cost_ns, peak_bytes = staged.measure(staged.order(runs))
+        if peak_bytes <= budget and (best is None or cost_ns < best[0]):
+            best = (cost_ns, runs)
+    return {} if best is None else built.start(best[1])
+
+
+def _progress(state: Incumbent, fixed_ns: int, unit_ns: float) -> tuple[str, float]:
+    """Return what to report: times of the whole step, not of recomputation alone."""
+    words: list[str] = []
+    if state.objective is not None:
+        words.append(
+            f"incumbent {format_ns(fixed_ns + round(state.objective * unit_ns))}"
+        )
+    if state.bound is not None:
+        words.append(f"bound {format_ns(fixed_ns + round(state.bound * unit_ns))}")
+    share = 0.0
+    if state.objective is not None and state.bound is not None:
+        upper = fixed_ns + state.objective * unit_ns
+        gap = (state.objective - state.bound) * unit_ns / upper if upper else 0.0
+        words.append(f"gap {100 * gap:.2f} %")
+        share = min(1.0, max(0.0, 1.0 - gap))
+    return "integer program: " + ", ".join(words or ["no incumbent"]), share

@@ -1,0 +1,196 @@
+"""What the solvers over frontier-advancing stages share: the incumbent and the answer.
+
+The incumbent is an order of computations within the budget, measured on true bytes. It
+starts as the best of two heuristics, whose orders need not advance the frontier; an
+answer is called optimal only if its cost meets the bound proved for those that do.
+"""
+
+from dataclasses import dataclass, field
+
+from remat.bounds import cost_bound_ns, peak_bound_bytes
+from remat.liveness import BOUNDARY, schedule_from_order, store_all_order
+from remat.problem import Limits, Problem, Proposal, Status, StopReason
+from remat.retention import RetentionTable, improve_order
+from remat.schedule import Boundary, Compute, Schedule
+from remat.solvers.base import ignore_progress, single_device_kind_index
+from remat.solvers.greedy_eviction import GreedyEviction
+from remat.solvers.min_cut_retention import MinCutRetention
+from remat.units import format_bytes
+
+RELATIVE_TOLERANCE = 1e-6
+"""A bound within this share of the cost counts as met: solvers work in floats."""
+
+_KNOWN = ((GreedyEviction(), 0.1), (MinCutRetention(effort_ops=1_000_000), 0.15))
+"""The heuristics that the search starts from, and the share of the time each gets."""
+
+
+@dataclass(slots=True)
+class FrontierSearch:
+    """The cheapest order found so far, and how the search ended.
+
+    Parameters
+    ----------
+    problem
+        For device 0 alone.
+    limits
+        When to stop.
+
+    Raises
+    ------
+    SolverUnsuitableError
+        If an op cannot run on device 0, or a storage lives elsewhere.
+    """
+
+    problem: Problem
+    limits: Limits
+    kind_index: int = field(init=False)
+    order: list[int] = field(default_factory=list[int], init=False)
+    cost_ns: int = field(default=0, init=False)
+    orders: list[list[int]] = field(default_factory=list[list[int]], init=False)
+
+    def __post_init__(self) -> None:
+        self.kind_index = single_device_kind_index(self.problem)
+
+    @property
+    def has_order(self) -> bool:
+        """Whether any order within the budget is known."""
+        return bool(self.order)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether time is over, or no schedule at all can be cheaper."""
+        is_best = self.has_order and self.cost_ns <= cost_bound_ns(self.problem)
+        return is_best or self.limits.is_over
+
+    def at_once(self) -> Proposal | None:
+        """Return the answer if it takes no search: all is kept, or nothing can fit."""
+        graph, budget = self.problem.graph, self.problem.budget_bytes
+        table = RetentionTable(graph, store_all_order(graph), self.kind_index)
+        table.drop_unread_runs()
+        if budget is None or table.peak_bytes <= budget:
+            return Proposal(
+                status=Status.OPTIMAL,
+                schedule=schedule_from_order(graph, table.order()),
+                bound_ns=table.cost_ns,
+                message="everything is kept",
+            )
+        floor = peak_bound_bytes(graph, self.problem.platform.devices[0].kind)
+        if floor <= budget:
+            return None
+        return Proposal(
+            status=Status.INFEASIBLE,
+            message=(
+                f"every schedule needs {format_bytes(floor)}; the budget is "
+                f"{format_bytes(budget)}"
+            ),
+        )
+
+    def adopt(self, order: list[int]) -> bool:
+        """Improve an order and remember it if it fits and is the cheapest.
+
+        Returns
+        -------
+        bool
+            Whether the order fits the budget.
+        """
+        graph, budget = self.problem.graph, self.problem.budget_bytes or 0
+        table = RetentionTable(graph, order, self.kind_index)
+        if table.peak_bytes > budget:
+            return False
+        better = improve_order(graph, order, budget, kind_index=self.kind_index)
+        cost_ns = RetentionTable(graph, better, self.kind_index).cost_ns
+        if not self.has_order or cost_ns < self.cost_ns:
+            self.order, self.cost_ns = better, cost_ns
+        return True
+
+    def start_from_known(self) -> None:
+        """Run the heuristics, each within its share of the time."""
+        remaining_s = self.limits.remaining_s
+        for solver, share in _KNOWN:
+            if self.is_over:
+                return
+            limit_s = None if remaining_s is None else share * remaining_s
+            limits = Limits.after(limit_s, self.limits.seed)
+            found = solver.solve(self.problem, limits, ignore_progress).schedule
+            if found is not None:
+                order = _order(found)
+                self.orders.append(order)
+                self.adopt(order)
+
+    def answer(
+        self,
+        *,
+        bound_ns: int | None,
+        stop_reason: StopReason,
+        message: str,
+        is_proved_empty: bool = False,
+    ) -> Proposal:
+        """Return the incumbent with what is proved about it.
+
+        Parameters
+        ----------
+        bound_ns
+            Proved for every schedule of the solver's class; ``None`` if nothing is.
+        stop_reason, message
+            Passed on.
+        is_proved_empty
+            Whether it is proved that no schedule of the class fits.
+        """
+        floor_ns = cost_bound_ns(self.problem)
+        bound_ns = max(floor_ns, bound_ns or 0)
+        if not self.has_order:
+            status = Status.INFEASIBLE if is_proved_empty else Status.UNKNOWN
+            return Proposal(
+                status=status,
+                bound_ns=bound_ns,
+                stop_reason=stop_reason,
+                message=message or "no schedule was found",
+            )
+        if self.cost_ns < bound_ns:
+            # Of another class, and cheaper than all of this one.
+            message = f"{message}; what is given leaves the class and is cheaper"
+            bound_ns = floor_ns
+        if self.cost_ns - bound_ns <= RELATIVE_TOLERANCE * self.cost_ns:
+            bound_ns = self.cost_ns
+        status = Status.OPTIMAL if self.cost_ns == bound_ns else Status.FEASIBLE
+        return Proposal(
+            status=status,
+            schedule=schedule_from_order(self.problem.graph, self.order),
+            bound_ns=bound_ns,
+            stop_reason=StopReason.COMPLETED
+            if status is Status.OPTIMAL
+            else stop_reason,
+            message=message,
+        )
+
+
+def _order(schedule: Schedule) -> list[int]:
+    return [
+        step.op if isinstance(step, Compute) else BOUNDARY
+        for step in schedule.steps
+        if isinstance(step, Compute | Boundary)
+    ]
+
+
+def safe_bound_ns(raw_ns: float, divisor_ns: int, tolerance_ns: float) -> int:
+    """Return a bound in whole costs: what a solver proved, less its tolerance.
+
+    Parameters
+    ----------
+    raw_ns
+        The solver's bound; minus infinity if it has none.
+    divisor_ns
+        Every cost is a multiple of this, at least 1.
+    tolerance_ns
+        What the solver may be wrong by.
+
+    Examples
+    --------
+    >>> safe_bound_ns(20.2, 5, 0.001), safe_bound_ns(20.0000001, 5, 0.001)
+    (25, 20)
+    >>> safe_bound_ns(float("-inf"), 5, 0.001)
+    0
+    """
+    if raw_ns <= tolerance_ns:
+        return 0
+    return -int(-(raw_ns - tolerance_ns) // divisor_ns) * divisor_ns
