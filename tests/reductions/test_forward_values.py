@@ -115,6 +115,12 @@ class TestDiamond:
         assert values.segment_of_ops([0, 0, 1, 2])[4] == 1
 
 
+@pytest.mark.parametrize("name", ["max_nodes", "cost_units"])
+def test_no_nodes_and_no_units_are_refused(name: str):
+    with pytest.raises(ValueError, match=f"{name} is 0; it must be at least 1"):
+        reduce_to_forward_values(diamond(), **{name: 0})
+
+
 def test_a_cheap_value_is_merged_with_its_neighbour():
     net = Network("cheap")
     x = net.input("x", 64)

@@ -192,6 +192,11 @@ def test_every_segmentation_at_lower_sets_is_a_valid_schedule(name: str):
     assert max(order.count(op) for op in set(order)) <= 2
 
 
+def test_values_cannot_be_merged_into_none():
+    with pytest.raises(ValueError, match="max_nodes is 0"):
+        ChenLowerSets(max_nodes=0)
+
+
 def test_lower_sets_where_nothing_may_run_again_keep_everything():
     net = Network("once")
     value = net.one("draw", [net.input("x", 64)], 100, 1000, once="it draws")

@@ -5,13 +5,13 @@ import time
 import pytest
 from tests.instances import INSTANCES, Network, unet_like
 
-from remat.errors import BudgetError
+from remat.errors import BudgetError, SolverUnsuitableError
 from remat.graph import TrainingGraph
 from remat.graph_planning import plan_graph
 from remat.planning import solve
 from remat.platform import single_device
 from remat.problem import Limits, Problem, Result, Status, StopReason
-from remat.solvers.chen import ChenGreedy
+from remat.solvers.chen import ChenGreedy, ChenLowerSets
 from remat.solvers.lower_sets import (
     LowerSets,
     LowerSetsApprox,
@@ -23,7 +23,7 @@ from remat.testing import budgets_between, store_all_peak_bytes
 def solved(
     graph: TrainingGraph,
     budget: int,
-    solver: LowerSets | LowerSetsApprox | ChenGreedy,
+    solver: LowerSets | LowerSetsApprox | ChenGreedy | ChenLowerSets,
     limits: Limits | None = None,
 ) -> Result:
     problem = Problem(graph=graph, platform=single_device(budget))
@@ -92,6 +92,52 @@ def test_more_lower_sets_than_the_cap_are_not_enumerated_and_the_answer_says_so(
 def test_the_cap_must_be_positive():
     with pytest.raises(ValueError, match="cap on lower sets is 0"):
         LowerSets(cap=0)
+
+
+@pytest.mark.parametrize(
+    ("effort", "words"),
+    [
+        ({"max_nodes": 0}, "max_nodes is 0; it must be at least 1"),
+        ({"budget_count": 0}, "budget_count is 0; it must be at least 1"),
+        ({"bisection_count": -1}, "bisection_count is -1; it must be at least 0"),
+    ],
+)
+def test_impossible_efforts_are_refused(effort: dict[str, int], words: str):
+    with pytest.raises(ValueError, match=words):
+        LowerSetsEffort(**effort)
+
+
+@pytest.mark.parametrize("solver", [LowerSets(), LowerSetsApprox(), ChenLowerSets()])
+def test_sizes_and_costs_that_do_not_add_up_in_64_bits_are_refused(
+    solver: LowerSets | LowerSetsApprox | ChenLowerSets,
+):
+    for size, cost, what in ((2**62, 10, "bytes"), (10, 2**62, "ns")):
+        net = Network("too large")
+        value = net.input("x", 64)
+        for layer in range(4):
+            value = net.one(f"{layer}", [value], size, cost, saves_outputs=[0])
+        graph = net.instance(value).graph
+        with pytest.raises(SolverUnsuitableError, match=rf"too large .* {what} in all"):
+            solved(graph, 3 * size, solver)
+
+
+def test_values_without_bytes_or_costs_are_planned():
+    for size, cost in ((0, 50_000), (1000, 0)):
+        net = Network("free")
+        value = net.input("x", 64)
+        for layer in range(6):
+            value = net.one(
+                f"{layer}",
+                [value],
+                size if layer % 2 else 1000,
+                cost if layer % 2 else 50_000,
+                saves_inputs=True,
+                parameter_bytes=10,
+            )
+        graph = net.instance(value).graph
+        budget = store_all_peak_bytes(graph) * 7 // 10
+        for solver in (LowerSets(), LowerSetsApprox()):
+            assert solved(graph, budget, solver).status is Status.FEASIBLE
 
 
 def test_budget_below_the_smallest_is_unknown_and_says_what_was_met():

@@ -30,13 +30,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
+from remat.errors import SolverUnsuitableError
 from remat.graph import TrainingGraph
-from remat.lower_sets.forward_graph import ForwardGraph, Owed
+from remat.lower_sets.forward_graph import MOST_TOTAL, ForwardGraph, Owed
 from remat.reductions.segments import SegmentedGraph
 from remat.units import ceil_slots
 
 NEGLIGIBLE_SHARE = 4000
 """A node that costs less than the whole over this is merged if nothing is lost."""
+
+MOST_COUNTED = MOST_TOTAL // 8
+"""Most bytes, and most nanoseconds, of a graph in all: an eighth, since each value is
+charged up to five times, and may be computed more than once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +85,26 @@ class ForwardValues:
         return found
 
 
+def check_countable(graph: TrainingGraph, kind_index: int = 0) -> None:
+    """Refuse a graph whose sizes or costs do not add up in 64 bits.
+
+    Raises
+    ------
+    SolverUnsuitableError
+        If they add up to more than :data:`MOST_COUNTED`.
+    """
+    total_bytes = sum(storage.size_bytes for storage in graph.storages)
+    total_bytes += max((op.workspace_bytes[kind_index] for op in graph.ops), default=0)
+    total_ns = sum(op.cost_ns[kind_index] or 0 for op in graph.ops)
+    for what, total in (("bytes", total_bytes), ("ns", total_ns)):
+        if total > MOST_COUNTED:
+            msg = (
+                f"{graph.name} has {total:_} {what} in all; lower sets count up to "
+                f"{MOST_COUNTED:_}"
+            )
+            raise SolverUnsuitableError(msg)
+
+
 def reduce_to_forward_values(
     graph: TrainingGraph,
     *,
@@ -96,15 +121,28 @@ def reduce_to_forward_values(
     kind_index
         Position of the device's kind in the ops' costs.
     max_nodes
-        Nodes are merged until there are no more than this, as long as any may be.
+        Nodes are merged until there are no more than this, as long as any may be; at
+        least 1.
     cost_units
         About how many units the costs sum to, at least 1; a unit more is possible per
         node, since costs are rounded up.
+
+    Raises
+    ------
+    ValueError
+        If ``max_nodes`` or ``cost_units`` is not positive.
+    SolverUnsuitableError
+        If sizes or costs are too large: :func:`check_countable`.
 
     Notes
     -----
     Time O(reads of the graph x log), and for each merge the degree of the nodes.
     """
+    for name, number in (("max_nodes", max_nodes), ("cost_units", cost_units)):
+        if number < 1:
+            msg = f"{name} is {number}; it must be at least 1"
+            raise ValueError(msg)
+    check_countable(graph, kind_index)
     segments = SegmentedGraph(graph)
     merging = _Merging(segments, kind_index)
     merging.merge(max_nodes)

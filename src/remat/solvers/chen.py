@@ -273,6 +273,11 @@ class ChenLowerSets:
     ----------
     max_nodes
         Forward values are merged until there are no more than this, at least 1.
+
+    Raises
+    ------
+    ValueError
+        If ``max_nodes`` is not positive.
     """
 
     schedule_class: ClassVar[str] = (
@@ -282,6 +287,11 @@ class ChenLowerSets:
 
     max_nodes: int = 1024
 
+    def __post_init__(self) -> None:
+        if self.max_nodes < 1:
+            msg = f"max_nodes is {self.max_nodes}; it must be at least 1"
+            raise ValueError(msg)
+
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback
     ) -> Proposal:
@@ -290,7 +300,8 @@ class ChenLowerSets:
         Raises
         ------
         SolverUnsuitableError
-            If an op cannot run on device 0, or a storage lives elsewhere.
+            If an op cannot run on device 0, a storage lives elsewhere, or sizes or
+            costs do not add up in 64 bits.
         """
         kind_index = single_device_kind_index(problem)
         found = _Best(problem)

@@ -32,7 +32,7 @@ References
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
 from typing import ClassVar
 
@@ -47,8 +47,12 @@ from remat.lower_sets.programs import (
     sweep,
 )
 from remat.problem import Limits, Problem, Proposal, StopReason
-from remat.reductions.forward_values import ForwardValues, reduce_to_forward_values
-from remat.solvers.base import ProgressCallback
+from remat.reductions.forward_values import (
+    ForwardValues,
+    check_countable,
+    reduce_to_forward_values,
+)
+from remat.solvers.base import ProgressCallback, single_device_kind_index
 from remat.solvers.order_search import Candidate, OrderSearch, geometric_budgets
 
 _RULES = (
@@ -72,12 +76,18 @@ class LowerSetsEffort:
     budget_count
         Budgets of the program that are tried, for each objective, at least 1.
     bisection_count
-        Halvings between the largest of those whose schedule fits and the next.
+        Halvings between the largest of those whose schedule fits and the next, 0 or
+        more.
     improved_count
-        Segmentations that are improved as they are.
+        Segmentations that are improved as they are, 0 or more.
     executed_ops
-        Executions with eviction are made until they have run about this many ops, and
-        at least one by each rule.
+        Executions with eviction are made until they have run about this many ops, 0 or
+        more, and at least one by each rule.
+
+    Raises
+    ------
+    ValueError
+        If a number is smaller than that.
     """
 
     max_nodes: int = 128
@@ -85,6 +95,14 @@ class LowerSetsEffort:
     bisection_count: int = 6
     improved_count: int = 8
     executed_ops: int = 10_000
+
+    def __post_init__(self) -> None:
+        least = {"max_nodes": 1, "budget_count": 1}
+        for field in fields(self):
+            number, lowest = getattr(self, field.name), least.get(field.name, 0)
+            if number < lowest:
+                msg = f"{field.name} is {number}; it must be at least {lowest}"
+                raise ValueError(msg)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +196,7 @@ def _solve(
     effort: LowerSetsEffort,
     cap: int | None,
 ) -> Proposal:
+    check_countable(problem.graph, single_device_kind_index(problem))
     search = OrderSearch(problem, limits)
     if (proposal := search.at_once()) is not None:
         return proposal
@@ -265,7 +284,8 @@ class LowerSets:
         Raises
         ------
         SolverUnsuitableError
-            If an op cannot run on device 0, or a storage lives elsewhere.
+            If an op cannot run on device 0, a storage lives elsewhere, or sizes or
+            costs do not add up in 64 bits.
         """
         return _solve(problem, limits, on_progress, self.effort, self.cap)
 
@@ -301,6 +321,7 @@ class LowerSetsApprox:
         Raises
         ------
         SolverUnsuitableError
-            If an op cannot run on device 0, or a storage lives elsewhere.
+            If an op cannot run on device 0, a storage lives elsewhere, or sizes or
+            costs do not add up in 64 bits.
         """
         return _solve(problem, limits, on_progress, self.effort, None)
