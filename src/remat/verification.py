@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from os import PathLike
 from typing import Any
 
 import torch
@@ -15,9 +16,12 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 from remat.capture.surroundings import captured_tensors, plain_tensors, tensors_in
 from remat.capture.tracing import check_batch
 from remat.costing import Costs
+from remat.device_memory import DevicePeak, device_peaks
+from remat.device_planning import Budget
 from remat.errors import BudgetError, CaptureError
 from remat.fitting import FittedModel, keywords, positional
-from remat.plan_request import Loss, PlanRequest, check_model
+from remat.plan_request import Loss, PlanRequest, check_model, platform_of
+from remat.platform import Platform
 from remat.profile.memory import measure
 from remat.solvers.base import ProgressCallback, ignore_progress
 from remat.training_plan import Plan
@@ -63,6 +67,9 @@ class VerifyReport:
         Median time of one step.
     slowdown
         Median over pairs of planned time / plain time.
+    devices
+        With several devices, the peak of each; the figures above are then those of the
+        first. Empty with one.
     """
 
     plan: Plan
@@ -77,6 +84,7 @@ class VerifyReport:
     planned_ns: int
     plain_ns: int
     slowdown: float
+    devices: tuple[DevicePeak, ...] = ()
 
     @property
     def is_exact(self) -> bool:
@@ -85,7 +93,9 @@ class VerifyReport:
 
     @property
     def is_within_budget(self) -> bool:
-        """Whether the measured peak is at most the budget."""
+        """Whether the measured peak is at most the budget, on every device."""
+        if self.devices:
+            return all(device.is_within_budget for device in self.devices)
         return self.measured_peak_bytes <= self.budget_bytes
 
     @property
@@ -110,21 +120,15 @@ class VerifyReport:
             "planned_ns": self.planned_ns,
             "plain_ns": self.plain_ns,
             "slowdown": self.slowdown,
+            "devices": [asdict(device) for device in self.devices],
             "plan": self.plan.summary(),
         }
 
     def __str__(self) -> str:
-        verdict = "kept" if self.is_within_budget else "BROKEN"
         return "\n".join(
             [
                 f"verification of {self.plan.graph.name}",
-                f"  budget      {format_bytes(self.budget_bytes)}: {verdict}",
-                (
-                    f"  peak        {format_bytes(self.measured_peak_bytes)} measured, "
-                    f"{format_bytes(self.predicted_peak_bytes)} predicted "
-                    f"({self.prediction_error:+.2%}); plain step "
-                    f"{format_bytes(self.plain_peak_bytes)}"
-                ),
+                *self._peak_lines(),
                 (
                     f"  time        {format_ns(self.planned_ns)} a step, plain step "
                     f"{format_ns(self.plain_ns)}: {self.slowdown:.2f} x"
@@ -144,6 +148,25 @@ class VerifyReport:
                 ),
             ]
         )
+
+    def _peak_lines(self) -> list[str]:
+        plain = f"plain step {format_bytes(self.plain_peak_bytes)}"
+        if self.devices:
+            label = "  devices     "
+            lines = [str(device) for device in self.devices]
+            return [
+                *(f"{label if not i else ' ' * 14}{x}" for i, x in enumerate(lines)),
+                f"  peak        {plain}",
+            ]
+        verdict = "kept" if self.is_within_budget else "BROKEN"
+        return [
+            f"  budget      {format_bytes(self.budget_bytes)}: {verdict}",
+            (
+                f"  peak        {format_bytes(self.measured_peak_bytes)} measured, "
+                f"{format_bytes(self.predicted_peak_bytes)} predicted "
+                f"({self.prediction_error:+.2%}); {plain}"
+            ),
+        ]
 
 
 def _verdict(differences: tuple[Difference, ...], count: int) -> str:
@@ -186,9 +209,10 @@ def verify(
     args: Any = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    budget: int | str,
+    budget: Budget | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     loss: Loss | None = None,
+    platform: Platform | str | PathLike[str] | None = None,
     solver: str = "auto",
     time_limit: float | None = None,
     seed: int = 0,
@@ -203,9 +227,11 @@ def verify(
 
     Parameters
     ----------
-    model, args, kwargs, budget, optimizer, loss, solver, time_limit, seed, costs
+    model, args, kwargs, budget, optimizer, loss, platform
         As for :func:`remat.fit`. Without ``loss``, a scalar output or one named
         ``loss`` is taken, or else the sum of the outputs.
+    solver, time_limit, seed, costs
+        As for :func:`remat.fit`.
     progress
         Called with what is being done and the share of it that is done.
     repeats
@@ -234,6 +260,7 @@ def verify(
         budget=budget,
         optimizer=optimizer,
         loss=loss,
+        platform=platform_of(platform),
         solver=solver,
         time_limit=time_limit,
         seed=seed,
@@ -261,7 +288,12 @@ def verify(
         del mine
         report("measuring", 0.5)
         plain_peak = step.peak_bytes(None)
-        planned_peak = step.peak_bytes(planned)
+        peaks: tuple[DevicePeak, ...] = ()
+        if plan.has_several_devices:
+            peaks = step.device_peaks(planned, plan)
+            planned_peak = peaks[0].measured_bytes
+        else:
+            planned_peak = step.peak_bytes(planned)
         plain_times, planned_times = step.paired_times(planned, repeats)
     return VerifyReport(
         plan=plan,
@@ -278,6 +310,7 @@ def verify(
         slowdown=statistics.median(
             mine / plain for mine, plain in zip(planned_times, plain_times, strict=True)
         ),
+        devices=peaks,
     )
 
 
@@ -509,6 +542,17 @@ class TrainingStep:
         ).peak_bytes
         self.reset()
         return peak
+
+    def device_peaks(
+        self, called: Callable[..., Any], plan: Plan
+    ) -> tuple[DevicePeak, ...]:
+        """Return the measured peak of a whole training step on each device."""
+        self.reset()
+        peaks = device_peaks(
+            lambda: self.train(called), plan, warmup=2, resident=self.resident
+        )
+        self.reset()
+        return peaks
 
     def paired_times(
         self, called: Callable[..., Any], repeats: int

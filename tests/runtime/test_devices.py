@@ -1,7 +1,6 @@
 """Schedules on several devices compute what one device computes, bit for bit."""
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.device_schedules import logical, run_by, scattered

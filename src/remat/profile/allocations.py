@@ -53,12 +53,15 @@ class Recording:
         The changes, in order of time.
     start_ns, end_ns
         The marked region on the profiler's clock.
+    marks
+        Pairs of time and text of what the program noted, in order of time.
     """
 
     before: tuple[Allocation, ...]
     inside: tuple[Allocation, ...]
     start_ns: int
     end_ns: int
+    marks: tuple[tuple[int, str], ...] = ()
 
     def peak_bytes(self) -> int:
         """Return the largest growth inside the region, in bytes, at least 0."""
@@ -95,6 +98,9 @@ class AllocationRecorder:
     ----------
     device_type
         ``"cpu"`` or ``"cuda"``.
+    mark_prefix
+        Events of the program (``torch.profiler.record_function``) whose name begins
+        with it are marks, and what follows it is their text.
 
     Raises
     ------
@@ -102,8 +108,11 @@ class AllocationRecorder:
         If another torch profiler is recording in this process.
     """
 
-    def __init__(self, device_type: str = "cpu") -> None:
+    def __init__(
+        self, device_type: str = "cpu", mark_prefix: str | None = None
+    ) -> None:
         self._device_type = device_type
+        self._mark_prefix = mark_prefix
         self._profile: Any = None
         self.recording = Recording(before=(), inside=(), start_ns=0, end_ns=0)
 
@@ -135,7 +144,7 @@ class AllocationRecorder:
             self._profile.stop()
         tree = self._profile.profiler.kineto_results.experimental_event_tree()
         self._profile = None
-        self.recording = _read(tree, self._device_type)
+        self.recording = _read(tree, self._device_type, self._mark_prefix)
 
     @contextmanager
     def region(self) -> Generator[None]:
@@ -191,12 +200,15 @@ def _flatten(events: Iterable[Any]) -> Generator[Any]:
         stack.extend(reversed(event.children))
 
 
-def _read(tree: Iterable[Any], device_type: str) -> Recording:
+def _read(tree: Iterable[Any], device_type: str, mark_prefix: str | None) -> Recording:
     start_ns = end_ns = 0
+    marks: list[tuple[int, str]] = []
     allocations: list[Allocation] = []
     for event in _flatten(tree):
         if event.name == _MARK:
             start_ns, end_ns = event.start_time_ns, event.end_time_ns
+        elif mark_prefix is not None and event.name.startswith(mark_prefix):
+            marks.append((event.start_time_ns, event.name.removeprefix(mark_prefix)))
         elif str(event.tag).endswith("Allocation"):
             fields = event.extra_fields
             if str(fields.device).partition(":")[0] == device_type:
@@ -213,4 +225,5 @@ def _read(tree: Iterable[Any], device_type: str) -> Recording:
         inside=tuple(a for a in allocations if start_ns <= a.time_ns <= end_ns),
         start_ns=start_ns,
         end_ns=end_ns,
+        marks=tuple(sorted(marks)),
     )

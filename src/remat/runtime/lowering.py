@@ -84,6 +84,7 @@ def lower(program: JointProgram, schedule: Schedule) -> LoweredStep:
         already_run=first_runs,
         replayed=replayed,
         fullest=frozenset(position - boundary - 1 for position in fullest),
+        at_boundary=frozenset(forward.live),
     )
     backward.add_tangents()
     backward.emit()
@@ -191,6 +192,8 @@ class _Pass:
     reading: dict[_Place, list[fx.Node]] = field(
         default_factory=dict[_Place, list[fx.Node]]
     )
+    # Backward only: the places that were live when forward ended.
+    at_boundary: frozenset[_Place] = frozenset()
     # The device that was marked last.
     marked: int = 0
 
@@ -506,7 +509,10 @@ class _Pass:
         is_input = self.program.graph.storages[storage].is_resident
         if device == 0 or not is_input or self.is_elsewhere(device):
             return here
-        return here if here in self.live else (storage, 0)
+        is_copied = here in self.live or (
+            here in self.at_boundary and here not in self.discarded
+        )
+        return here if is_copied else (storage, 0)
 
     def version_of(self, place: _Place) -> int:
         self.value(place)
