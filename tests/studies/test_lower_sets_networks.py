@@ -392,13 +392,31 @@ def test_tables_say_what_the_lines_say(tmp_path: Path) -> None:
         "| vgg19 | -36 % | -34 % | -40 %, 1.40 x | not: -20 %, 1.20 x | -37 %, 1.02 x |"
     ) in paper
     smallest = lower_sets_tables.smallest_table(results)
-    assert "| vgg19 | -40 %, 1.40 x | -20 %, 1.20 x | -49 %, 1.50 x |" in smallest
+    assert "| network | paper: exact | paper: approximate | paper: Chen |" in smallest
+    assert (
+        "| vgg19 | -36 % | -36 % | -34 % | -40 %, 1.40 x | -20 %, 1.20 x | "
+        "-49 %, 1.50 x |"
+    ) in smallest
     assert "| vgg19 | 16 x 3 x 224 x 224 | 103 | 5.0 MiB | 100.0 MiB | 10% of it |" in (
         lower_sets_tables.networks_table(results)
     )
     assert "| vgg19 | 1.5 s | 1.5 s |" in lower_sets_tables.planning_table(results)
     assert "Of 4 planned steps that were run, 4 are bitwise" in (
         lower_sets_tables.exactness_text(results)
+    )
+
+
+def test_other_load_is_said(tmp_path: Path) -> None:
+    results = write(
+        tmp_path,
+        line("unet", "auto", "90%", 80, foreign_load=0.5),
+        line("unet", "auto", "80%", 70, foreign_load=0.25),
+        line("unet", "auto", "70%", 60, foreign_load=0.75),
+        line("unet", "auto", "60%", 50, foreign_load=None),
+    )
+    assert lower_sets_tables.setting_text(results).endswith(
+        "1 thread. While steps were timed, other processes took 25 to 75 % of all "
+        "cores' time, 50 % in the median."
     )
 
 
