@@ -15,24 +15,19 @@ Known to be improvable: the two steps only remove recomputation; nothing yet tra
 kept storage for another, and the order of the ops is always the graph's own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from remat.bounds import cost_bound_ns, peak_bound_bytes
 from remat.eviction import EvictionRule, evicting_order
 from remat.graph import TrainingGraph
-from remat.liveness import BOUNDARY, schedule_from_order, store_all_order
-from remat.problem import Limits, Problem, Proposal, Status, StopReason
-from remat.retention import RetentionTable, improve_order
+from remat.liveness import BOUNDARY
+from remat.problem import Limits, Problem, Proposal
 from remat.schedule import Boundary, Compute, Schedule
-from remat.solvers.base import (
-    ProgressCallback,
-    ignore_progress,
-    single_device_kind_index,
-)
+from remat.solvers.base import ProgressCallback, ignore_progress
 from remat.solvers.chen import ChenGreedy, narrow_cuts, saved_at
-from remat.units import floor_slots, format_bytes
+from remat.solvers.order_search import OrderSearch
+from remat.units import floor_slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,29 +67,6 @@ CANDIDATES = (
     Candidate(rule=EvictionRule(distance_exponent=1.0, ancestor_share=0.5)),
 )
 """The candidates that are made, in this order."""
-
-
-def _feasible(
-    problem: Problem,
-    order: Sequence[int],
-    stop_reason: StopReason = StopReason.COMPLETED,
-) -> Proposal:
-    return Proposal(
-        status=Status.FEASIBLE,
-        schedule=schedule_from_order(problem.graph, order),
-        bound_ns=cost_bound_ns(problem),
-        stop_reason=stop_reason,
-    )
-
-
-def _nothing_fits(
-    budget_bytes: int, reason: str, stop_reason: StopReason = StopReason.COMPLETED
-) -> Proposal:
-    return Proposal(
-        status=Status.UNKNOWN,
-        stop_reason=stop_reason,
-        message=f"found nothing within {format_bytes(budget_bytes)}: {reason}",
-    )
 
 
 def _order(schedule: Schedule) -> list[int]:
@@ -156,51 +128,36 @@ class GreedyEviction:
         SolverUnsuitableError
             If an op cannot run on device 0, or a storage lives elsewhere.
         """
-        graph, kind = problem.graph, single_device_kind_index(problem)
-        budget = problem.budget_bytes
-        store_all = RetentionTable(graph, store_all_order(graph), kind)
-        store_all.drop_unread_runs()
-        if budget is None or store_all.peak_bytes <= budget:
-            return _feasible(problem, store_all.order())
-        bound = peak_bound_bytes(graph, problem.platform.devices[0].kind)
-        if bound > budget:
-            return _nothing_fits(budget, f"every schedule needs {format_bytes(bound)}")
-        best: tuple[int, int, list[int]] | None = None
-        stop_reason = StopReason.COMPLETED
-        for share, order in self._orders(problem, bound, limits):
+        search = OrderSearch(problem, limits)
+        at_once = search.at_once()
+        if at_once is not None:
+            return at_once
+        for share, order in self._orders(search):
             on_progress("evicting", share)
             if order is not None:
-                kept = improve_order(
-                    graph, order, budget, kind_index=kind, limits=limits
-                )
-                table = RetentionTable(graph, kept, kind)
-                found = (table.cost_ns, table.peak_bytes, kept)
-                best = found if best is None else min(best, found)
-            if limits.is_over:
-                stop_reason = StopReason.TIME_LIMIT
+                search.improve(order)
+            if search.is_over:
                 break
-        if best is None:
-            return _nothing_fits(budget, "no candidate gets by", stop_reason)
-        return _feasible(problem, best[2], stop_reason)
+        return search.answer(f"{len(search.candidates)} candidates get by")
 
-    def _orders(
-        self, problem: Problem, bound_bytes: int, limits: Limits
-    ) -> Iterator[tuple[float, list[int] | None]]:
+    def _orders(self, search: OrderSearch) -> Iterator[tuple[float, list[int] | None]]:
         """Yield the share of the work done, and an order or ``None``, per candidate."""
-        graph, kind = problem.graph, single_device_kind_index(problem)
-        room_bytes = (problem.budget_bytes or 0) - bound_bytes
+        graph = search.graph
+        room_bytes = search.budget_bytes - search.floor_bytes
         count = len(self.candidates) + self.starts_from_segments
         for index, candidate in enumerate(self.candidates):
             order = evicting_order(
                 graph,
-                bound_bytes + room_bytes * candidate.limit_percent // 100,
-                kind_index=kind,
+                search.floor_bytes + room_bytes * candidate.limit_percent // 100,
+                kind_index=search.kind_index,
                 rule=candidate.rule,
                 runs_per_op=self.runs_per_op,
                 saved=_saved(graph, candidate.segment_count),
-                limits=limits,
+                limits=search.limits,
             )
             yield (index + 1) / count, order
         if self.starts_from_segments:
-            segments = ChenGreedy().solve(problem, limits, ignore_progress).schedule
-            yield 1.0, None if segments is None else _order(segments)
+            segments = ChenGreedy().solve(
+                search.problem, search.limits, ignore_progress
+            )
+            yield 1.0, None if segments.schedule is None else _order(segments.schedule)

@@ -28,15 +28,14 @@ from dataclasses import dataclass
 from math import exp, inf
 from typing import ClassVar
 
-from remat.bounds import cost_bound_ns, peak_bound_bytes
 from remat.eviction import EvictionRule, evicting_order
-from remat.graph import TrainingGraph
-from remat.liveness import schedule_from_order
-from remat.problem import Limits, Problem, Proposal, Status, StopReason
+from remat.problem import Limits, Problem, Proposal
 from remat.retention import RetentionTable, improve_order
-from remat.solvers.base import ProgressCallback, single_device_kind_index
+from remat.solvers.base import ProgressCallback
+from remat.solvers.order_search import Candidate, OrderSearch
 from remat.solvers.recompute_order import (
     Evaluation,
+    UseTables,
     evaluate,
     policies_of_order,
     use_tables,
@@ -103,39 +102,31 @@ def _rank(state: _State) -> tuple[int, int]:
 
 
 class _Search:
-    """One run of the solver: the cheapest order that fits, and the effort left.
-
-    ``floors`` are lower bounds on the peak in bytes and on the cost in nanoseconds.
-    """
+    """One run of the solver: the cheapest order that fits, and the effort left."""
 
     def __init__(
-        self,
-        graph: TrainingGraph,
-        kind_index: int,
-        budget_bytes: int,
-        floors: tuple[int, int],
-        limits: Limits,
-        evaluations: int,
+        self, orders: OrderSearch, tables: UseTables, evaluations: int
     ) -> None:
-        self.graph = graph
-        self.kind_index = kind_index
-        self.tables = use_tables(graph, kind_index)
-        self.cut = RetentionCut(graph, self.tables)
-        self.budget_bytes = budget_bytes
-        self.floor_bytes, self.bound_ns = floors
-        self.limits = limits
+        self.orders = orders
+        self.graph = orders.graph
+        self.kind_index = orders.kind_index
+        self.tables = tables
+        self.cut = RetentionCut(self.graph, self.tables)
+        self.budget_bytes = orders.budget_bytes
+        self.limits = orders.limits
         self.evaluations = evaluations
         self.left = evaluations
-        self.random = random.Random(limits.seed)  # noqa: S311 - not a secret
-        self.best_rank: tuple[float, float] = (inf, inf)
-        self.best_order: list[int] = []
-        self.least_peak_bytes = -1
+        self.random = random.Random(self.limits.seed)  # noqa: S311 - not a secret
+        self.least_peak_bytes = inf
+
+    @property
+    def best_order(self) -> list[int]:
+        """The cheapest order that fits, empty as long as there is none."""
+        return [] if self.orders.best is None else self.orders.best.order
 
     @property
     def is_over(self) -> bool:
-        return (
-            self.left <= 0 or self.best_rank[0] <= self.bound_ns or self.limits.is_over
-        )
+        return self.left <= 0 or self.orders.is_over
 
     @property
     def is_starting(self) -> bool:
@@ -148,12 +139,14 @@ class _Search:
         return 1 - max(0, self.left) / self.evaluations
 
     def adopt(self, order: list[int], cost_ns: int, peak_bytes: int) -> None:
-        """Remember an order if it fits and is the best so far."""
-        if self.least_peak_bytes < 0 or peak_bytes < self.least_peak_bytes:
-            self.least_peak_bytes = peak_bytes
-        if peak_bytes <= self.budget_bytes and (cost_ns, peak_bytes) < self.best_rank:
-            self.best_rank = (cost_ns, peak_bytes)
-            self.best_order = order
+        """Remember an order if it fits best so far, or comes closest to fitting."""
+        found, best = Candidate(order, cost_ns, peak_bytes), self.orders.best
+        is_best = peak_bytes <= self.budget_bytes and (
+            best is None or found.rank < best.rank
+        )
+        if is_best or peak_bytes < self.least_peak_bytes:
+            self.least_peak_bytes = min(peak_bytes, self.least_peak_bytes)
+            self.orders.remember(found)
 
     def try_kept(self, kept: frozenset[int]) -> _State:
         """Evaluate what a cut keeps."""
@@ -233,10 +226,11 @@ class _Search:
         self, kept: frozenset[int] | None, rule: EvictionRule, limit_percent: int
     ) -> None:
         """Execute within a limit, forward keeping ``kept``; adopt what results."""
-        room = self.budget_bytes - self.floor_bytes
+        floor_bytes = self.orders.floor_bytes
+        room_bytes = self.budget_bytes - floor_bytes
         order = evicting_order(
             self.graph,
-            self.floor_bytes + room * limit_percent // 100,
+            floor_bytes + room_bytes * limit_percent // 100,
             kind_index=self.kind_index,
             rule=rule,
             runs_per_op=_RUNS_PER_OP,
@@ -343,48 +337,13 @@ class MinCutRetention:
         SolverUnsuitableError
             If an op cannot run on device 0, or a storage lives elsewhere.
         """
-        graph, kind_index = problem.graph, single_device_kind_index(problem)
-        tables = use_tables(graph, kind_index)
-        budget = problem.budget_bytes
+        orders = OrderSearch(problem, limits)
+        at_once = orders.at_once()
+        if at_once is not None:
+            return at_once
+        tables = use_tables(orders.graph, orders.kind_index)
         store_all = evaluate(tables, bytes(len(tables.interval_start)))
-        if budget is None or store_all.peak_bytes <= budget:
-            return _proposal(problem, store_all.order, StopReason.COMPLETED)
-        floor = peak_bound_bytes(graph, problem.platform.devices[0].kind)
-        if floor > budget:
-            return Proposal(
-                status=Status.UNKNOWN,
-                bound_ns=cost_bound_ns(problem),
-                message=(
-                    f"every schedule needs {floor:_} bytes; the budget is {budget:_}"
-                ),
-            )
         count = max(_FEWEST_EVALUATIONS, self.effort_ops // len(tables.base))
-        count = min(count, _MOST_EVALUATIONS)
-        floors = (floor, cost_bound_ns(problem))
-        search = _Search(graph, kind_index, budget, floors, limits, count)
+        search = _Search(orders, tables, min(count, _MOST_EVALUATIONS))
         search.run(store_all, on_progress)
-        stop_reason = StopReason.TIME_LIMIT if limits.is_over else StopReason.COMPLETED
-        if search.best_order:
-            return _proposal(problem, search.best_order, stop_reason)
-        return Proposal(
-            status=Status.UNKNOWN,
-            bound_ns=cost_bound_ns(problem),
-            stop_reason=stop_reason,
-            message=(
-                f"the smallest peak found is {search.least_peak_bytes:_} bytes; the "
-                f"budget is {budget:_}"
-                if search.least_peak_bytes >= 0
-                else f"nothing was tried within the time limit for {budget:_} bytes"
-            ),
-        )
-
-
-def _proposal(
-    problem: Problem, order: Sequence[int], stop_reason: StopReason
-) -> Proposal:
-    return Proposal(
-        status=Status.FEASIBLE,
-        schedule=schedule_from_order(problem.graph, order),
-        bound_ns=cost_bound_ns(problem),
-        stop_reason=stop_reason,
-    )
+        return orders.answer(f"{search.evaluations - search.left} evaluations")

@@ -85,12 +85,16 @@ class OrderSearch:
         table = RetentionTable(self.graph, order, self.kind_index)
         table.drop_unread_runs()
         found = Candidate(table.order(), table.cost_ns, table.peak_bytes)
-        self.candidates.append(found)
-        if found.peak_bytes <= self.budget_bytes and (
-            self.best is None or found.rank < self.best.rank
-        ):
-            self.best = found
+        self.remember(found)
         return found
+
+    def remember(self, candidate: Candidate) -> None:
+        """Take note of an order whose cost and peak are known."""
+        self.candidates.append(candidate)
+        if candidate.peak_bytes <= self.budget_bytes and (
+            self.best is None or candidate.rank < self.best.rank
+        ):
+            self.best = candidate
 
     def improve(self, order: Sequence[int]) -> None:
         """Weigh an order less the runs that memory lets it do without."""
