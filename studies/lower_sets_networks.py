@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from remat.errors import SolverUnsuitableError
 from remat.fitting import PlanRequest
 from remat.floor import smallest_budget
 from remat.graph import TrainingGraph
@@ -395,7 +396,8 @@ def measure_solver(
 ) -> Iterator[dict[str, Any]]:
     """Yield what happens at each budget, the smallest of the solver among them.
 
-    A budget below the smallest that the solver's search found is not planned.
+    A budget below the smallest that the solver's search found is planned only where the
+    solver itself has an answer.
     """
     step = subject.step
     eager = step.outcome(None, 1)
@@ -405,6 +407,9 @@ def measure_solver(
     floor_search_s = round(time.monotonic() - started, 1)
     for case in cases:
         budget = case_bytes(case, subject.plain_peak_bytes, published, floor_bytes)
+        # The search may have run out of time above it.
+        if budget < floor_bytes and answers(graph, subject.solver, budget):
+            floor_bytes = budget
         if budget < floor_bytes:
             yield {
                 "case": case,
@@ -462,12 +467,21 @@ def solver_floor_bytes(graph: TrainingGraph, solver: str, limit_s: int) -> int:
     budget = smallest_budget(
         graph, kind=kind, solvers=solvers, refining_solvers=(), limits=limits
     ).budget_bytes
-    while not any(
-        solve(Problem(graph=graph, platform=single_device(budget, kind)), each).schedule
-        for each in solvers
-    ):
+    while not answers(graph, solver, budget):
         budget += budget // 100
     return budget
+
+
+def answers(graph: TrainingGraph, solver: str, budget: int) -> bool:
+    """Return whether a solver finds a schedule within a budget in bytes."""
+    platform = single_device(budget, graph.device_kinds[0])
+    for each in chosen_solvers(solver):
+        try:
+            if solve(Problem(graph=graph, platform=platform), each).schedule:
+                return True
+        except SolverUnsuitableError:  # One of several, and not for this graph.
+            continue
+    return False
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from torch.utils.checkpoint import checkpoint
 
 from remat.bounds import peak_bound_bytes
 from remat.solvers import SOLVERS
-from studies import lower_sets_tables, peers, record
+from studies import lower_sets_networks, lower_sets_tables, peers, record
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -287,6 +287,30 @@ def test_solver_is_run_at_each_budget_down_to_its_smallest() -> None:
         assert line["differs_from_captured"]["count"] == 0
     assert smallest["measured_peak_bytes"] < whole["measured_peak_bytes"]
     json.dumps([plain, *lines])
+
+
+def test_search_that_ended_too_high_does_not_hide_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workload = MODELS["vgg19"](TINY)
+    step = make_bare_step(workload)
+    with step.restored():
+        plain_bytes = step.peak_bytes(None)
+        monkeypatch.setattr(
+            lower_sets_networks, "solver_floor_bytes", lambda *_: plain_bytes
+        )
+        subject = SolverSubject(workload, step, plain_bytes, solver="min-cut-retention")
+        lines = list(
+            measure_solver(
+                subject,
+                ["97%", "1%", "smallest"],
+                NETWORKS["vgg19"],
+                repeats=1,
+                search_limit_s=1,
+            )
+        )
+    assert [line["status"] for line in lines] == ["ok", "below floor", "ok"]
+    assert lines[0]["budget_bytes"] == lines[2]["budget_bytes"] < plain_bytes
 
 
 @pytest.mark.slow
