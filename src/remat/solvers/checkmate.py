@@ -35,9 +35,8 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from remat.errors import SolverUnsuitableError
-from remat.problem import Limits, Problem, Proposal, Status, StopReason
+from remat.problem import Limits, Problem, Proposal, Status
 from remat.solvers.backends.mathopt import (
-    Incumbent,
     MipSolver,
     Outcome,
     Settings,
@@ -50,18 +49,28 @@ from remat.solvers.frontier_model import ONE, FrontierModel, Rows, build_model
 from remat.solvers.frontier_search import (
     RELATIVE_TOLERANCE,
     FrontierSearch,
+    best_start,
+    incumbent_report,
     safe_bound_ns,
+    stop_reason,
+    with_deadline,
 )
 from remat.units import format_ns
 
-FULL_ROWS = 60_000
-"""Up to this many rows every op gets its own stage, if nothing else is asked for."""
+DIRECT_ROWS = 15_000
+"""Up to this many rows a stage per op is tried at once, unless other is asked for."""
 
 COARSE_ROWS = 60_000
-"""Otherwise stages are as coarse as it takes to have no more rows than this."""
+"""Before larger models, coarse stages are tried that have no more rows than this."""
+
+FULL_ROWS = 400_000
+"""After those, a stage per op is tried if that makes no more rows than this."""
 
 LARGEST_ROWS = 1_000_000
 """Models with more rows are declined."""
+
+_COARSE_SHARE = 0.5
+"""Share of the time for coarse stages before there is a stage per op."""
 
 _FEWEST_STAGES = 3
 """Coarser than this says nothing more."""
@@ -76,33 +85,42 @@ _SAFE_SLOTS = 100_000
 """Units of the budget in a second try, if a schedule used the solver's tolerance."""
 
 
-def stages_for(problem: Problem, backward_ops_per_stage: int | None) -> Frontier:
-    """Return the frontier with the stages asked for, or chosen by size.
+def stages_for(problem: Problem, backward_ops_per_stage: int | None) -> list[Frontier]:
+    """Return the frontiers to solve, one after the other, the last at most the finest.
 
     Parameters
     ----------
     problem
         With a budget, for device 0 alone.
     backward_ops_per_stage
-        As for :func:`remat.solvers.frontier.frontier`; ``None`` for a stage per op as
-        long as the model has at most :data:`FULL_ROWS` rows, and else for the fewest
-        ops, a power of two, with at most :data:`COARSE_ROWS` rows.
+        As for :func:`remat.solvers.frontier.frontier`. ``None`` for a stage per op if
+        that has at most :data:`DIRECT_ROWS` rows; otherwise first for stages of as
+        few backward ops, a power of two, as have at most :data:`COARSE_ROWS`, and then
+        for a stage per op unless that has more than :data:`FULL_ROWS`.
 
     Raises
     ------
     SolverUnsuitableError
-        If the model would have more than :data:`LARGEST_ROWS` rows.
+        If a model would have more than :data:`LARGEST_ROWS` rows.
     """
-    if backward_ops_per_stage is None:
-        staged = _staged(problem, 0)
-        if staged.row_count <= FULL_ROWS:
-            return staged
-        staged = _coarse_enough(problem, COARSE_ROWS)
-    else:
+    if backward_ops_per_stage is not None:
         staged = _staged(problem, backward_ops_per_stage)
-    if staged.row_count > LARGEST_ROWS:
-        _decline(problem, staged)
-    return staged
+        if staged.row_count > LARGEST_ROWS:
+            _decline(problem, staged)
+        return [staged]
+    full = _staged(problem, 0)
+    if full.row_count <= DIRECT_ROWS:
+        return [full]
+    coarse = _coarse_enough(problem, COARSE_ROWS)
+    found: list[Frontier] = []
+    # Where there is no backward pass to speak of, coarse stages recompute nothing.
+    if len(coarse.stages) > _FEWEST_STAGES and coarse.row_count <= COARSE_ROWS:
+        found.append(coarse)
+    if full.row_count <= FULL_ROWS:
+        found.append(full)
+    if not found:
+        _decline(problem, full)
+    return found
 
 
 def _coarse_enough(problem: Problem, rows: int) -> Frontier:
@@ -219,56 +237,75 @@ class Checkmate:
         MissingDependencyError
             If the solver's library is not there.
         """
-        limits = _with_deadline(limits, self.default_time_limit_s)
+        limits = with_deadline(limits, self.default_time_limit_s)
         search = FrontierSearch(problem, limits)
         if (answer := search.at_once()) is not None:
             return answer
-        staged = stages_for(problem, self.backward_ops_per_stage)
+        frontiers = stages_for(problem, self.backward_ops_per_stage)
         if self.starts_from_known:
             on_progress("heuristics", 0.0)
             search.start_from_known()
         if search.is_over:
             return search.answer(
                 bound_ns=None,
-                stop_reason=_stop_reason(limits, is_interrupted=False),
+                stop_reason=stop_reason(limits, is_interrupted=False),
                 message="no time was left for the integer program",
             )
-        run = self._solve_model(search, staged, self.memory_slots, on_progress)
+        run = self._solve_stages(search, frontiers[0], len(frontiers), on_progress)
+        for staged in frontiers[1:]:
+            if not search.is_over and not run.found.is_interrupted:
+                run = self._solve_stages(search, staged, 1, on_progress)
+        return self._answer(search, run)
+
+    def _solve_stages(
+        self,
+        search: FrontierSearch,
+        staged: Frontier,
+        models_left: int,
+        on_progress: ProgressCallback,
+    ) -> _Run:
+        """Solve the model of some stages, and adopt what it finds."""
+        limits = search.limits
+        if models_left > 1 and limits.remaining_s is not None:
+            limits = Limits.after(_COARSE_SHARE * limits.remaining_s, limits.seed)
+        run = self._solve_model(search, staged, self.memory_slots, limits, on_progress)
         order = run.order
         if order and not search.adopt(order) and self.memory_slots is None:
             # A few bytes over, within the tolerance of the rows: leave it none.
-            run = self._solve_model(search, staged, _SAFE_SLOTS, on_progress)
-            if order := run.order:
+            run = self._solve_model(search, staged, _SAFE_SLOTS, limits, on_progress)
+            order = run.order
+            if order:
                 search.adopt(order)
-        return self._answer(search, run)
+        if order:
+            search.orders.append(order)
+        return run
 
     def _solve_model(
         self,
         search: FrontierSearch,
         staged: Frontier,
         memory_slots: int | None,
+        limits: Limits,
         on_progress: ProgressCallback,
     ) -> _Run:
         if self.mip_solver is MipSolver.CP_SAT:
             memory_slots = memory_slots or _INTEGER_SLOTS
         built = build_model(staged, self.rows, memory_slots)
-        built.model.start = _best_start(search, built)
+        if (start := best_start(search, staged)) is not None:
+            built.model.start = built.start(start)
         fixed_ns, unit_ns = staged.first_runs_ns, built.cost_unit_ns
-
-        def report(state: Incumbent) -> None:
-            on_progress(*_progress(state, fixed_ns, unit_ns))
 
         tolerance_ns = max(0.5 * built.divisor_ns, 0.5 * RELATIVE_TOLERANCE * fixed_ns)
         found = solve_model(
             built.model,
             self.mip_solver,
             Settings(
-                time_limit_s=search.limits.remaining_s,
+                time_limit_s=limits.remaining_s,
                 absolute_gap=tolerance_ns / unit_ns,
-                seed=search.limits.seed,
+                seed=limits.seed,
                 threads=self.threads,
             ),
-            on_incumbent=report,
+            on_incumbent=incumbent_report(on_progress, fixed_ns, unit_ns),
         )
         return _Run(built, found, _bound_ns(built, found))
 
@@ -288,9 +325,7 @@ class Checkmate:
             message += f", which holds for schedules{coarse}{rounded} only"
         return search.answer(
             bound_ns=run.bound_ns if is_claimed else None,
-            stop_reason=_stop_reason(
-                search.limits, is_interrupted=found.is_interrupted
-            ),
+            stop_reason=stop_reason(search.limits, is_interrupted=found.is_interrupted),
             message=message,
             is_proved_empty=is_claimed and found.outcome is Outcome.INFEASIBLE,
         )
@@ -338,30 +373,36 @@ class CheckmateLpRounding:
             If an op cannot run on device 0, a storage lives elsewhere, or the model
             would be too large.
         """
-        limits = _with_deadline(limits, self.default_time_limit_s)
+        limits = with_deadline(limits, self.default_time_limit_s)
         search = FrontierSearch(problem, limits)
         if (answer := search.at_once()) is not None:
             return _unclaimed(answer)
-        staged = stages_for(problem, self.backward_ops_per_stage)
         bound_ns = None
         is_interrupted = False
-        for index, percent in enumerate(self.allowance_percents):
-            if search.has_order or limits.is_over or is_interrupted:
-                break
-            on_progress("linear program", index / len(self.allowance_percents))
-            built = build_model(staged, self.rows, allowance_percent=percent)
-            settings = Settings(time_limit_s=limits.remaining_s, seed=limits.seed)
-            found = solve_model(built.model, self.mip_solver, settings, is_relaxed=True)
-            is_interrupted = found.is_interrupted
-            if not percent and len(staged.stages) == len(staged.nodes):
-                bound_ns = _bound_ns(built, found)
-            if len(found.values):
-                self._round(search, built, found)
+        frontiers = stages_for(problem, self.backward_ops_per_stage)
+        for staged in frontiers:
+            on_progress("linear program", 0.0)
+            is_full = len(staged.stages) == len(staged.nodes)
+            for percent in self.allowance_percents:
+                # A relaxation with a stage per op is worth its bound, if not its order.
+                is_of_use = not search.has_order or (is_full and not percent)
+                if not is_of_use or search.is_over or is_interrupted:
+                    continue
+                built = build_model(staged, self.rows, allowance_percent=percent)
+                settings = Settings(time_limit_s=limits.remaining_s, seed=limits.seed)
+                found = solve_model(
+                    built.model, self.mip_solver, settings, is_relaxed=True
+                )
+                is_interrupted = found.is_interrupted
+                if is_full and not percent:
+                    bound_ns = _bound_ns(built, found)
+                if len(found.values):
+                    self._round(search, built, found)
         return _unclaimed(
             search.answer(
                 bound_ns=bound_ns,
-                stop_reason=_stop_reason(limits, is_interrupted=is_interrupted),
-                message=f"{len(staged.stages)} stages, {self.rows} rows",
+                stop_reason=stop_reason(limits, is_interrupted=is_interrupted),
+                message=f"{len(frontiers[-1].stages)} stages, {self.rows} rows",
             )
         )
 
@@ -380,18 +421,6 @@ class CheckmateLpRounding:
             search.adopt(built.frontier.order(built.frontier.complete(kept)))
 
 
-def _with_deadline(limits: Limits, time_limit_s: float) -> Limits:
-    if limits.deadline_s is not None:
-        return limits
-    return Limits.after(time_limit_s, limits.seed)
-
-
-def _stop_reason(limits: Limits, *, is_interrupted: bool) -> StopReason:
-    if is_interrupted:
-        return StopReason.INTERRUPTED
-    return StopReason.TIME_LIMIT if limits.is_over else StopReason.COMPLETED
-
-
 def _unclaimed(answer: Proposal) -> Proposal:
     """Return an answer of a solver that is not exact."""
     status = Status.FEASIBLE if answer.status.has_schedule else Status.UNKNOWN
@@ -407,35 +436,3 @@ def _bound_ns(built: FrontierModel, found: Solution) -> int:
     if not math.isfinite(raw_ns):
         tolerance_ns = 0.0
     return fixed_ns + safe_bound_ns(raw_ns, built.divisor_ns, tolerance_ns)
-
-
-def _best_start(search: FrontierSearch, built: FrontierModel) -> dict[int, float]:
-    """Return the cheapest known schedule that the stages can follow, as values."""
-    staged, budget = built.frontier, search.problem.budget_bytes or 0
-    best: tuple[int, list[set[int]]] | None = None
-    for order in (search.order, *search.orders):
-        runs = staged.runs_of_order(order) if order else None
-        if runs is None:
-            continue
-        cost_ns, peak_bytes = staged.measure(staged.order(runs))
-        if peak_bytes <= budget and (best is None or cost_ns < best[0]):
-            best = (cost_ns, runs)
-    return {} if best is None else built.start(best[1])
-
-
-def _progress(state: Incumbent, fixed_ns: int, unit_ns: float) -> tuple[str, float]:
-    """Return what to report: times of the whole step, not of recomputation alone."""
-    words: list[str] = []
-    if state.objective is not None:
-        words.append(
-            f"incumbent {format_ns(fixed_ns + round(state.objective * unit_ns))}"
-        )
-    if state.bound is not None:
-        words.append(f"bound {format_ns(fixed_ns + round(state.bound * unit_ns))}")
-    share = 0.0
-    if state.objective is not None and state.bound is not None:
-        upper = fixed_ns + state.objective * unit_ns
-        gap = (state.objective - state.bound) * unit_ns / upper if upper else 0.0
-        words.append(f"gap {100 * gap:.2f} %")
-        share = min(1.0, max(0.0, 1.0 - gap))
-    return "integer program: " + ", ".join(words or ["no incumbent"]), share

@@ -261,15 +261,18 @@ class FrontierModel:
             if self.run(t, producer) != ZERO and self.keep(t, item) != ZERO:
                 self._add(self._present(t, item, 1.0), upper=1.0)
         for k in frontier.stages[t].reruns:
-            row = _Sum().add(self.run(t, k), 1.0)
-            for item in frontier.nodes[k].writes:
-                if item in frontier.pinned:
-                    break
-                row.add(self.keep(t + 1, item), -1.0)
-                for reader in readers[item]:
-                    row.add(self.run(t, reader), -1.0)
-            else:
-                self._add(row)
+            self._add_purpose(t, k, readers)
+
+    def _add_purpose(self, t: int, k: int, readers: dict[int, list[int]]) -> None:
+        """Require that what a recomputation writes is read, or kept."""
+        row = _Sum().add(self.run(t, k), 1.0)
+        for item in self.frontier.nodes[k].writes:
+            if item in self.frontier.pinned:
+                return
+            row.add(self.keep(t + 1, item), -1.0)
+            for reader in readers[item]:
+                row.add(self.run(t, reader), -1.0)
+        self._add(row)
 
     def _add_published(self, t: int, readers: dict[int, list[int]]) -> None:
         for item, used_by in readers.items():

@@ -12,10 +12,16 @@ from remat.liveness import BOUNDARY, schedule_from_order, store_all_order
 from remat.problem import Limits, Problem, Proposal, Status, StopReason
 from remat.retention import RetentionTable, improve_order
 from remat.schedule import Boundary, Compute, Schedule
-from remat.solvers.base import ignore_progress, single_device_kind_index
+from remat.solvers.backends.mathopt import Incumbent, IncumbentCallback
+from remat.solvers.base import (
+    ProgressCallback,
+    ignore_progress,
+    single_device_kind_index,
+)
+from remat.solvers.frontier import Frontier
 from remat.solvers.greedy_eviction import GreedyEviction
 from remat.solvers.min_cut_retention import MinCutRetention
-from remat.units import format_bytes
+from remat.units import format_bytes, format_ns
 
 RELATIVE_TOLERANCE = 1e-6
 """A bound within this share of the cost counts as met: solvers work in floats."""
@@ -194,3 +200,64 @@ def safe_bound_ns(raw_ns: float, divisor_ns: int, tolerance_ns: float) -> int:
     if raw_ns <= tolerance_ns:
         return 0
     return -int(-(raw_ns - tolerance_ns) // divisor_ns) * divisor_ns
+
+
+def with_deadline(limits: Limits, time_limit_s: float) -> Limits:
+    """Return the limits, with a deadline so many seconds from now if they have none."""
+    if limits.deadline_s is not None:
+        return limits
+    return Limits.after(time_limit_s, limits.seed)
+
+
+def stop_reason(limits: Limits, *, is_interrupted: bool) -> StopReason:
+    """Return why a search under these limits stopped."""
+    if is_interrupted:
+        return StopReason.INTERRUPTED
+    return StopReason.TIME_LIMIT if limits.is_over else StopReason.COMPLETED
+
+
+def best_start(search: FrontierSearch, staged: Frontier) -> list[set[int]] | None:
+    """Return the cheapest known schedule that the stages can follow, as runs."""
+    budget = search.problem.budget_bytes or 0
+    best: tuple[int, list[set[int]]] | None = None
+    for order in (search.order, *search.orders):
+        runs = staged.runs_of_order(order) if order else None
+        if runs is None:
+            continue
+        cost_ns, peak_bytes = staged.measure(staged.order(runs))
+        if peak_bytes <= budget and (best is None or cost_ns < best[0]):
+            best = (cost_ns, runs)
+    return None if best is None else best[1]
+
+
+def incumbent_report(
+    on_progress: ProgressCallback, fixed_ns: int, unit_ns: float
+) -> IncumbentCallback:
+    """Return what passes on a solver's progress as times of the whole step.
+
+    Parameters
+    ----------
+    on_progress
+        Told of incumbent, bound and gap; the share is one minus the gap.
+    fixed_ns, unit_ns
+        Time outside the objective, and time of one unit of it.
+    """
+
+    def whole_ns(value: float) -> int:
+        return fixed_ns + round(value * unit_ns)
+
+    def report(state: Incumbent) -> None:
+        words: list[str] = []
+        share = 0.0
+        if state.objective is not None:
+            words.append(f"incumbent {format_ns(whole_ns(state.objective))}")
+        if state.bound is not None:
+            words.append(f"bound {format_ns(whole_ns(state.bound))}")
+        if state.objective is not None and state.bound is not None:
+            cost_ns = whole_ns(state.objective)
+            gap = 1 - whole_ns(state.bound) / cost_ns if cost_ns else 0.0
+            words.append(f"gap {100 * gap:.2f} %")
+            share = min(1.0, max(0.0, 1.0 - gap))
+        on_progress(", ".join(words or ["no incumbent"]), share)
+
+    return report

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 LineCallback = Callable[[Iterable[str]], None]
 """Called with lines of the solver's log."""
 
-_GRACE_S = 5.0
+_GRACE_S = 2.0
 """How long HiGHS may overrun its time limit before its process is ended."""
 
 _LOOK_S = 0.2
@@ -255,7 +255,7 @@ def _talk(
         # It ended before it had read the request; its exit status says how, below.
         pass
     # Reading a large model takes time of its own, before HiGHS's clock starts.
-    slack_s = _GRACE_S + len(body) / 2e6 + (time_limit_s or 0.0) * 0.1
+    slack_s = _GRACE_S + len(body) / 5e6 + (time_limit_s or 0.0) * 0.05
     end_s = None if time_limit_s is None else time.monotonic() + time_limit_s + slack_s
     while end_s is None or time.monotonic() < end_s:
         try:

@@ -1,0 +1,288 @@
+"""Moccasin: retention intervals in a constraint program.
+
+Every computation of an op opens one interval per output, from the computation to its
+last use. An op has its first computation, at a fixed event, and up to
+``computations - 1`` optional ones, whose events are chosen. The number of variables is
+linear in the number of ops, where Checkmate's is quadratic.
+
+Departures from the paper [1]_ and its program:
+
+* ops may have several outputs and workspace; the boundary and the end of the step are
+  nodes; sizes are exact; nothing of a pass runs after the caller's own work;
+* a use is served by one computation of what it reads, said with Booleans, where the
+  program has a reservoir constraint per use; both have the same solutions;
+* lengths of intervals are free, where the program restricts them to a few values, so
+  that OPTIMAL is optimal for this number of computations;
+* there is no first phase that minimises the peak: the search starts from the best
+  schedule of two heuristics.
+
+References
+----------
+.. [1] B. Bartan, H. Li, H. Teague, C. Lott, B. Dilkina. Moccasin: efficient tensor
+   rematerialization for neural networks. ICML 2023.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from remat.errors import SolverUnsuitableError
+from remat.problem import Limits, Problem, Proposal
+from remat.solvers.backends.cp_sat import CpModel
+from remat.solvers.backends.highs_process import Settings
+from remat.solvers.backends.mathopt import Outcome
+from remat.solvers.base import ProgressCallback
+from remat.solvers.frontier import Frontier, frontier
+from remat.solvers.frontier_search import (
+    FrontierSearch,
+    best_start,
+    incumbent_report,
+    safe_bound_ns,
+    stop_reason,
+    with_deadline,
+)
+
+LARGEST_LITERALS = 2_000_000
+"""Models with more serving Booleans are declined."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """One computation of a node: its event, whether it happens, and its intervals."""
+
+    start: int
+    presence: int | None
+    ends: dict[int, int]
+    serves: list[int] = field(default_factory=list[int])
+
+
+class _Program:
+    """The constraint program of a frontier with a stage per node."""
+
+    def __init__(self, staged: Frontier, computations: int) -> None:
+        self.staged = staged
+        self.model = CpModel()
+        self.events: list[tuple[int, int]] = []
+        self.choices: defaultdict[int, list[int]] = defaultdict(list)
+        self.first_event: dict[int, int] = {}
+        for t, stage in enumerate(staged.stages):
+            for k in stage.active:
+                if k >= stage.first:
+                    self.first_event[k] = len(self.events)
+                else:
+                    self.choices[k].append(len(self.events))
+                self.events.append((t, k))
+        costs = [staged.nodes[k].cost_ns for k in self.choices]
+        self.divisor_ns = max(1, math.gcd(*costs))
+        self.runs = [self._runs_of(k, computations) for k in range(len(staged.nodes))]
+        for k in range(len(staged.nodes)):
+            for run in self.runs[k]:
+                self._serve(k, run)
+        for runs in self.runs:
+            for run in runs[1:]:
+                if run.presence is not None:
+                    self.model.add_some(run.serves, run.presence)
+        self._add_capacity()
+
+    def _runs_of(self, k: int, computations: int) -> list[_Run]:
+        """Add the computations of a node, in the order of their events."""
+        model, node, end = self.model, self.staged.nodes[k], len(self.events)
+        first = self.first_event[k]
+        runs = [_Run(model.add_constant(first), None, {})]
+        for _ in range(min(computations - 1, len(self.choices[k]))):
+            start = model.add_choice(self.choices[k])
+            runs.append(_Run(start, model.add_bool(), {}))
+        for j, run in enumerate(runs):
+            for item in node.writes:
+                run.ends[item] = model.add_integer(first + 1, end)
+            if run.presence is None:
+                continue
+            model.add_cost(run.presence, node.cost_ns // self.divisor_ns)
+            previous = runs[j - 1]
+            literals = [run.presence]
+            if previous.presence is not None:
+                model.add_implication(run.presence, previous.presence)
+                literals.append(previous.presence)
+            model.add_precedence(previous.start, run.start, 1, literals=literals)
+            for item in node.writes:
+                # A fresh copy makes the one before it useless.
+                model.add_precedence(
+                    previous.ends[item], run.start, 0, literals=literals
+                )
+        return runs
+
+    def _serve(self, k: int, run: _Run) -> None:
+        """Let each read of a computation be served by one computation before it."""
+        model = self.model
+        for item in self.staged.nodes[k].reads:
+            makers = self.runs[self.staged.producers[item]]
+            if len(makers) == 1:
+                self._order(makers[0], run, item, [])
+                continue
+            literals: list[int] = []
+            for maker in makers:
+                literal = model.add_bool()
+                literals.append(literal)
+                maker.serves.append(literal)
+                if maker.presence is not None:
+                    model.add_implication(literal, maker.presence)
+                self._order(maker, run, item, [literal])
+            model.add_exactly_one(literals, run.presence)
+
+    def _order(self, maker: _Run, user: _Run, item: int, literals: list[int]) -> None:
+        given = list(literals)
+        if not given and user.presence is not None:
+            given = [user.presence]
+        self.model.add_precedence(maker.start, user.start, 1, literals=given)
+        self.model.add_precedence(user.start, maker.ends[item], 1, literals=given)
+
+    def _add_capacity(self) -> None:
+        staged, model = self.staged, self.model
+        for k, runs in enumerate(self.runs):
+            node = staged.nodes[k]
+            for run in runs:
+                for item in node.writes:
+                    model.add_interval(
+                        run.start,
+                        run.ends[item],
+                        staged.item_bytes[item],
+                        run.presence,
+                    )
+                if node.scratch_bytes:
+                    after = model.add_integer(0, len(self.events) + 1)
+                    model.add_precedence(run.start, after, 1)
+                    model.add_interval(
+                        run.start, after, node.scratch_bytes, run.presence
+                    )
+        budget = (staged.problem.budget_bytes or 0) - staged.resident_bytes
+        model.add_capacity(budget)
+
+    def hint(self, stage_runs: Sequence[set[int]]) -> None:
+        """Start from runs per stage, as far as the number of computations allows."""
+        event = {pair: index for index, pair in enumerate(self.events)}
+        values: dict[int, int] = {}
+        for k, runs in enumerate(self.runs):
+            again = [
+                event[t, k]
+                for t, found in enumerate(stage_runs)
+                if k in found and k < self.staged.stages[t].first
+            ]
+            for run, start in zip(runs[1:], again, strict=False):
+                values[run.start] = start
+            for j, run in enumerate(runs[1:]):
+                if run.presence is not None:
+                    values[run.presence] = int(j < len(again))
+        self.model.hint(values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moccasin:
+    """The cheapest schedule with a few computations per op, by constraint programming.
+
+    **Guarantee** OPTIMAL and INFEASIBLE are proved for the class, and the bound holds
+    for it. Tight budgets need more than two computations of some ops; then the answer
+    is INFEASIBLE, or worse than another class's.
+
+    **Complexity** exponential in the worst case; O(ops x computations) intervals and
+    O(reads x computations^2) Booleans. Good schedules come early on graphs of hundreds
+    of ops, proofs rarely.
+
+    Parameters
+    ----------
+    computations
+        Most computations of an op, the first included, at least 1; 2 in the paper.
+    starts_from_known
+        Whether to start from the best schedule of two heuristics.
+    threads
+        Threads of the solver; the answer does not depend on them.
+    default_time_limit_s
+        When to stop if the caller sets no deadline, in seconds.
+    """
+
+    schedule_class: ClassVar[str] = (
+        "first runs in graph order, and between two of them every earlier op at most "
+        "once, in graph order; no op more often than `computations`; on one device"
+    )
+    is_exact: ClassVar[bool] = True
+
+    computations: int = 2
+    starts_from_known: bool = True
+    threads: int = 1
+    default_time_limit_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.computations < 1:
+            msg = f"computations={self.computations}; an op is computed at least once"
+            raise ValueError(msg)
+
+    def solve(
+        self, problem: Problem, limits: Limits, on_progress: ProgressCallback
+    ) -> Proposal:
+        """Return the cheapest schedule found, with what is proved.
+
+        Raises
+        ------
+        SolverUnsuitableError
+            If an op cannot run on device 0, a storage lives elsewhere, or the model
+            would be too large.
+        """
+        limits = with_deadline(limits, self.default_time_limit_s)
+        search = FrontierSearch(problem, limits)
+        if (answer := search.at_once()) is not None:
+            return answer
+        staged = frontier(problem)
+        self._check_size(problem, staged)
+        if self.starts_from_known:
+            on_progress("heuristics", 0.0)
+            search.start_from_known()
+        program = None if search.is_over else _Program(staged, self.computations)
+        if program is None or limits.is_over:
+            return search.answer(
+                bound_ns=None,
+                stop_reason=stop_reason(limits, is_interrupted=False),
+                message="no time was left for the constraint program",
+            )
+        if (start := best_start(search, staged)) is not None:
+            program.hint(start)
+        found = program.model.solve(
+            Settings(
+                time_limit_s=limits.remaining_s, seed=limits.seed, threads=self.threads
+            ),
+            incumbent_report(on_progress, staged.first_runs_ns, program.divisor_ns),
+        )
+        if len(found.values):
+            chosen: list[set[int]] = [set() for _ in staged.stages]
+            for runs in program.runs:
+                for run in runs:
+                    if run.presence is None or found.integer(run.presence):
+                        t, k = program.events[found.integer(run.start)]
+                        chosen[t].add(k)
+            search.adopt(staged.order(chosen))
+        is_empty = found.outcome is Outcome.INFEASIBLE
+        bound_ns = staged.first_runs_ns
+        if not is_empty:
+            raw_ns = found.bound * program.divisor_ns
+            bound_ns += safe_bound_ns(raw_ns, program.divisor_ns, 1e-3)
+        return search.answer(
+            bound_ns=bound_ns,
+            stop_reason=stop_reason(limits, is_interrupted=found.is_interrupted),
+            message=(
+                f"cp-sat, {self.computations} computations per op, "
+                f"{program.model.interval_count:_} intervals: {found.outcome}"
+            ),
+            is_proved_empty=is_empty,
+        )
+
+    def _check_size(self, problem: Problem, staged: Frontier) -> None:
+        reads = sum(len(node.reads) for node in staged.nodes)
+        literals = reads * self.computations**2
+        if literals > LARGEST_LITERALS:
+            msg = (
+                f"graph {problem.graph.name!r} has {reads:_} reads; "
+                f"{self.computations} computations per op make about {literals:_} "
+                f"Booleans, and at most {LARGEST_LITERALS:_} are tried: lower "
+                "computations, or use min-cut-retention or greedy-eviction"
+            )
+            raise SolverUnsuitableError(msg)
