@@ -4,6 +4,7 @@ from remat.solvers.base import Solver as Solver
 from remat.solvers.chen import ChenGreedy as ChenGreedy
 from remat.solvers.chen import ChenLowerSets as ChenLowerSets
 from remat.solvers.chen import ChenSqrt as ChenSqrt
+from remat.solvers.device_search import DeviceSearch as DeviceSearch
 from remat.solvers.greedy_eviction import GreedyEviction as GreedyEviction
 from remat.solvers.lower_sets import LowerSets as LowerSets
 from remat.solvers.lower_sets import LowerSetsApprox as LowerSetsApprox
@@ -11,6 +12,8 @@ from remat.solvers.min_cut_retention import MinCutRetention as MinCutRetention
 from remat.solvers.rotor import Revolve as Revolve
 from remat.solvers.rotor import Rotor as Rotor
 from remat.solvers.store_all import StoreAll as StoreAll
+from remat.solvers.xengine import XEngine as XEngine
+from remat.solvers.xengine import XEnginePublished as XEnginePublished
 
 SOLVERS: dict[str, type[Solver]] = {
     "store-all": StoreAll,
@@ -23,6 +26,9 @@ SOLVERS: dict[str, type[Solver]] = {
     "lower-sets-approx": LowerSetsApprox,
     "rotor": Rotor,
     "revolve": Revolve,
+    "device-search": DeviceSearch,
+    "xengine": XEngine,
+    "xengine-published": XEnginePublished,
 }
 """Name on the command line and in ``solver=`` -> solver class."""
 
@@ -35,3 +41,6 @@ AUTO: tuple[type[Solver], ...] = (
     GreedyEviction,
 )
 """What ``solver="auto"`` runs, in this order, until the bound on every cost is met."""
+
+AUTO_DEVICES: tuple[type[Solver], ...] = (DeviceSearch, XEngine)
+"""What ``solver="auto"`` runs where there are several devices."""

@@ -291,6 +291,17 @@ class PublishedModel:
 
     # --- schedules -----------------------------------------------------------------
 
+    def runs(self, values: Sequence[float]) -> list[tuple[int, int]]:
+        """Return the ops that run and their devices, in order."""
+        return [
+            (op, device)
+            for stage in self.instance.ops
+            for op in range(stage + 1)
+            for device in self.instance.devices
+            if (device, stage, op) in self.run
+            and values[self.run[device, stage, op]] > HALF
+        ]
+
     def schedule(self, values: Sequence[float]) -> tuple[Schedule, float]:
         """Return the schedule on :meth:`PublishedInstance.graph`, and its cost.
 

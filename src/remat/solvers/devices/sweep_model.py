@@ -35,6 +35,7 @@ from remat.graph import Phase
 from remat.liveness import insert_discards
 from remat.multidevice.instance import DeviceInstance
 from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
+from remat.solvers.devices.clock_rows import ClockRows
 from remat.solvers.devices.rows import INFINITY, ONE, ZERO, Program, Sum, term
 from remat.solvers.devices.slots import (
     BoundarySlot,
@@ -45,6 +46,9 @@ from remat.solvers.devices.slots import (
 )
 
 HALF = 0.5
+
+_SERIAL_WEIGHT = 1e-3
+"""What serial time counts beside overlapped time: of two, the one that does less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +62,14 @@ class ModelOptions:
         otherwise they stay until discarded.
     copies_after_use
         Whether a storage may also be copied right after an op has read or written it.
+    horizon_ns
+        If given, the objective is the time with devices and links at work together,
+        and a best schedule has ended by then.
     """
 
     is_transient: bool = False
     copies_after_use: bool = True
+    horizon_ns: int | None = None
 
 
 @dataclass
@@ -92,9 +100,14 @@ class SweepModel:
     counted: list[dict[int, Sum]] = field(default_factory=list[dict[int, Sum]])
     held: list[Sum] = field(default_factory=list[Sum])
 
+    clock: ClockRows | None = None
+
     def build(self) -> "SweepModel":
         """Write all rows, and return the model itself."""
         graph = self.instance.graph
+        if self.options.horizon_ns is not None:
+            horizon = self.options.horizon_ns / self.cost_unit_ns
+            self.clock = ClockRows(self.program, horizon, len(self.instance.devices))
         self.live = [
             {
                 index: ONE
@@ -118,6 +131,8 @@ class SweepModel:
         for storage in graph.final_outputs:
             self._must_be_live(storage, graph.storages[storage].home)
         self._whole_schedule_rows()
+        if self.clock is not None:
+            self.clock.finish(1.0)
         return self
 
     # --- slots -------------------------------------------------------------------
@@ -132,10 +147,12 @@ class SweepModel:
         ran: dict[int, Sum] = {}
         for device in able:
             cost = instance.cost_ns[slot.op][device] or 0
-            variable = self.program.model.add_binary(cost / self.cost_unit_ns)
-            self.events.append((variable, Compute(slot.op, device)))
+            variable = self._choice(Compute(slot.op, device), cost)
             self.runs[slot.op].append((number, variable))
             ran[device] = term(variable)
+            if self.clock is not None:
+                duration = cost / self.cost_unit_ns
+                self.clock.run(device, ran[device], duration, op.reads, op.writes)
             self._read(ran[device], op.reads, device)
             added = instance.workspace_bytes[slot.op][device] + sum(
                 instance.sizes_bytes[s] for s in op.writes
@@ -170,6 +187,12 @@ class SweepModel:
         graph = self.instance.graph
         for storage in graph.forward_outputs:
             self._must_be_live(storage, graph.storages[storage].home)
+        if self.clock is not None:
+            homes = [storage.home for storage in graph.storages]
+            self.clock.boundary(
+                [(s, homes[s]) for s in graph.forward_outputs],
+                [(s, homes[s]) for s in graph.tangents],
+            )
         for storage in graph.tangents:
             self._arrive(storage, graph.storages[storage].home, ONE)
         for device in self.instance.devices:
@@ -192,12 +215,13 @@ class SweepModel:
                         continue
                     if instance.is_home(storage, target):
                         continue
-                    variable = self.program.model.add_binary(
-                        times[storage] / self.cost_unit_ns
-                    )
-                    self.events.append((variable, Copy(storage, source, target)))
-                    self.program.at_most(term(variable), origin)
-                    copies.append((storage, target, term(variable)))
+                    step = Copy(storage, source, target)
+                    copy = term(self._choice(step, times[storage]))
+                    self.program.at_most(copy, origin)
+                    copies.append((storage, target, copy))
+                    if self.clock is not None:
+                        duration = times[storage] / self.cost_unit_ns
+                        self.clock.copy(storage, (source, target), copy, duration)
             for storage, target, copy in copies:
                 self._arrive(storage, target, copy)
                 arrived.append((storage, target))
@@ -206,6 +230,13 @@ class SweepModel:
         for device in sorted({target for _, target in arrived}):
             if with_rows or device not in goals:
                 self._within(device, self.held[device])
+
+    def _choice(self, step: Step, cost_ns: int) -> int:
+        """Add the binary that says whether a step is taken."""
+        weight = 1.0 if self.clock is None else _SERIAL_WEIGHT
+        variable = self.program.model.add_binary(weight * cost_ns / self.cost_unit_ns)
+        self.events.append((variable, step))
+        return variable
 
     def _hops(self) -> int:
         count = len(self.instance.device_names)
@@ -327,6 +358,35 @@ class SweepModel:
             if variable < 0 or values[variable] > HALF
         ]
         return insert_discards(self.instance.graph, steps)
+
+    def forbid_arrivals(self, values: Sequence[float], device: int) -> bool:
+        """Forbid the chosen copy to or from ``device`` that holds most bytes longest.
+
+        Returns
+        -------
+        bool
+            Whether there was one.
+        """
+        filled: dict[tuple[int, int], int] = {}
+        worst: tuple[int, int] | None = None
+        for position, (variable, step) in enumerate(self.events):
+            if variable < 0 or values[variable] <= HALF:
+                continue
+            if isinstance(step, Compute):
+                for storage in self.instance.graph.ops[step.op].writes:
+                    filled[storage, step.device] = position
+            elif isinstance(step, Copy):
+                since = filled.get((step.storage, step.source), 0)
+                filled[step.storage, step.target] = position
+                if device in {step.source, step.target}:
+                    size = self.instance.sizes_bytes[step.storage]
+                    found = (size * (1 + position - since), variable)
+                    worst = found if worst is None else max(worst, found)
+        if worst is None:
+            return False
+        self.program.model.upper[worst[1]] = 0.0
+        self.program.model.start.pop(worst[1], None)
+        return True
 
     def values_of(self, schedule: Schedule) -> dict[int, float] | None:
         """Return the values of all binaries for a schedule; ``None`` outside the class.

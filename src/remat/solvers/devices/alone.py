@@ -1,0 +1,39 @@
+"""What solvers for several devices answer when there is one."""
+
+from dataclasses import replace
+
+from remat.errors import SolverUnsuitableError
+from remat.problem import Limits, Problem, Proposal, Status
+from remat.solvers.base import ignore_progress
+from remat.solvers.store_all import StoreAll
+
+
+def answer_for_one_device(
+    problem: Problem, limits: Limits, *, is_exact: bool, other: str
+) -> Proposal | None:
+    """Return everything stored, on a platform of one device; ``None`` if it has more.
+
+    Parameters
+    ----------
+    problem, limits
+        What the solver was asked.
+    is_exact
+        Whether the solver may claim that this is optimal.
+    other
+        Name of a solver for one device.
+
+    Raises
+    ------
+    SolverUnsuitableError
+        If not everything fits: that is for solvers of one device.
+    """
+    if len(problem.platform.devices) > 1:
+        return None
+    found = StoreAll().solve(problem, limits, ignore_progress)
+    if found.schedule is None:
+        msg = (
+            "the platform has one device, and this solver is for several: use "
+            f"solver={other!r}"
+        )
+        raise SolverUnsuitableError(msg)
+    return found if is_exact else replace(found, status=Status.FEASIBLE)
