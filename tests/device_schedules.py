@@ -195,7 +195,8 @@ def split(graph: TrainingGraph, platform: Platform) -> Schedule:
         if op == BOUNDARY:
             builder.cross()
         else:
-            builder.run(op, int(op in middle and 1 in builder.able(op)))
+            able = builder.able(op)
+            builder.run(op, 1 if 1 in able and (op in middle or 0 not in able) else 0)
     return builder.done()
 
 

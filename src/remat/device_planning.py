@@ -353,12 +353,13 @@ def _refuse(
     if floor is None:
         known = _known_without_limits(problem, limits)
     else:
-        peaks = [floor.budget_bytes, *(0 for _ in platform.devices[1:])]
+        # One byte is the least that a budget can be.
+        peaks = [floor.budget_bytes, *(1 for _ in platform.devices[1:])]
         known = dict(zip(platform.names, peaks, strict=True))
     works = ", ".join(
         f"{format_bytes(size)} ({size} bytes) on {name!r}"
         for name, size in known.items()
-        if size
+        if size > 1
     )
     hint = "no schedule is known for any budgets"
     if works:
@@ -391,4 +392,5 @@ def _known_without_limits(problem: Problem, limits: Limits) -> dict[str, int]:
     )
     if result.trace is None:
         return {}
-    return dict(zip(names, result.trace.peak_bytes, strict=True))
+    peaks = [max(1, peak) for peak in result.trace.peak_bytes]
+    return dict(zip(names, peaks, strict=True))

@@ -112,6 +112,7 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
             progress=progress,
             settings=settings,
         )
+    _check_runs_alone(graph)
     budget = one_budget(budget, platform)
     budget_bytes = parse_budget(budget, whole_bytes=plain_peak_bytes(graph))
     limits = Limits.after(time_limit, seed)
@@ -137,6 +138,16 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
         smallest_budget_bytes=floor_bytes,
         settings=_settings(settings or {}, solver, seed, result),
     )
+
+
+def _check_runs_alone(graph: TrainingGraph) -> None:
+    for index, op in enumerate(graph.ops):
+        if op.cost_ns[0] is None:
+            msg = (
+                f"op {index} {op.name!r} cannot run on {graph.device_kinds[0]!r}, the one "
+                "device that is planned for; give a platform with a device that can run it"
+            )
+            raise InvalidPlatformError(msg)
 
 
 def placed_on(
