@@ -194,7 +194,8 @@ def run_highs_apart(
             "solution_file": str(file),
         }
         process = subprocess.Popen(  # noqa: S603 - this very file
-            [sys.executable, "-m", __spec__.name],
+            # By path, not by name: the solvers need not be imported there.
+            [sys.executable, str(Path(__file__))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # Its own group: Ctrl-C in a terminal is for this process to handle.
