@@ -21,7 +21,13 @@ from studies import headline
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
-PAGES_WITH_CODE = ["README.md", "docs/index.md", "docs/usage.md", "docs/extending.md"]
+PAGES_WITH_CODE = [
+    "README.md",
+    "docs/index.md",
+    "docs/usage.md",
+    "docs/extending.md",
+    "docs/lower-sets.md",
+]
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
