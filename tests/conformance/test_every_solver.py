@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from functools import cache
 
 import pytest
@@ -13,21 +14,23 @@ from tests.oracles import brute_force_best
 from tests.strategies import graphs
 
 from remat.bounds import peak_bound_bytes
+from remat.errors import SolverUnsuitableError
 from remat.graph import TrainingGraph
-from remat.liveness import schedule_from_order, store_all_order
+from remat.liveness import insert_discards, schedule_from_order, store_all_order
+from remat.planning import solve
 from remat.platform import single_device
 from remat.problem import Problem
+from remat.schedule import Discard, Step
 from remat.simulator import simulate
 from remat.solvers import SOLVERS
 from remat.testing import SolverContract, budgets_between, scale_graph
 
 # Baselines that may recompute, or find nothing, where storing everything fits.
 RECOMPUTES_ALWAYS = {"chen-sqrt", "chen-greedy", "chen-lower-sets"}
-# Solvers for chains: other graphs are declined.
-NEEDS_STRUCTURE = {"rotor", "revolve"}
 # Solvers for several devices: with one, they store everything or decline.
 FOR_SEVERAL_DEVICES = {"device-search", "xengine", "xengine-published"}
-NEEDS_STRUCTURE |= FOR_SEVERAL_DEVICES
+# Those, and solvers for chains: other graphs are declined.
+NEEDS_STRUCTURE = {"rotor", "revolve", *FOR_SEVERAL_DEVICES}
 
 
 @cache
@@ -72,6 +75,33 @@ def test_contract(solver: str, name: str, check: str):
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_contract_on_networks(solver: str, name: str, check: str):
     contract(solver).run(check, instance(name))
+
+
+def freed_after(steps: Iterable[Step]) -> list[tuple[Step | None, set[Step]]]:
+    """Return each step that is no discard, with the discards that follow it."""
+    found: list[tuple[Step | None, set[Step]]] = [(None, set())]
+    for step in steps:
+        if isinstance(step, Discard):
+            found[-1][1].add(step)
+        else:
+            found.append((step, set()))
+    return found
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_everything_is_freed_right_after_its_last_use(solver: str, name: str):
+    graph = instance(name)
+    for budget in budgets_between(graph, 3):
+        problem = Problem(graph=graph, platform=single_device(budget))
+        try:
+            found = solve(problem, SOLVERS[solver]()).schedule
+        except SolverUnsuitableError:
+            assert solver in NEEDS_STRUCTURE
+            return
+        if found is not None:
+            tighter = insert_discards(graph, found.steps)
+            assert freed_after(tighter.steps) == freed_after(found.steps)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
