@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,7 +65,9 @@ class TestHelp:
         assert main(["--help"]) == 0
         text = capsys.readouterr().out
         for command in COMMANDS:
-            assert f"    {command.name:<10}{command.summary}\n" in text
+            assert re.search(
+                rf"^    {command.name} +{command.summary}$", text, re.MULTILINE
+            )
         for code in ("0 ", "1 ", "2 ", "3 ", "4 ", "70 ", "130"):
             assert f"\n  {code}" in text
 

@@ -3,11 +3,15 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
+from remat.device_planning import Budget, budgets_bytes
+from remat.errors import UsageError
+from remat.platform import Platform
+from remat.serialisation import load_platform
 from remat.solvers import SOLVERS
 from remat.units import parse_budget
 
@@ -97,11 +101,67 @@ def add_budget(parser: _TakesArguments, *, is_required: bool = True) -> None:
     """Add the budget."""
     parser.add_argument(
         "--budget",
+        action="append",
         required=is_required,
-        metavar="SIZE",
+        metavar="[DEVICE=]SIZE",
         help="most bytes during the whole step: 8GiB, 900MB, a number of bytes, or "
-        "60%% of the predicted peak without remat",
+        "60%% of the predicted peak without remat; for several devices once for each, "
+        "as in --budget cuda:0=6GiB --budget host=20GiB (or host=none for no limit)",
     )
+
+
+def add_platform(parser: argparse.ArgumentParser) -> None:
+    """Add the platform."""
+    parser.add_argument(
+        "--platform",
+        metavar="FILE",
+        help="devices and links in a platform file (remat profile-platform writes one); "
+        "without it, budgets of several devices are for devices of this machine",
+    )
+
+
+def chosen_budget(words: Sequence[str] | None) -> Budget | None:
+    """Return what one or several ``--budget`` options ask for, checked.
+
+    Raises
+    ------
+    UsageError
+        If several budgets are not each for a device of its own.
+    UnitError
+        If one is not a positive size.
+
+    Examples
+    --------
+    >>> chosen_budget(["8GiB"])
+    '8GiB'
+    >>> chosen_budget(["cuda:0=6GiB", "host=none"])
+    {'cuda:0': '6GiB', 'host': None}
+    """
+    if not words:
+        return None
+    if len(words) == 1 and "=" not in words[0]:
+        check_size(words[0])
+        return words[0]
+    budgets: dict[str, str | None] = {}
+    for word in words:
+        name, equals, size = word.rpartition("=")
+        if not equals or not name or name in budgets:
+            msg = (
+                f"--budget {word} is one of {len(words)} budgets; each names a device of "
+                "its own, as in --budget cuda:0=6GiB --budget host=20GiB"
+            )
+            raise UsageError(msg)
+        budgets[name] = None if size.lower() == "none" else size
+    budgets_bytes(budgets, _ANY_WHOLE_BYTES)
+    return dict(budgets)
+
+
+_ANY_WHOLE_BYTES = 2**62
+
+
+def chosen_platform(options: argparse.Namespace) -> Platform | None:
+    """Return the platform that the options name, if they do."""
+    return None if options.platform is None else load_platform(options.platform)
 
 
 def add_solving(parser: argparse.ArgumentParser) -> None:
@@ -154,7 +214,7 @@ def _positive_seconds(text: str) -> float:
     return seconds
 
 
-def check_budget(text: str) -> None:
+def check_size(text: str) -> None:
     """Refuse what is not a size, before anything slow is done.
 
     Raises
@@ -163,7 +223,7 @@ def check_budget(text: str) -> None:
         If it is not a positive size.
     """
     # Any whole will do: whether the size makes sense is found when it is known.
-    parse_budget(text, whole_bytes=2**62)
+    parse_budget(text, whole_bytes=_ANY_WHOLE_BYTES)
 
 
 def print_json(data: object) -> None:

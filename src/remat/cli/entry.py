@@ -132,4 +132,5 @@ def _facts(error: Exception) -> dict[str, object]:
     if isinstance(error, BudgetError):
         facts["budget_bytes"] = error.budget_bytes
         facts["required_bytes"] = error.required_bytes
+        facts["required_by_device"] = error.required_by_device
     return facts

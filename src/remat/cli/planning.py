@@ -3,8 +3,10 @@
 import argparse
 
 import remat
+from remat.device_planning import Budget
 from remat.errors import FileFormatError, UsageError
 from remat.graph import TrainingGraph
+from remat.platform import Platform
 from remat.report.progress import progress_bar
 from remat.serialisation import document_kind, load_graph
 from remat.training_plan import Plan, load_plan
@@ -47,12 +49,13 @@ def load_graph_of(path: str) -> TrainingGraph:
 def plan_workload(
     options: argparse.Namespace,
     *,
-    budget: str | None = None,
+    budget: Budget | None,
+    platform: Platform | None = None,
     solver: str | None = None,
 ) -> Plan:
     """Plan the step that the factory builds; install nothing.
 
-    ``budget`` and ``solver`` replace what the options say.
+    ``solver`` replaces what the options say.
     """
     # Imports torch, which plans of graph files do without.
     from remat.cli.workload import load_workload  # noqa: PLC0415
@@ -63,9 +66,10 @@ def plan_workload(
             workload.model,
             workload.args,
             workload.kwargs,
-            budget=budget or options.budget,
+            budget=budget,
             optimizer=workload.optimizer,
             loss=workload.loss,
+            platform=platform,
             solver=solver or options.solver,
             time_limit=options.time_limit,
             seed=options.seed,

@@ -55,6 +55,12 @@ def common_device(name: str) -> Device:
     return Device(name=name, kind=kind)
 
 
+def default_devices() -> list[str]:
+    """Return every CUDA device of this machine, or else the CPU, and host memory."""
+    cuda = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    return [*(cuda or ["cpu"]), "host"]
+
+
 def measured_platform(
     names: Sequence[str],
     *,

@@ -4,7 +4,8 @@ from remat.cli.base import Command
 from remat.cli.commands.curve import CURVE
 from remat.cli.commands.fit import FIT
 from remat.cli.commands.plan import PLAN
+from remat.cli.commands.profile_platform import PROFILE_PLATFORM
 from remat.cli.commands.show import SHOW
 from remat.cli.commands.verify import VERIFY
 
-COMMANDS: tuple[Command, ...] = (FIT, PLAN, VERIFY, SHOW, CURVE)
+COMMANDS: tuple[Command, ...] = (FIT, PLAN, VERIFY, SHOW, CURVE, PROFILE_PLATFORM)

@@ -10,10 +10,10 @@ from remat.cli.base import (
     add_output,
     add_solving,
     add_workload,
+    check_size,
     note,
     print_json,
 )
-from remat.cli.base import check_budget as check_size
 from remat.cli.planning import check_source, load_graph_of, plan_workload
 from remat.errors import UsageError
 from remat.graph_planning import chosen_solvers, trade_off

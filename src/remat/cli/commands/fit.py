@@ -2,9 +2,11 @@
 
 import argparse
 import contextlib
+import statistics
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import remat
@@ -14,9 +16,11 @@ from remat.cli.base import (
     ExitCode,
     add_budget,
     add_output,
+    add_platform,
     add_solving,
     add_workload,
-    check_budget,
+    chosen_budget,
+    chosen_platform,
     note,
     print_json,
     warn,
@@ -28,16 +32,18 @@ from remat.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
     from remat.cli.workload import Workload
+    from remat.device_memory import DevicePeak
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``remat fit``."""
     add_workload(parser)
-    either = parser.add_mutually_exclusive_group(required=True)
+    either = parser.add_mutually_exclusive_group()
     add_budget(either, is_required=False)
     either.add_argument(
         "--plan", metavar="FILE", help="install this saved plan instead of planning"
     )
+    add_platform(parser)
     parser.add_argument(
         "--steps",
         type=int,
@@ -60,20 +66,24 @@ class Trained:
     losses
         One per step.
     peak_bytes
-        Measured peak of the second step.
+        Measured peak of the second step, on the model's device.
     time_ns
         Median time of the steps after the second, or ``None`` if there was none.
+    devices
+        With several devices, the peak of each.
     """
 
     losses: tuple[float, ...]
     peak_bytes: int
     time_ns: int | None
+    devices: "tuple[DevicePeak, ...]" = ()
 
 
 def run(options: argparse.Namespace) -> ExitCode:
     """Fit, train, and print prediction and measurement."""
-    if options.budget is not None:
-        check_budget(options.budget)
+    budget, platform = chosen_budget(options.budget), chosen_platform(options)
+    if budget is None and platform is None and options.plan is None:
+        raise UsageError("give --budget SIZE or --plan FILE")
     if options.steps < 2:
         msg = f"--steps is {options.steps}; at least 2 are needed to measure one"
         raise UsageError(msg)
@@ -87,7 +97,8 @@ def run(options: argparse.Namespace) -> ExitCode:
             workload.model,
             workload.args,
             workload.kwargs,
-            budget=options.budget,
+            budget=budget,
+            platform=platform,
             optimizer=workload.optimizer,
             loss=workload.loss,
             solver=options.solver,
@@ -103,12 +114,16 @@ def run(options: argparse.Namespace) -> ExitCode:
         progress(f"training {options.steps} steps", 0.0)
         # What the user's code prints is no data of ours.
         with contextlib.redirect_stdout(sys.stderr):
-            trained = train(workload, options.steps)
+            trained = train(workload, options.steps, plan)
     if options.json:
         print_json({"plan": plan.summary(), "trained": _facts(plan, trained)})
     else:
         print(plan)
         print(_describe(plan, trained))
+    for peak in trained.devices:
+        if not peak.is_within_budget:
+            warn(f"over budget: {peak}")
+            return ExitCode.BROKEN_PROMISE
     budget_bytes = plan.budget_bytes
     if budget_bytes is not None and trained.peak_bytes > budget_bytes:
         excess = trained.peak_bytes - budget_bytes
@@ -117,14 +132,15 @@ def run(options: argparse.Namespace) -> ExitCode:
     return ExitCode.OK
 
 
-def train(workload: "Workload", step_count: int) -> Trained:
-    """Train the workload's model for some steps and measure them."""
+def train(workload: "Workload", step_count: int, plan: Plan) -> Trained:
+    """Train the workload's model for some steps by its plan, and measure them."""
     # Imported here because they import torch.
     from remat.capture.surroundings import (  # noqa: PLC0415
         captured_tensors,
         plain_tensors,
         tensors_in,
     )
+    from remat.device_memory import device_peaks  # noqa: PLC0415
     from remat.verification import default_loss  # noqa: PLC0415
 
     model, optimizer = workload.model, workload.optimizer
@@ -149,6 +165,19 @@ def train(workload: "Workload", step_count: int) -> Trained:
     ]
     if optimizer is not None:
         resident.append(optimizer)
+    if plan.has_several_devices:
+        peaks = device_peaks(step, plan, warmup=1, resident=resident)
+        times: list[int] = []
+        for _ in range(step_count - 2):
+            start = time.perf_counter_ns()
+            step()  # Reads the loss, so that all that was issued has ended.
+            times.append(time.perf_counter_ns() - start)
+        return Trained(
+            losses=tuple(losses),
+            peak_bytes=peaks[0].measured_bytes,
+            time_ns=round(statistics.median(times)) if times else None,
+            devices=peaks,
+        )
     device = next((str(p.device) for p in model.parameters()), None)
     measured = remat.measure(
         step, warmup=1, repeats=step_count - 2, device=device, resident=resident
@@ -167,21 +196,23 @@ def _facts(plan: Plan, trained: Trained) -> dict[str, Any]:
         "predicted_peak_bytes": plan.peak_bytes,
         "prediction_error": plan.peak_bytes / trained.peak_bytes - 1,
         "step_ns": trained.time_ns,
+        "devices": [asdict(device) for device in trained.devices],
     }
 
 
 def _describe(plan: Plan, trained: Trained) -> str:
     error = plan.peak_bytes / trained.peak_bytes - 1
-    time = "" if trained.time_ns is None else f", {format_ns(trained.time_ns)} a step"
+    took = "" if trained.time_ns is None else f", {format_ns(trained.time_ns)} a step"
     losses = " ".join(f"{loss:.6g}" for loss in trained.losses)
     peak = (
         f"{format_bytes(trained.peak_bytes)} measured, "
         f"{format_bytes(plan.peak_bytes)} predicted ({error:+.2%})"
     )
+    peaks = [f"  peak          {device}" for device in trained.devices]
     return "\n".join(
         [
-            f"trained {len(trained.losses)} steps{time}",
-            f"  peak          {peak}",
+            f"trained {len(trained.losses)} steps{took}",
+            *(peaks or [f"  peak          {peak}"]),
             f"  losses        {losses}",
         ]
     )
@@ -200,6 +231,7 @@ FIT = Command(
         "remat fit train.py --budget 8GiB",
         "remat fit train.py --budget 60% --steps 10 --save plan.json",
         "remat fit train.py --plan plan.json",
+        "remat fit train.py --budget cuda:0=6GiB --budget host=20GiB",
     ),
     add_arguments=add_arguments,
     run=run,

@@ -9,13 +9,16 @@ from remat.cli.base import (
     add_budget,
     add_graph,
     add_output,
+    add_platform,
     add_solving,
     add_workload,
-    check_budget,
+    chosen_budget,
+    chosen_platform,
     note,
     print_json,
 )
 from remat.cli.planning import check_source, load_graph_of, plan_workload
+from remat.errors import UsageError
 from remat.graph_planning import plan_graph
 from remat.report.progress import progress_bar
 from remat.serialisation import save_graph, save_schedule
@@ -25,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``remat plan``."""
     add_workload(parser, is_optional=True)
     add_graph(parser)
-    add_budget(parser)
+    add_budget(parser, is_required=False)
+    add_platform(parser)
     parser.add_argument("--output", metavar="FILE", help="write the plan here")
     parser.add_argument(
         "--save-graph", metavar="FILE", help="write the training graph here"
@@ -40,15 +44,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> ExitCode:
     """Make the plan, print it, write what was asked for."""
     check_source(options)
-    check_budget(options.budget)
+    budget, platform = chosen_budget(options.budget), chosen_platform(options)
+    if budget is None and platform is None:
+        raise UsageError("give --budget SIZE, for example --budget 8GiB")
     if options.graph is None:
-        plan = plan_workload(options)
+        plan = plan_workload(options, budget=budget, platform=platform)
     else:
         graph = load_graph_of(options.graph)
         with progress_bar(is_quiet=options.quiet) as progress:
             plan = plan_graph(
                 graph,
-                budget=options.budget,
+                budget=budget,
+                platform=platform,
                 solver=options.solver,
                 time_limit=options.time_limit,
                 seed=options.seed,
@@ -84,6 +91,8 @@ PLAN = Command(
         "remat plan project.models:small_gpt --budget 60% --estimated",
         "remat plan train.py --budget 100% --save-graph graph.json",
         "remat plan --graph graph.json --budget 900MB --json",
+        "remat plan train.py --budget cuda:0=6GiB --budget host=20GiB",
+        "remat plan train.py --platform machine.json --budget a=6GiB --budget b=20GiB",
     ),
     add_arguments=add_arguments,
     run=run,

@@ -9,9 +9,11 @@ from remat.cli.base import (
     ExitCode,
     add_budget,
     add_output,
+    add_platform,
     add_solving,
     add_workload,
-    check_budget,
+    chosen_budget,
+    chosen_platform,
     print_json,
     warn,
 )
@@ -23,7 +25,8 @@ from remat.units import format_bytes
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``remat verify``."""
     add_workload(parser)
-    add_budget(parser)
+    add_budget(parser, is_required=False)
+    add_platform(parser)
     parser.add_argument(
         "--repeats",
         type=int,
@@ -37,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> ExitCode:
     """Verify, print the report, and say whether the promises are kept."""
-    check_budget(options.budget)
+    budget, platform = chosen_budget(options.budget), chosen_platform(options)
+    if budget is None and platform is None:
+        raise UsageError("give --budget SIZE, for example --budget 8GiB")
     if options.repeats < 1:
         msg = f"--repeats is {options.repeats}; it must be at least 1"
         raise UsageError(msg)
@@ -50,7 +55,8 @@ def run(options: argparse.Namespace) -> ExitCode:
             workload.model,
             workload.args,
             workload.kwargs,
-            budget=options.budget,
+            budget=budget,
+            platform=platform,
             optimizer=workload.optimizer,
             loss=workload.loss,
             solver=options.solver,
@@ -70,7 +76,10 @@ def run(options: argparse.Namespace) -> ExitCode:
             f"not exact: {len(report.against_captured)} of {report.compared_count} "
             f"tensors differ from the step without remat: {names}"
         )
-    if not report.is_within_budget:
+    for device in report.devices:
+        if not device.is_within_budget:
+            warn(f"over budget: {device}")
+    if not report.is_within_budget and not report.devices:
         excess = report.measured_peak_bytes - report.budget_bytes
         warn(
             f"over budget: the step takes {format_bytes(excess)} ({excess} bytes) more "
@@ -94,6 +103,7 @@ VERIFY = Command(
         "remat verify train.py --budget 8GiB",
         "remat verify train.py:small --budget 60% -- --depth 12",
         "remat verify project.models:small_gpt --budget 900MB --json",
+        "remat verify train.py --budget cuda:0=6GiB --budget host=20GiB",
     ),
     add_arguments=add_arguments,
     run=run,
