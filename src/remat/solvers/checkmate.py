@@ -204,6 +204,8 @@ class Checkmate:
         Which solver; all but Gurobi come with OR-tools.
     starts_from_known
         Whether to start from the best schedule of two heuristics.
+    improves
+        Whether memory that a schedule leaves over is spent on recomputing less.
     threads
         Threads of the solver.
     default_time_limit_s
@@ -221,6 +223,7 @@ class Checkmate:
     memory_slots: int | None = None
     mip_solver: MipSolver = MipSolver.HIGHS
     starts_from_known: bool = True
+    improves: bool = True
     threads: int = 1
     default_time_limit_s: float = 120.0
 
@@ -238,7 +241,7 @@ class Checkmate:
             If the solver's library is not there.
         """
         limits = with_deadline(limits, self.default_time_limit_s)
-        search = FrontierSearch(problem, limits)
+        search = FrontierSearch(problem, limits, self.improves)
         if (answer := search.at_once()) is not None:
             return answer
         frontiers = stages_for(problem, self.backward_ops_per_stage)

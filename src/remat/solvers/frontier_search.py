@@ -40,6 +40,9 @@ class FrontierSearch:
         For device 0 alone.
     limits
         When to stop.
+    improves
+        Whether runs that memory lets an order do without are taken out. This can
+        lead out of the class: a first run may go, and a later one be the first.
 
     Raises
     ------
@@ -49,6 +52,7 @@ class FrontierSearch:
 
     problem: Problem
     limits: Limits
+    improves: bool = True
     kind_index: int = field(init=False)
     order: list[int] = field(default_factory=list[int], init=False)
     cost_ns: int = field(default=0, init=False)
@@ -92,7 +96,7 @@ class FrontierSearch:
         )
 
     def adopt(self, order: list[int]) -> bool:
-        """Improve an order and remember it if it fits and is the cheapest.
+        """Improve an order, if asked to, and remember it if it is the cheapest.
 
         Returns
         -------
@@ -103,10 +107,11 @@ class FrontierSearch:
         table = RetentionTable(graph, order, self.kind_index)
         if table.peak_bytes > budget:
             return False
-        better = improve_order(graph, order, budget, kind_index=self.kind_index)
-        cost_ns = RetentionTable(graph, better, self.kind_index).cost_ns
+        if self.improves:
+            order = improve_order(graph, order, budget, kind_index=self.kind_index)
+        cost_ns = RetentionTable(graph, order, self.kind_index).cost_ns
         if not self.has_order or cost_ns < self.cost_ns:
-            self.order, self.cost_ns = better, cost_ns
+            self.order, self.cost_ns = order, cost_ns
         return True
 
     def start_from_known(self) -> None:

@@ -195,6 +195,8 @@ class Moccasin:
         Most computations of an op, the first included, at least 1; 2 in the paper.
     starts_from_known
         Whether to start from the best schedule of two heuristics.
+    improves
+        Whether memory that a schedule leaves over is spent on recomputing less.
     threads
         Threads of the solver; the answer does not depend on them.
     default_time_limit_s
@@ -209,6 +211,7 @@ class Moccasin:
 
     computations: int = 2
     starts_from_known: bool = True
+    improves: bool = True
     threads: int = 1
     default_time_limit_s: float = 120.0
 
@@ -229,7 +232,7 @@ class Moccasin:
             would be too large.
         """
         limits = with_deadline(limits, self.default_time_limit_s)
-        search = FrontierSearch(problem, limits)
+        search = FrontierSearch(problem, limits, self.improves)
         if (answer := search.at_once()) is not None:
             return answer
         staged = frontier(problem)

@@ -1,0 +1,103 @@
+"""All frontier-advancing schedules of one device, one after the other.
+
+Written from the definition, over the training graph itself: required ops are run for
+the first time in graph order, with the boundary and the end in their places. Between
+two of these, earlier ops run again, each once at most and in graph order, unless
+``any_reruns`` lifts that. Nothing is pruned but states that were reached as cheaply.
+"""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+
+from remat.bounds import required_ops
+from remat.graph import Phase, TrainingGraph
+
+BOUNDARY, END = -1, -2
+
+
+@dataclass(frozen=True)
+class State:
+    """How far the frontier is, what ran again since, and what is live."""
+
+    position: int
+    last_rerun: int
+    live: frozenset[int]
+
+
+@dataclass(frozen=True)
+class FrontierOracle:
+    """The search over one graph."""
+
+    graph: TrainingGraph
+    any_reruns: bool = False
+
+    def sequence(self) -> list[int]:
+        required = sorted(required_ops(self.graph))
+        forward = [op for op in required if op < self.graph.forward_count]
+        return [*forward, BOUNDARY, *required[len(forward) :], END]
+
+    def size(self, storages: frozenset[int] | tuple[int, ...]) -> int:
+        return sum(self.graph.storages[s].size_bytes for s in storages)
+
+    def moves(self, state: State) -> Iterator[tuple[int, int, State]]:
+        """Yield bytes during a step, its time, and where it leads."""
+        graph, sequence = self.graph, self.sequence()
+        resident = {i for i, s in enumerate(graph.storages) if s.is_resident}
+        held = self.size(frozenset(resident)) + self.size(state.live)
+        for storage in state.live:
+            yield held, 0, replace(state, live=state.live - {storage})
+
+        def has(storages: tuple[int, ...]) -> bool:
+            return set(storages) <= state.live | resident
+
+        following = sequence[state.position]
+        ahead = State(state.position + 1, -1, state.live)
+        if following == END:
+            if has(graph.final_outputs):
+                yield held, 0, ahead
+        elif following == BOUNDARY:
+            if has(graph.forward_outputs):
+                live = state.live | set(graph.tangents)
+                yield held + self.size(graph.tangents), 0, replace(ahead, live=live)
+        elif has(graph.ops[following].reads):
+            op = graph.ops[following]
+            during = held + self.size(op.writes) + op.workspace_bytes[0]
+            live = state.live | set(op.writes)
+            yield during, op.cost_ns[0] or 0, replace(ahead, live=live)
+        done = sequence[: state.position]
+        phase = Phase.BACKWARD if BOUNDARY in done else Phase.FORWARD
+        begun = any(
+            i >= 0 and graph.ops[i].is_external and graph.ops[i].phase is phase
+            for i in done
+        )
+        for index in done:
+            if index < 0 or (index <= state.last_rerun and not self.any_reruns):
+                continue
+            op = graph.ops[index]
+            if not op.is_recomputable or not has(op.reads):
+                continue
+            if (begun and not op.is_external) or (
+                op.is_external and op.phase is not phase
+            ):
+                continue
+            during = held + self.size(op.writes) + op.workspace_bytes[0]
+            live = state.live | set(op.writes)
+            yield during, op.cost_ns[0] or 0, State(state.position, index, live)
+
+    def best(self, budget_bytes: int) -> int | None:
+        """Return the least time within the budget, or ``None`` if nothing fits."""
+        root, ticket = State(0, -1, frozenset()), count()
+        least, queue = {root: 0}, [(0, next(ticket), root)]
+        while queue:
+            cost, _, state = heapq.heappop(queue)
+            if cost > least[state]:
+                continue
+            if state.position == len(self.sequence()):
+                return cost
+            for size, time, after in self.moves(state):
+                if size <= budget_bytes and cost + time < least.get(after, 1 << 80):
+                    least[after] = cost + time
+                    heapq.heappush(queue, (cost + time, next(ticket), after))
+        return None
