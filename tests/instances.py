@@ -75,17 +75,20 @@ class Network:
         saves_inputs: Sequence[int] | bool = False,
         saves_outputs: Sequence[int] = (),
         parameter_bytes: int = 0,
+        parameter: int | None = None,
         workspace_bytes: int = 0,
         constant: Sequence[int] = (),
         once: str | None = None,
     ) -> tuple[int, ...]:
-        """Append a forward op; ``saves_outputs`` are positions among its outputs."""
+        """Append a forward op; ``saves_outputs`` are positions among its outputs.
+
+        ``parameter`` is one that another op has as well.
+        """
         sizes = (sizes,) if isinstance(sizes, int) else tuple(sizes)
         outputs = tuple(
             self.storage(f"{name}.{i}" if i else name, size)
             for i, size in enumerate(sizes)
         )
-        parameter = None
         if parameter_bytes:
             parameter = self.storage(f"{name}.weight", parameter_bytes, Role.PARAMETER)
         if saves_inputs is True:
@@ -146,7 +149,11 @@ class _Backward:
     network: Network
     pending: dict[int, list[int]]
     ops: list[Op] = field(default_factory=list)
-    parameter_gradients: list[int] = field(default_factory=list)
+    gradient_of_parameter: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def parameter_gradients(self) -> list[int]:
+        return list(self.gradient_of_parameter.values())
 
     def gradient_of(self, storage: int) -> int | None:
         """Return the summed gradient of a storage; append the sums it needs."""
@@ -209,7 +216,6 @@ class _Backward:
             gradient = network.storage(
                 f"gradient of {weight.name}", weight.size_bytes, Role.GRADIENT
             )
-            self.parameter_gradients.append(gradient)
             writes.append(gradient)
             reads.append(call.parameter)
             cost_ns *= 2
@@ -221,6 +227,20 @@ class _Backward:
                 cost_ns,
                 call.op.workspace_bytes[0],
             )
+        if call.parameter is not None:
+            self.accumulate(call.parameter, writes[-1])
+
+    def accumulate(self, parameter: int, gradient: int) -> None:
+        """Add to the gradient of a parameter what one more op gives."""
+        earlier = self.gradient_of_parameter.get(parameter)
+        if earlier is not None:
+            weight = self.network.storages[parameter]
+            total = self.network.storage(
+                f"summed gradient of {weight.name}", weight.size_bytes, Role.GRADIENT
+            )
+            self.add(f"sum {weight.name}", (earlier, gradient), (total,), 1)
+            gradient = total
+        self.gradient_of_parameter[parameter] = gradient
 
 
 def mlp_chain(layers: int = 6, width_bytes: int = 64 * KIB) -> Instance:
@@ -468,6 +488,62 @@ def unet_like(depth: int = 3, size_bytes: int = 256 * KIB) -> Instance:
     return _classifier(net, x, size)
 
 
+def joined_towers(
+    layers: Sequence[int] = (5, 5),
+    *,
+    is_shared: bool = True,
+    stem: int = 0,
+    trunk: int = 0,
+    size_bytes: int = 64 * KIB,
+) -> Instance:
+    """Towers that meet, as in a siamese network, between a stem and a trunk.
+
+    Parameters
+    ----------
+    layers
+        Layers of each tower.
+    is_shared
+        Whether layers at the same depth have one parameter.
+    stem, trunk
+        Layers before the towers and after they meet.
+    size_bytes
+        Size of each value; the last of each tower is 64 bytes.
+    """
+    net = Network(f"towers-{'+'.join(map(str, layers))}-{stem}-{trunk}")
+    weights: dict[int, int] = {}
+
+    def layer(name: str, x: int, depth: int, size: int = size_bytes) -> int:
+        if depth not in weights or not is_shared:
+            weights[depth] = net.storage(f"{name}.weight", KIB, Role.PARAMETER)
+        (y,) = net.call(
+            f"{name}.linear",
+            [x],
+            size,
+            20 * size_bytes,
+            saves_inputs=True,
+            parameter=weights[depth],
+        )
+        return net.one(f"{name}.tanh", [y], size, size_bytes, saves_outputs=[0])
+
+    x: int | None = None
+    for depth in range(stem):
+        source = net.input("x", size_bytes) if x is None else x
+        x = layer(f"stem{depth}", source, -1 - depth)
+    tops: list[int] = []
+    for tower, count in enumerate(layers):
+        y = net.input(f"x{tower}", size_bytes) if x is None else x
+        for depth in range(count):
+            size = size_bytes if depth + 1 < count or trunk else 64
+            y = layer(f"tower{tower}.{depth}", y, depth, size)
+        tops.append(y)
+    if trunk:
+        y = net.one("meet", tops, size_bytes, size_bytes, saves_inputs=True)
+        for depth in range(trunk):
+            y = layer(f"trunk{depth}", y, 100 + depth)
+        tops = [y]
+    return net.instance(net.one("loss", tops, 4, 64, saves_inputs=True))
+
+
 def once_only() -> Instance:
     """A large value that can be computed once, and cheap ops that depend on it."""
     net = Network("once-only")
@@ -521,6 +597,7 @@ INSTANCES: dict[str, Callable[[], Instance]] = {
     "transformer": transformer_like,
     "densenet": densenet_like,
     "unet": unet_like,
+    "siamese": joined_towers,
     "once-only": once_only,
     "awkward-0": lambda: awkward_sizes(0),
     "awkward-1": lambda: awkward_sizes(1),

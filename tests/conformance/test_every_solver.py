@@ -29,8 +29,10 @@ from remat.testing import SolverContract, budgets_between, scale_graph
 RECOMPUTES_ALWAYS = {"chen-sqrt", "chen-greedy", "chen-lower-sets"}
 # Solvers for several devices: with one, they store everything or decline.
 FOR_SEVERAL_DEVICES = {"device-search", "xengine", "xengine-published"}
-# Those, and solvers for chains: other graphs are declined.
-NEEDS_STRUCTURE = {"rotor", "revolve", *FOR_SEVERAL_DEVICES}
+# Solvers for chains or joins, and a graph that they do not decline.
+STRUCTURES = {"rotor": "mlp", "revolve": "mlp", "join": "siamese"}
+# These, too, decline other graphs.
+NEEDS_STRUCTURE = {*STRUCTURES, *FOR_SEVERAL_DEVICES}
 
 
 @cache
@@ -47,7 +49,7 @@ def contract(solver: str) -> SolverContract:
 
 
 # The large instances ask for minutes where a small one shows the same.
-SMALL = ("mlp", "once-only", "awkward-0", "awkward-1", "awkward-2")
+SMALL = ("mlp", "siamese", "once-only", "awkward-0", "awkward-1", "awkward-2")
 
 
 @pytest.mark.parametrize("name", INSTANCES)
@@ -146,7 +148,9 @@ def test_another_hash_seed_gives_the_same_schedules(solver: str):
                 "-c",
                 PRINT_SCHEDULE,
                 solver,
-                "mlp" if solver in NEEDS_STRUCTURE else "awkward-2",
+                STRUCTURES.get(
+                    solver, "mlp" if solver in NEEDS_STRUCTURE else "awkward-2"
+                ),
             ],
             env={
                 **os.environ,

@@ -84,12 +84,16 @@ def test_stages_have_the_times_and_sizes_of_their_ops():
     block = chain.stages[1]
     assert block.name == "sum0"
     assert block.gradient_bytes == 1000
-    (option,) = block.options
+    option, *cheaper = block.options
     # The sum is not needed for backward; the first convolution's output is.
     assert option.saved_bytes == 1000
     assert not option.needs_output
     assert option.forward_ns == 3000
     assert chain.least_ns == sum(op.cost_ns[0] or 0 for op in graph.ops)
+    # The first convolution is a third of the block: within what may be dropped.
+    (dropping,) = cheaper
+    assert dropping.saved_bytes == 0
+    assert dropping.backward_ns == option.backward_ns + 1000
 
 
 def test_stages_are_merged_down_to_the_number_asked_for():

@@ -19,7 +19,7 @@ says what it takes.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -89,16 +89,21 @@ class ChainOfStages:
                     if stage not in has_run:
                         order += part.forward
                     else:
-                        order += part.again if option is None else part.saving
+                        order += (
+                            part.again
+                            if option is None
+                            else part.options[option].saving
+                        )
                     has_run.add(stage)
                 case Backward(stage, 0, option):
+                    way = self.parts[stage].options[option or 0]
                     if option is None and previous != Forward(stage):
                         # From the stage's input alone: what is inside comes back first.
-                        order += self.parts[stage].saving
-                    order += self.parts[stage].backward
+                        order += way.saving
+                    order += way.backward
                 case Turn():
                     turn = self.parts[-1]
-                    order += [*turn.forward, BOUNDARY, *turn.backward]
+                    order += [*turn.forward, BOUNDARY, *turn.options[0].backward]
                 case _:
                     msg = f"{operation} is not an operation of a chain on one device"
                     raise ValueError(msg)
@@ -127,7 +132,8 @@ def reduce_to_chain(
     """
     segmented = SegmentedGraph(graph)
     crossing = narrow_crossings(segmented)
-    cuts = _merged(graph, segmented, sorted(crossing), kind_index, max_stages)
+    useful = [cut for cut in sorted(crossing) if is_read_back(graph, crossing[cut])]
+    cuts = _merged(graph, segmented, useful, kind_index, max_stages)
     if not cuts:
         return None
     segment_of = {op: bisect_right(cuts, op) for op in segmented.forward}
@@ -142,6 +148,8 @@ def reduce_to_chain(
             forward=[op for op in segmented.forward if segment_of[op] == index],
             backward=[op for op in segmented.backward if turns[op] == index],
             ends=() if end is None else (end,),
+            kind_index=kind_index,
+            has_options=end is not None,
         )
         for index, end in enumerate(ends)
     )
@@ -151,7 +159,7 @@ def reduce_to_chain(
         for part, cut, gradient in zip(parts[:-1], cuts, owed, strict=True)
     )
     last = parts[-1]
-    turn_ops = [*last.forward, *last.backward]
+    turn_ops = [*last.forward, *last.options[0].backward]
     return ChainOfStages(
         graph=graph,
         chain=StageChain(
@@ -186,22 +194,42 @@ def _latest_turns(
     return found
 
 
-def narrow_crossings(segmented: SegmentedGraph) -> dict[int, int]:
+def is_read_back(graph: TrainingGraph, storage: int) -> bool:
+    """Whether an op of backward reads a storage.
+
+    Where none does, a cut there only makes the programs hold what nobody needs.
+    """
+    return any(op >= graph.forward_count for op in graph.consumers[storage])
+
+
+def narrow_crossings(
+    segmented: SegmentedGraph, ops: Sequence[int] | None = None
+) -> dict[int, int]:
     """Return where forward can be cut: first op of a stage -> what crosses.
 
     Where the same storage crosses at several places in a row, the first is taken.
+
+    Parameters
+    ----------
+    segmented
+        The graph.
+    ops
+        Required forward ops, ascending, to look at alone; what others read of them is
+        needed to their end. ``None``: all.
     """
     graph = segmented.graph
+    ops = segmented.forward if ops is None else ops
     is_never_lost = never_lost(graph)
-    required = set(segmented.forward)
+    inside, required = set(ops), set(segmented.forward)
     spans: dict[int, tuple[int, int]] = {}
     for storage, producer in enumerate(graph.producers):
-        if producer is None or producer not in required or is_never_lost[storage]:
+        if producer is None or producer not in inside or is_never_lost[storage]:
             continue
         readers = [op for op in graph.consumers[storage] if op in required]
         if readers:
-            spans[storage] = (producer, readers[-1])
-    is_counted = _counted(segmented, spans)
+            is_read_outside = any(op not in inside for op in readers)
+            spans[storage] = (producer, ops[-1] if is_read_outside else readers[-1])
+    is_counted = _counted(graph, ops, spans)
     open_: set[int] = set()
     found: dict[int, int] = {}
     previous: int | None = None
@@ -211,7 +239,7 @@ def narrow_crossings(segmented: SegmentedGraph) -> dict[int, int]:
         if storage in is_counted:
             starts.setdefault(start, []).append(storage)
             ends.setdefault(end, []).append(storage)
-    for op, following in pairwise(segmented.forward):
+    for op, following in pairwise(ops):
         open_.update(starts.get(op, ()))
         open_.difference_update(ends.get(op, ()))
         if len(open_) == 1:
@@ -222,10 +250,11 @@ def narrow_crossings(segmented: SegmentedGraph) -> dict[int, int]:
     return found
 
 
-def _counted(segmented: SegmentedGraph, spans: dict[int, tuple[int, int]]) -> set[int]:
+def _counted(
+    graph: TrainingGraph, ops: Sequence[int], spans: dict[int, tuple[int, int]]
+) -> set[int]:
     """Return the storages that count where they cross, the others being kept."""
-    graph = segmented.graph
-    place = {op: index for index, op in enumerate(segmented.forward)}
+    place = {op: index for index, op in enumerate(ops)}
     sizes = {storage: graph.storages[storage].size_bytes for storage in spans}
     largest, total = max(sizes.values(), default=0), sum(sizes.values())
     return {

@@ -6,6 +6,7 @@ from remat.solvers.chen import ChenLowerSets as ChenLowerSets
 from remat.solvers.chen import ChenSqrt as ChenSqrt
 from remat.solvers.device_search import DeviceSearch as DeviceSearch
 from remat.solvers.greedy_eviction import GreedyEviction as GreedyEviction
+from remat.solvers.join import Join as Join
 from remat.solvers.lower_sets import LowerSets as LowerSets
 from remat.solvers.lower_sets import LowerSetsApprox as LowerSetsApprox
 from remat.solvers.min_cut_retention import MinCutRetention as MinCutRetention
@@ -26,6 +27,7 @@ SOLVERS: dict[str, type[Solver]] = {
     "lower-sets-approx": LowerSetsApprox,
     "rotor": Rotor,
     "revolve": Revolve,
+    "join": Join,
     "device-search": DeviceSearch,
     "xengine": XEngine,
     "xengine-published": XEnginePublished,
@@ -37,6 +39,7 @@ AUTO: tuple[type[Solver], ...] = (
     LowerSets,
     Rotor,
     Revolve,
+    Join,
     MinCutRetention,
     GreedyEviction,
 )

@@ -22,78 +22,36 @@ References
    Mathematical Software 26(1), 2000.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from remat.chains.conventions import CHECKPOINTS_ONLY
-from remat.chains.operations import Operation
 from remat.chains.revolve import plan_chain
-from remat.chains.rotor import least_budget, plan_rotor
+from remat.chains.rotor import plan_rotor
 from remat.errors import SolverUnsuitableError
 from remat.problem import Limits, Problem, Proposal
 from remat.reductions.stages import ChainOfStages, reduce_to_chain
 from remat.solvers.base import ProgressCallback
 from remat.solvers.order_search import OrderSearch, geometric_budgets
+from remat.solvers.plan_search import PlanSearch
 
 _FEWEST_STAGES = 3
 
 
-class _Search(OrderSearch):
-    """Orders lifted from plans of one chain."""
-
-    def __init__(self, problem: Problem, limits: Limits, chain: ChainOfStages) -> None:
-        super().__init__(problem, limits)
-        self.chain = chain
-
-    def lift(self, operations: Sequence[Operation]) -> bool:
-        """Weigh a plan by the true bytes of its order; return whether it fits."""
-        found = self.weigh(self.chain.order(operations))
-        return found.peak_bytes <= self.budget_bytes
-
-    def sweep_budgets(
-        self, count: int, bisection_count: int, slots: int
-    ) -> Iterator[float]:
-        """Ask Rotor for budgets of its own, then around the largest that fits."""
-        chain = self.chain.chain
-        most = 2 * sum(chain.all_sizes) + 1
-        if plan_rotor(chain, most, slots=slots) is None:
+def _sweep_slots(
+    search: PlanSearch, chain: ChainOfStages, count: int
+) -> Iterator[float]:
+    """Ask Revolve for growing numbers of stored values."""
+    length = len(chain.chain.stages)
+    numbers = geometric_budgets(1, length + 1, count)
+    for index, number in enumerate(numbers):
+        if search.is_over:
             return
-        least = least_budget(
-            lambda budget: plan_rotor(chain, budget, slots=slots),
-            most,
-            tolerance_bytes=max(1, most // 1000),
-        )
-        budgets = geometric_budgets(least, most, count)
-        low = budgets[0]
-        for index, budget in enumerate(budgets):
-            if self.is_over:
-                return
-            plan = plan_rotor(chain, budget, slots=slots)
-            if plan is not None and self.lift(plan.operations):
-                low = budget
-            yield (index + 1) / count
-        high = min((b for b in budgets if b > low), default=low)
-        for _ in range(bisection_count):
-            if self.is_over:
-                return
-            middle = (low + high) // 2
-            plan = plan_rotor(chain, middle, slots=slots)
-            fits = plan is not None and self.lift(plan.operations)
-            low, high = (middle, high) if fits else (low, middle)
-            yield 1.0
-
-    def sweep_slots(self, count: int) -> Iterator[float]:
-        """Ask Revolve for growing numbers of stored values."""
-        length = len(self.chain.chain.stages)
-        numbers = geometric_budgets(1, length + 1, count)
-        for index, number in enumerate(numbers):
-            if self.is_over:
-                return
-            plan = plan_chain(length, number, CHECKPOINTS_ONLY)
-            if plan is not None:
-                self.lift(plan.operations)
-            yield (index + 1) / len(numbers)
+        plan = plan_chain(length, number, CHECKPOINTS_ONLY)
+        if plan is not None:
+            search.lift(chain.order(plan.operations))
+        yield (index + 1) / len(numbers)
 
 
 def _chain_of(search: OrderSearch, max_stages: int) -> ChainOfStages:
@@ -119,23 +77,23 @@ def _chain_of(search: OrderSearch, max_stages: int) -> ChainOfStages:
 
 def _solve(
     question: tuple[Problem, Limits, ProgressCallback],
-    sweep: Callable[[_Search], Iterator[float]],
+    sweep: Callable[[PlanSearch, ChainOfStages], Iterator[float]],
     *,
     max_stages: int,
     improved_count: int,
 ) -> Proposal:
     """Reduce to a chain, weigh what ``sweep`` asks a program for, improve the best."""
     problem, limits, on_progress = question
-    outset = OrderSearch(problem, limits)
-    if (proposal := outset.at_once()) is not None:
+    search = PlanSearch(problem, limits)
+    if (proposal := search.at_once()) is not None:
         return proposal
     on_progress("chain of stages", 0.0)
-    search = _Search(problem, limits, _chain_of(outset, max_stages))
-    for share in sweep(search):
+    chain = _chain_of(search, max_stages)
+    for share in sweep(search, chain):
         on_progress("chain of stages", share / 2)
     for share in search.improve_best(improved_count):
         on_progress("keeping what there is room for", 0.5 + share / 2)
-    return search.answer(f"{len(search.chain.chain.stages)} stages")
+    return search.answer(f"{len(chain.chain.stages)} stages")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +146,12 @@ class Rotor:
         """
         return _solve(
             (problem, limits, on_progress),
-            lambda search: search.sweep_budgets(
-                self.budget_count, self.bisection_count, self.slots
+            lambda search, chain: search.sweep_budgets(
+                lambda budget: plan_rotor(chain.chain, budget, slots=self.slots),
+                chain.order,
+                chain.chain.all_sizes,
+                count=self.budget_count,
+                bisection_count=self.bisection_count,
             ),
             max_stages=self.max_stages,
             improved_count=self.improved_count,
@@ -237,7 +199,7 @@ class Revolve:
         """
         return _solve(
             (problem, limits, on_progress),
-            lambda search: search.sweep_slots(self.slot_count),
+            lambda search, chain: _sweep_slots(search, chain, self.slot_count),
             max_stages=self.max_stages,
             improved_count=self.improved_count,
         )

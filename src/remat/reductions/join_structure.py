@@ -1,0 +1,363 @@
+"""Structure: a forward pass as series of stages and forks of branches that meet.
+
+What is looked for is the series-parallel form of networks: an item of a series is a
+*stage* or a *fork*, and a fork consists of branches that are series themselves. Two
+branches count only if each takes a noticeable share of forward's time; a shortcut, a
+mask or an auxiliary head is part of the stage that it belongs to.
+
+* Series: forward can be cut at a storage if, of the ops before the cut, all but a
+  negligible part lead to it, and of those after, all but a negligible part come from
+  it. That is what makes it an articulation point when negligible paths are left out.
+* Forks: between two cuts, ops are joined into components as they read one another. An
+  op that reads two noticeable components is where branches meet; it and all that
+  depends on it follow the fork.
+
+An op that reads a storage which is negligible beside its other operands, such as the
+running statistics of a normalisation that two branches share, is not connected by it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from remat.reductions.segments import SegmentedGraph
+from remat.reductions.stage_parts import cost_ns
+from remat.reductions.stages import is_read_back, narrow_crossings
+
+NOTICEABLE_SHARE = 32
+"""Branches take at least forward's time over this."""
+
+_WEAK_SHARE = 32
+"""A storage this many times smaller than the op's largest operand connects nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """Forward ops, ascending, that form one stage, and the storages it ends in."""
+
+    ops: tuple[int, ...]
+    ends: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Branches that have nothing to do with one another; at least two."""
+
+    branches: tuple["Series", ...]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The storages that the branches end in."""
+        return tuple(end for branch in self.branches for end in branch[-1].ends)
+
+
+Series = tuple[Leaf | Fork, ...]
+"""Stages and forks, one after the other."""
+
+
+class ForwardStructure:
+    """The series-parallel structure of a graph's forward pass.
+
+    Parameters
+    ----------
+    segmented
+        The graph.
+    kind_index
+        Position of the device's kind in the ops' costs.
+
+    Attributes
+    ----------
+    series
+        The structure. Every required forward op is in one stage of it; the last stage
+        ends in nothing: it is the turn.
+
+    Notes
+    -----
+    Time O(ops^2 / 64 + ops x cuts) for sets of ancestors and descendants.
+    """
+
+    def __init__(self, segmented: SegmentedGraph, kind_index: int) -> None:
+        self.graph = segmented.graph
+        self.segmented = segmented
+        self._kind = kind_index
+        self._costs = [op.cost_ns[kind_index] or 0 for op in self.graph.ops]
+        total = cost_ns(self.graph, segmented.forward, kind_index)
+        self.noticeable_ns = max(1, -(-total // NOTICEABLE_SHARE))
+        self.series = self._series(segmented.forward, is_whole=True)
+
+    @cached_property
+    def _before(self) -> dict[int, tuple[int, ...]]:
+        """Per required forward op, those it is connected to by what it reads."""
+        required = set(self.segmented.forward)
+        graph = self.graph
+        found: dict[int, tuple[int, ...]] = {}
+        for op in self.segmented.forward:
+            reads, writes = graph.ops[op].reads, graph.ops[op].writes
+            moving = [s for s in reads if graph.producers[s] is not None]
+            largest = max(
+                (graph.storages[s].size_bytes for s in (*moving, *writes)), default=0
+            )
+            producers = (
+                graph.producers[s]
+                for s in moving
+                if graph.storages[s].size_bytes * _WEAK_SHARE > largest
+            )
+            found[op] = tuple({p for p in producers if p is not None and p in required})
+        return found
+
+    @cached_property
+    def _ancestors(self) -> dict[int, int]:
+        """Per op, itself and all it depends on, as bits."""
+        found: dict[int, int] = {}
+        for op in self.segmented.forward:
+            bits = 1 << op
+            for before in self._before[op]:
+                bits |= found[before]
+            found[op] = bits
+        return found
+
+    @cached_property
+    def _descendants(self) -> dict[int, int]:
+        """Per op, itself and all that depends on it, as bits."""
+        found = {op: 1 << op for op in self.segmented.forward}
+        for op in reversed(self.segmented.forward):
+            for before in self._before[op]:
+                found[before] |= found[op]
+        return found
+
+    def _cost(self, ops: Iterable[int]) -> int:
+        return sum(self._costs[op] for op in ops)
+
+    def _series(self, ops: Sequence[int], *, is_whole: bool = False) -> Series:
+        """Return the structure of some ops, ascending, of which nothing is outside."""
+        items: list[Leaf | Fork] = []
+        segments = list(self._segments(ops))
+        for index, (segment, crossing) in enumerate(segments):
+            is_last = index + 1 == len(segments)
+            ends = self._exits(ops) if is_last and not is_whole else crossing
+            branches, after = self._branches(segment)
+            if branches:
+                items.append(Fork(tuple(self._series(branch) for branch in branches)))
+            if after or is_last:
+                items.append(Leaf(tuple(after), ends))
+        return tuple(items)
+
+    def _exits(self, ops: Iterable[int]) -> tuple[int, ...]:
+        """Return what ops outside of ``ops`` are connected by to these."""
+        inside = set(ops)
+        graph = self.graph
+        return tuple(
+            storage
+            for op in sorted(inside)
+            for storage in graph.ops[op].writes
+            if any(
+                reader not in inside and op in self._before.get(reader, ())
+                for reader in graph.consumers[storage]
+            )
+        )
+
+    def _segments(
+        self, ops: Sequence[int]
+    ) -> Iterator[tuple[Sequence[int], tuple[int, ...]]]:
+        """Yield the ops between cuts, and the storage at the end of each."""
+        start = 0
+        crossings = narrow_crossings(self.segmented, ops)
+        for position in range(1, len(ops)):
+            storage = crossings.get(ops[position])
+            if (
+                storage is not None
+                and is_read_back(self.graph, storage)
+                and self._is_articulation(ops, start, position, storage)
+            ):
+                yield ops[start:position], (storage,)
+                start = position
+        yield ops[start:], ()
+
+    def _is_articulation(
+        self, ops: Sequence[int], start: int, position: int, storage: int
+    ) -> bool:
+        producer = self.graph.producers[storage]
+        if producer is None or not ops[start] <= producer < ops[position]:
+            return False
+        above, below = self._ancestors[producer], self._descendants[producer]
+        beside = (op for op in ops[start:position] if not above >> op & 1)
+        if self._cost(beside) >= self.noticeable_ns:
+            return False
+        unrelated = (op for op in ops[position:] if not below >> op & 1)
+        return self._cost(unrelated) < self.noticeable_ns
+
+    # --- forks -----------------------------------------------------------------------
+
+    def _branches(self, ops: Sequence[int]) -> tuple[list[list[int]], list[int]]:
+        """Return the branches of a segment, if any, and the ops that follow them."""
+        meetings = self._meetings(ops)
+        best: tuple[list[list[int]], list[int]] = ([], list(ops))
+        least: int | None = None
+        for index in reversed(range(len(meetings))):
+            after = self._dependent(ops, meetings[index:])
+            branches, rest = self._split(ops, after)
+            if len(branches) < 2:
+                continue
+            cost = self._cost(rest)
+            least = cost if least is None else least
+            if cost > least + self.noticeable_ns:
+                break
+            if len(branches) > len(best[0]):
+                best = branches, rest
+        return best
+
+    def _components(self, ops: Sequence[int]) -> Iterator[tuple[int, dict[int, int]]]:
+        """Yield each op with the costs of the components that it joins, by root."""
+        root = {op: op for op in ops}
+        cost: dict[int, int] = {}
+
+        def find(op: int) -> int:
+            while root[op] != op:
+                root[op] = root[root[op]]
+                op = root[op]
+            return op
+
+        for op in ops:
+            joined = {find(before) for before in self._before[op] if before in root}
+            yield op, {component: cost[component] for component in joined}
+            for component in joined:
+                root[component] = op
+            cost[op] = self._costs[op] + sum(
+                cost.pop(component) for component in joined
+            )
+
+    def _meetings(self, ops: Sequence[int]) -> list[int]:
+        """Return the ops that read two noticeable components."""
+        return [
+            op
+            for op, joined in self._components(ops)
+            if sum(cost >= self.noticeable_ns for cost in joined.values()) >= 2
+        ]
+
+    def _dependent(self, ops: Sequence[int], meetings: Sequence[int]) -> set[int]:
+        """Return the ops that depend on any of some, in whatever way."""
+        found = set(meetings)
+        for op in ops:
+            if op not in found:
+                reads = self.graph.ops[op].reads
+                if any(self.graph.producers[s] in found for s in reads):
+                    found.add(op)
+        return found
+
+    def _split(
+        self, ops: Sequence[int], after: set[int]
+    ) -> tuple[list[list[int]], list[int]]:
+        """Return the noticeable components without some ops, and all other ops.
+
+        Ops of other components go to the first branch that reads what they make, or
+        else to the branch around them.
+        """
+        inside = [op for op in ops if op not in after]
+        owner = self._owners(inside)
+        members: dict[int, list[int]] = {}
+        for op in inside:
+            members.setdefault(owner[op], []).append(op)
+        names = {
+            name
+            for name, found in members.items()
+            if self._cost(found) >= self.noticeable_ns
+        }
+        branches: dict[int, list[int]] = {name: [] for name in members if name in names}
+        rest = sorted(after)
+        for name, found in members.items():
+            if name in names:
+                branches[name] += found
+                continue
+            home = self._home(found, owner, names, after)
+            (rest if home is None else branches[home]).extend(found)
+        found = sorted(sorted(branch) for branch in branches.values())
+        return found, sorted(rest)
+
+    def _owners(self, ops: Sequence[int]) -> dict[int, int]:
+        """Return per op the first op of its component."""
+        owner = {op: op for op in ops}
+
+        def find(op: int) -> int:
+            while owner[op] != op:
+                owner[op] = owner[owner[op]]
+                op = owner[op]
+            return op
+
+        for op in ops:
+            for before in self._before[op]:
+                if before in owner:
+                    first, second = sorted((find(before), find(op)))
+                    owner[second] = first
+        return {op: find(op) for op in ops}
+
+    def _home(
+        self,
+        ops: Sequence[int],
+        owner: dict[int, int],
+        names: set[int],
+        after: set[int],
+    ) -> int | None:
+        """Return the branch that negligible ops belong to, or ``None`` for after."""
+        readers = sorted(
+            reader
+            for op in ops
+            for storage in self.graph.ops[op].writes
+            for reader in self.graph.consumers[storage]
+        )
+        for reader in readers:
+            if reader in after:
+                return None
+            if owner.get(reader) in names:
+                return owner[reader]
+        before = [op for op in owner if op < ops[0] and owner[op] in names]
+        return owner[before[-1]] if before else None
+
+
+def stage_count(series: Series) -> int:
+    """Return the number of stages of a series, those of branches included."""
+    return sum(
+        1
+        if isinstance(item, Leaf)
+        else sum(stage_count(branch) for branch in item.branches)
+        for item in series
+    )
+
+
+def merged_series(
+    series: Series, most: int, costs: Sequence[int], *, keeps_last: bool
+) -> Series:
+    """Merge neighbouring stages, cheapest first, until a series has few enough items.
+
+    Parameters
+    ----------
+    series
+        The series; forks are never merged, nor entered.
+    most
+        Items wanted, at least 1.
+    costs
+        Time of each op of the graph.
+    keeps_last
+        Whether the last stage stays as it is.
+    """
+    items = list(series)
+
+    def price(index: int) -> int | None:
+        one, other = items[index], items[index + 1]
+        if not (isinstance(one, Leaf) and isinstance(other, Leaf)):
+            return None
+        if keeps_last and index + 2 == len(items):
+            return None
+        return sum(costs[op] for op in (*one.ops, *other.ops))
+
+    while len(items) > most:
+        prices = [(price(index), index) for index, _ in enumerate(pairwise(items))]
+        possible = [(cost, index) for cost, index in prices if cost is not None]
+        if not possible:
+            break
+        _, index = min(possible)
+        one, other = items[index : index + 2]
+        if isinstance(one, Leaf) and isinstance(other, Leaf):
+            ops = tuple(sorted((*one.ops, *other.ops)))
+            items[index : index + 2] = [Leaf(ops, other.ends)]
+    return tuple(items)

@@ -1,0 +1,68 @@
+"""A search among plans of an abstraction, each lifted and weighed by its true bytes."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from remat.chains.operations import Operation
+from remat.chains.rotor import ChainPlan, least_budget
+from remat.solvers.order_search import OrderSearch, geometric_budgets
+
+Program = Callable[[int], ChainPlan | None]
+"""From a budget of the abstraction, in bytes, to a plan of it."""
+
+
+class PlanSearch(OrderSearch):
+    """The orders that plans stand for."""
+
+    def lift(self, order: Sequence[int]) -> bool:
+        """Weigh an order by its true bytes; return whether it fits."""
+        return self.weigh(order).peak_bytes <= self.budget_bytes
+
+    def sweep_budgets(
+        self,
+        program: Program,
+        order_of: Callable[[Sequence[Operation]], list[int]],
+        sizes: Sequence[int],
+        *,
+        count: int,
+        bisection_count: int,
+    ) -> Iterator[float]:
+        """Ask a program for budgets of its own, then around the largest that fits.
+
+        The bytes that the program counts are a model of the true ones: it does not see
+        what lives around the pass, so its budgets are spread from the least it can do
+        with to everything.
+
+        Yields
+        ------
+        float
+            The share that is done.
+        """
+        most = 2 * sum(sizes) + 1
+        if program(most) is None:
+            return
+        least = least_budget(program, most, tolerance_bytes=max(1, most // 1000))
+        budgets = geometric_budgets(least, most, count)
+        low = budgets[0]
+        for index, budget in enumerate(budgets):
+            if self.is_over:
+                return
+            if self._try(program, order_of, budget):
+                low = budget
+            yield (index + 1) / count
+        high = min((b for b in budgets if b > low), default=low)
+        for _ in range(bisection_count):
+            if self.is_over:
+                return
+            middle = (low + high) // 2
+            fits = self._try(program, order_of, middle)
+            low, high = (middle, high) if fits else (low, middle)
+            yield 1.0
+
+    def _try(
+        self,
+        program: Program,
+        order_of: Callable[[Sequence[Operation]], list[int]],
+        budget: int,
+    ) -> bool:
+        plan = program(budget)
+        return plan is not None and self.lift(order_of(plan.operations))

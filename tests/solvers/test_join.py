@@ -1,0 +1,121 @@
+"""Joins on training graphs: what they reach, what they decline, and on a real model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from studies.join_networks import JOINS
+from studies.models import Options
+from tests.instances import Network, joined_towers, mlp_chain, resnet_like
+from tests.oracles import brute_force_best
+
+import remat
+from remat.errors import SolverUnsuitableError
+from remat.graph import TrainingGraph
+from remat.planning import solve
+from remat.platform import single_device
+from remat.problem import Limits, Problem, Result, Status, StopReason
+from remat.solvers.base import Solver
+from remat.solvers.join import Join
+from remat.solvers.rotor import Rotor
+from remat.testing import store_all_peak_bytes
+
+
+def solved(
+    graph: TrainingGraph, budget: int, solver: Solver, limits: Limits | None = None
+) -> Result:
+    problem = Problem(graph=graph, platform=single_device(budget))
+    return solve(problem, solver, limits=limits)
+
+
+@pytest.mark.parametrize("share", [4, 5, 6])
+@pytest.mark.parametrize("layers", [(8, 8), (9, 3), (16, 16)], ids=str)
+def test_never_dearer_than_the_chain_of_the_same_graph(
+    layers: tuple[int, ...], share: int
+):
+    graph = joined_towers(layers).graph
+    budget = store_all_peak_bytes(graph) * share // 10
+    join, rotor = solved(graph, budget, Join()), solved(graph, budget, Rotor())
+    assert join.cost_ns is not None
+    assert rotor.cost_ns is not None
+    assert join.cost_ns <= rotor.cost_ns
+    assert join.message.startswith("branches of ")
+
+
+@pytest.mark.parametrize("share", [1, 2, 3])
+def test_near_the_optimum_on_two_short_towers(share: int):
+    net = Network("short")
+    tops: list[int] = []
+    for tower in range(2):
+        y = net.input(f"x{tower}", 1)
+        for layer, cost in enumerate((3, 5)):
+            y = net.one(f"t{tower}.{layer}", [y], 2 + layer, cost, saves_inputs=True)
+        tops.append(y)
+    graph = net.instance(net.one("loss", tops, 1, 1, saves_inputs=True)).graph
+    high = store_all_peak_bytes(graph)
+    budget = high - share
+    best = brute_force_best(graph, budget)
+    found = solved(graph, budget, Join())
+    assert (best is None) == (found.cost_ns is None)
+    if best is not None:
+        assert found.cost_ns == best
+
+
+def test_a_stage_may_run_more_than_twice():
+    graph = joined_towers((16, 16)).graph
+    result = solved(graph, store_all_peak_bytes(graph) * 22 // 100, Join())
+    assert result.status is Status.FEASIBLE
+    assert result.schedule is not None
+    assert max(result.schedule.recompute_counts().values()) >= 2
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [joined_towers((5, 5), trunk=6).graph, joined_towers((5, 4), stem=5).graph],
+    ids=["trunk", "stem"],
+)
+def test_stem_and_trunk_are_planned_too(graph: TrainingGraph):
+    budget = store_all_peak_bytes(graph) * 6 // 10
+    result = solved(graph, budget, Join())
+    assert result.status is Status.FEASIBLE
+
+
+@pytest.mark.parametrize(
+    ("graph", "fitting"),
+    [(mlp_chain(8).graph, "'rotor' fits"), (resnet_like().graph, "'rotor' fits")],
+    ids=["chain", "shortcuts"],
+)
+def test_a_graph_that_is_no_join_is_declined(graph: TrainingGraph, fitting: str):
+    with pytest.raises(SolverUnsuitableError, match="is no join: nowhere") as caught:
+        solved(graph, store_all_peak_bytes(graph) * 9 // 10, Join())
+    assert fitting in str(caught.value)
+
+
+def test_no_time_gives_no_answer():
+    graph = joined_towers().graph
+    budget = store_all_peak_bytes(graph) * 6 // 10
+    result = solved(graph, budget, Join(), Limits.after(0.0))
+    assert result.status is Status.UNKNOWN
+    assert result.stop_reason is StopReason.TIME_LIMIT
+
+
+@pytest.mark.parametrize("name", JOINS)
+def test_a_real_model_trains_within_the_budget_bit_for_bit(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("REMAT_CACHE_DIR", str(tmp_path))
+    workload = JOINS[name](Options(tiny=True))
+    optimizer = workload.make_optimizer(workload.model)
+    with torch.random.fork_rng():
+        report = remat.verify(
+            workload.model,
+            workload.args,
+            budget="96%",
+            optimizer=optimizer,
+            loss=workload.loss,
+            solver="join",
+            repeats=1,
+        )
+    assert report.is_within_budget
+    assert report.plan.solver == "Join"
+    assert report.is_exact
