@@ -116,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--cases", nargs="+", help="only these budgets or block counts")
     found.add_argument(
         "--percentages",
-        nargs="+",
+        nargs="*",
         type=int,
         default=list(PERCENTAGES),
         help="budgets of the curves, in percent of the plain peak",
