@@ -10,7 +10,9 @@ again:
 * its size is that of the outputs that other nodes read;
 * ``T_v`` is its measured cost in units of a share of the whole, rounded up;
 * what its segment holds in memory while backward passes through it is what backward
-  reads of its outputs, and its own gradient.
+  reads of its outputs, and its own gradient. (Without the gradient, which backward does
+  not hold all at once, judged costs were never lower, and up to 2.6 % of a step higher:
+  U-Net, ResNet-50 and GPT-2 at 30 to 80 % of their plain peaks.)
 
 Free and nearly free nodes are merged with a neighbour, as far as no cut is lost that
 could be worth making: where a value has one reader, one of the two is nearly free, and
