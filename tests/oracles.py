@@ -254,6 +254,30 @@ class Clock:
     history: History
     begin_ns: list[int]
     end_ns: list[int]
+    # Where copies wait: the step that ends the life of a block, its device, and until
+    # when the device waits for the copies of the block.
+    holds: list[tuple[int, int, int]]
+
+    def free_ns(self, index: int, device: int) -> int:
+        """When the device has done what was issued to it before step ``index``."""
+        held = [ns for at, d, ns in self.holds if at < index and d == device]
+        return max([self.last_end_ns(index, lambda q: q == (device,)), *held])
+
+    def hold(self, index: int) -> None:
+        """Note until when a step that ends the life of blocks holds up its device."""
+        step, before = self.history.steps[index], self.history.before(index)
+        if not self.history.platform.copies_wait or not isinstance(
+            step, Compute | Discard
+        ):
+            return
+        for storage in range(len(self.history.graph.storages)):
+            ends = step == Discard(storage, step.device) or self.history.fills(
+                step, storage, step.device
+            )
+            born = before.filler(storage, step.device)
+            if ends and born is not None:
+                until = block_end_ns(self, born, storage, step.device)
+                self.holds.append((index, step.device, until))
 
     def arrival_ns(self, index: int, storage: int, device: int) -> int:
         """When what is live just before step ``index`` may be read."""
@@ -270,26 +294,30 @@ class Clock:
 
 
 def clock(history: History) -> Clock:
-    times = Clock(history, [], [])
+    times = Clock(history, [], [], [])
     graph = history.graph
+    devices = range(len(history.platform.devices))
     for index, step in enumerate(history.steps):
         waits = [0]
         match step:
             case Compute(op, device):
                 reads = [(storage, device) for storage in graph.ops[op].reads]
-                waits.append(times.last_end_ns(index, lambda q, d=device: q == (d,)))
+                waits.append(times.free_ns(index, device))
             case Copy(storage, source, target):
                 reads = [(storage, source)]
                 pair = (source, target)
                 waits.append(times.last_end_ns(index, lambda q, p=pair: q == p))
+                if history.platform.copies_wait:
+                    waits += [times.free_ns(index, device) for device in pair]
             case Boundary():
                 reads = [(s, graph.storages[s].home) for s in graph.forward_outputs]
-                waits.append(times.last_end_ns(index, lambda q: len(q) == 1))
+                waits += [times.free_ns(index, device) for device in devices]
             case Discard():
                 reads = []
         waits += [times.arrival_ns(index, *read) for read in reads]
         times.begin_ns.append(max(waits))
         times.end_ns.append(max(waits) + history.duration_ns(step))
+        times.hold(index)
     return times
 
 
@@ -319,10 +347,11 @@ def block_end_ns(times: Clock, born: int, storage: int, device: int) -> int:
     """When the bytes that step ``born`` filled are free again."""
     history = times.history
     busy = [times.end_ns[born]]
-    for index in range(born + 1, len(history.steps)):
+    # Where a step that ends lives is being timed, those after it are not yet.
+    for index in range(born + 1, len(times.end_ns)):
         step = history.steps[index]
         if step == Discard(storage, device):
-            busy.append(times.last_end_ns(index, lambda q: q == (device,)))
+            busy.append(times.free_ns(index, device))
             return max(busy)
         if history.fills(step, storage, device):
             busy.append(times.end_ns[index])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from remat.errors import InvalidGraphError, InvalidPlatformError
 from remat.graph import Op, Phase, Storage, TrainingGraph
@@ -612,7 +613,8 @@ def test_a_home_that_does_not_exist_is_refused():
 # --- properties -----------------------------------------------------------------------
 
 
-def check_agreement(case: Case) -> Trace:
+def check_agreement(case: Case, *, copies_wait: bool = False) -> Trace:
+    case = replace(case, platform=replace(case.platform, copies_wait=copies_wait))
     trace = simulate(case.graph, case.platform, case.schedule)
     second = replay(case.graph, case.platform, case.schedule)
     violation = trace.violation
@@ -628,16 +630,16 @@ def check_agreement(case: Case) -> Trace:
 
 
 @settings(max_examples=500, deadline=None)
-@given(cases(is_mutated=False))
-def test_two_simulators_agree_on_schedules_that_work(case: Case):
-    trace = check_agreement(case)
+@given(cases(is_mutated=False), st.booleans())
+def test_two_simulators_agree_on_schedules_that_work(case: Case, copies_wait: bool):
+    trace = check_agreement(case, copies_wait=copies_wait)
     assert trace.violation is None or trace.violation.rule is Rule.OVER_BUDGET
 
 
 @settings(max_examples=500, deadline=None)
-@given(cases(is_mutated=True))
-def test_two_simulators_agree_on_mutated_schedules(case: Case):
-    check_agreement(case)
+@given(cases(is_mutated=True), st.booleans())
+def test_two_simulators_agree_on_mutated_schedules(case: Case, copies_wait: bool):
+    check_agreement(case, copies_wait=copies_wait)
 
 
 @settings(max_examples=200, deadline=None)
@@ -655,3 +657,29 @@ def test_overlapped_execution_is_never_slower_than_serial(case: Case):
     trace = simulate(case.graph, case.platform, case.schedule)
     assert trace.overlapped_ns <= trace.serial_ns
     assert trace.recomputed_ns <= trace.serial_ns
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases(is_mutated=False))
+def test_copies_that_wait_take_no_more_memory_than_serial_execution(case: Case):
+    waiting = replace(case.platform, copies_wait=True)
+    trace = simulate(case.graph, waiting, case.schedule)
+    ahead = simulate(case.graph, case.platform, case.schedule)
+    for device, timeline in enumerate(trace.timeline_bytes):
+        resident = case.graph.resident_bytes(device)
+        assert trace.peak_bytes[device] == max([resident, *timeline])
+    assert ahead.overlapped_ns <= trace.overlapped_ns <= trace.serial_ns
+    assert trace.serial_ns == ahead.serial_ns
+
+
+def test_copies_that_wait_overlap_with_what_is_issued_after_them():
+    platform = replace(PLATFORM, copies_wait=True)
+    steps = [
+        Compute(EMBED),  # device 0: 0..10
+        Compute(DROP),  # device 0: 10..20
+        Copy(A, 0, 1),  # link 0-1: 20..65, though a was there at 10
+        Compute(EMBED),  # device 0: 20..30, and waits for the copy of the old a
+        Compute(DROP),  # device 0: 65..75
+    ]
+    assert run(steps, platform).overlapped_ns == 75
+    assert run(steps).overlapped_ns == 55

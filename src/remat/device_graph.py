@@ -33,7 +33,9 @@ class CostColumn:
 
 
 def arrange(platform: Platform, home: int) -> Platform:
-    """Return the platform with device ``home`` first and a kind for every device.
+    """Return the platform as plans for the runtime have it.
+
+    Device ``home`` is the first, every device has a kind of its own, and copies wait.
 
     Raises
     ------
@@ -61,6 +63,7 @@ def arrange(platform: Platform, home: int) -> Platform:
             for link in platform.links
         ),
         kinds=tuple(kinds),
+        copies_wait=True,
     )
     _check_connected(arranged)
     return arranged

@@ -1,6 +1,6 @@
 """Plan a training graph on several devices, each within a budget of its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -37,17 +37,10 @@ def device_solvers(name: str) -> list[Solver]:
     Raises
     ------
     SolverUnsuitableError
-        If there is no solver of that name, or no portfolio for several devices.
+        If there is no solver of that name.
     """
     if name == "auto":
-        portfolio: Sequence[type[Solver]] = vars(solver_tables).get("AUTO_DEVICES", ())
-        if not portfolio:
-            msg = (
-                "no solver of this installation plans several devices together; plan for "
-                "one device, with one budget"
-            )
-            raise SolverUnsuitableError(msg)
-        return [make() for make in portfolio]
+        return [make() for make in solver_tables.AUTO_DEVICES]
     if name not in solver_tables.SOLVERS:
         names = ", ".join(["auto", *solver_tables.SOLVERS])
         msg = f"unknown solver {name!r}; there are {names}"

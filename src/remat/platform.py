@@ -151,6 +151,11 @@ class Platform:
         The machine; indices of devices are positions in ``devices``.
     kinds
         What the devices' kinds are, where that is not one of :data:`COMMON_KINDS`.
+    copies_wait
+        Whether a copy waits for all that was issued before it on both its devices, and
+        a device, before it goes on, for the copies that fill or read what it discards:
+        then no device ever holds more than in serial execution. It is how the runtime
+        copies. Otherwise copies run ahead as far as links and data allow.
 
     Raises
     ------
@@ -163,6 +168,7 @@ class Platform:
     devices: tuple[Device, ...]
     links: tuple[Link, ...] = ()
     kinds: tuple[DeviceKind, ...] = ()
+    copies_wait: bool = False
 
     def __post_init__(self) -> None:
         if not self.devices:

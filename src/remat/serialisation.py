@@ -185,7 +185,8 @@ def _parse_op(row: Sequence[object], where: str) -> Op:
 def platform_to_json(platform: Platform) -> dict[str, object]:
     """Return ``platform`` as values that JSON knows.
 
-    Descriptions of device kinds are left out where there are none.
+    Descriptions of device kinds are left out where there are none, and the flag
+    ``copies_wait`` where it is false.
     """
     kinds = {
         "columns": list(_KIND_COLUMNS),
@@ -193,6 +194,7 @@ def platform_to_json(platform: Platform) -> dict[str, object]:
     }
     return {
         **({"kinds": kinds} if platform.kinds else {}),
+        **({"copies_wait": True} if platform.copies_wait else {}),
         "devices": {
             "columns": list(_DEVICE_COLUMNS),
             "rows": [[d.name, d.kind, d.budget_bytes] for d in platform.devices],
@@ -216,12 +218,14 @@ def platform_from_json(payload: object) -> Platform:
         If a key is missing or unknown, a value has the wrong type, or the devices and
         links are inconsistent.
     """
-    has_kinds = isinstance(payload, dict) and "kinds" in payload
-    keys = ("kinds", "devices", "links") if has_kinds else ("devices", "links")
+    # Older files have none of the optional keys.
+    optional = ("kinds", "copies_wait")
+    given = cast("dict[str, object]", payload) if isinstance(payload, dict) else {}
+    keys = [*(key for key in optional if key in given), "devices", "links"]
     fields = parse_mapping(cast("object", payload), "platform", keys)
     kinds = (
         parse_rows(fields["kinds"], "platform.kinds", _KIND_COLUMNS)
-        if has_kinds
+        if "kinds" in fields
         else []
     )
     devices = parse_rows(fields["devices"], "platform.devices", _DEVICE_COLUMNS)
@@ -239,6 +243,9 @@ def platform_from_json(payload: object) -> Platform:
             kinds=tuple(
                 _parse_kind(row, f"platform.kinds.rows[{index}]")
                 for index, row in enumerate(kinds)
+            ),
+            copies_wait=parse_flag(
+                fields.get("copies_wait", False), "platform.copies_wait"
             ),
         )
     except InvalidPlatformError as error:

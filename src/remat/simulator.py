@@ -229,9 +229,16 @@ class _Replay:
         else:
             # A copy may still be reading, or even filling, the bytes that are replaced.
             previous.end_ns = max(previous.busy_until_ns, ready_ns)
+            self.hold(device, previous.end_ns)
         span = _Span(device, size, start_ns, ready_ns, busy_until_ns=ready_ns)
         self.spans.append(span)
         self.live[device][storage] = span
+
+    def hold(self, device: int, until_ns: int) -> None:
+        """Let the device wait where copies are waited for."""
+        if self.platform.copies_wait:
+            free_ns = self.device_free_ns[device]
+            self.device_free_ns[device] = max(free_ns, until_ns)
 
     def compute(self, step: Compute) -> None:
         self.check_device(step.device)
@@ -266,9 +273,9 @@ class _Replay:
         end = start + cost
         workspace = op.workspace_bytes[kind]
         self.spans.append(_Span(step.device, workspace, start, start, end, end))
+        self.device_free_ns[step.device] = end
         for storage in op.writes:
             self.make_live(storage, step.device, start, end)
-        self.device_free_ns[step.device] = end
         self.serial_ns += cost
         self.recomputed_ns += cost if step.op in self.run else 0
         self.run.add(step.op)
@@ -328,6 +335,7 @@ class _Replay:
         self.record({})
         span = self.live[step.device].pop(step.storage)
         span.end_ns = max(self.device_free_ns[step.device], span.busy_until_ns)
+        self.hold(step.device, span.end_ns)
         self.used_bytes[step.device] -= block.size_bytes
 
     def copy(self, step: Copy) -> None:
@@ -361,6 +369,8 @@ class _Replay:
         self.record({step.target: size})
         pair = (step.source, step.target)
         start = max(self.link_free_ns.get(pair, 0), ready)
+        if self.platform.copies_wait:
+            start = max(start, *(self.device_free_ns[d] for d in pair))
         end = start + link.copy_ns(size)
         self.link_free_ns[pair] = end
         read = self.live[step.source].get(step.storage)
@@ -503,7 +513,8 @@ def simulate(graph: TrainingGraph, platform: Platform, schedule: Schedule) -> Tr
     In overlapped execution a step starts when its queue is free and its inputs have
     arrived. A discard waits in its device's queue and for the copies that fill or read
     the bytes, but holds nothing up. Tangents appear when all devices have run what was
-    issued before the boundary and the forward outputs have arrived.
+    issued before the boundary and the forward outputs have arrived. Where copies wait,
+    see :attr:`remat.platform.Platform.copies_wait`.
     """
     check_platform(graph, platform)
     replay = _Replay(graph, platform)

@@ -23,7 +23,7 @@ def _own_cache(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path_factory.getbasetemp() / "costs"
     monkeypatch.setenv("REMAT_CACHE_DIR", str(folder))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(solvers, "AUTO_DEVICES", (HandMade,), raising=False)
+    monkeypatch.setattr(solvers, "AUTO_DEVICES", (HandMade,))
 
 
 @pytest.fixture
