@@ -122,6 +122,11 @@ class _Execution:
         self.routes = _Routes(instance)
         self.size = instance.sizes_bytes
         self.producers = self.graph.producers
+        self.devices = tuple(instance.devices)
+        self.cheapest = [
+            min((c for c in costs if c is not None), default=0)
+            for costs in instance.cost_ns
+        ]
         self.home = [s.home for s in self.graph.storages]
         self.is_resident = [s.is_resident for s in self.graph.storages]
         self.live = [dict[int, None]() for _ in instance.devices]
@@ -151,7 +156,7 @@ class _Execution:
         return [*items, END] if is_backward else [*items, BOUNDARY, END]
 
     def remaining_uses(self) -> list[list[list[int]]]:
-        uses = [[list[int]() for _ in self.size] for _ in self.instance.devices]
+        uses = [[list[int]() for _ in self.size] for _ in self.devices]
         for position in reversed(range(len(self.base))):
             item = self.base[position]
             if item in {BOUNDARY, END}:
@@ -194,7 +199,7 @@ class _Execution:
             outputs = (
                 self.graph.forward_outputs if forward else self.graph.final_outputs
             )
-            self.bring_home(outputs, stays=True)
+            self.bring_home([s for s in outputs if not self.is_callers(s)], stays=True)
         for device in self.placement[op]:
             self.run_op(op, device, depth=0)
         self.done.add(op)
@@ -204,6 +209,11 @@ class _Execution:
                 self.left[storage] -= 1
         for storage in (*self.graph.ops[op].reads, *self.graph.ops[op].writes):
             self.drop_if_idle(storage)
+
+    def is_callers(self, storage: int) -> bool:
+        """Return whether the caller's own work writes a storage."""
+        op = self.producers[storage]
+        return op is not None and self.graph.ops[op].is_external
 
     def bring_home(self, storages: Sequence[int], *, stays: bool = False) -> None:
         for storage in storages:
@@ -242,7 +252,7 @@ class _Execution:
         )
 
     def holders(self, storage: int) -> list[int]:
-        return [d for d in self.instance.devices if self.is_at(storage, d)]
+        return [d for d in self.devices if self.is_at(storage, d)]
 
     def add(self, storage: int, device: int) -> None:
         if storage not in self.live[device]:
@@ -256,7 +266,7 @@ class _Execution:
 
     def drop_if_idle(self, storage: int) -> None:
         """Forget a storage without a use left, and idle copies of one that is kept."""
-        for device in self.instance.devices:
+        for device in self.devices:
             if storage not in self.live[device] or self.pins[device][storage]:
                 continue
             is_spare = not self.uses[device][storage] and len(self.holders(storage)) > 1
@@ -345,7 +355,7 @@ class _Execution:
                 total += self.routes.best(storage, where, device)[0]
             return total
 
-        best = min(self.instance.devices, key=price)
+        best = min(self.devices, key=price)
         if math.isinf(price(best)):
             raise _Stuck
         return best
@@ -396,8 +406,8 @@ class _Execution:
         for score, storage in victims:
             if excess <= 0 or math.isinf(score):
                 break
-            excess -= self.size[storage]
-            self.evict(storage, device)
+            if self.evict(storage, device):
+                excess -= self.size[storage]
         if excess > 0:
             raise _Stuck
 
@@ -425,7 +435,7 @@ class _Execution:
         following = min(
             (on[storage][-1], d) for d, on in enumerate(self.uses) if on[storage]
         )[1]
-        for other in self.instance.devices:
+        for other in self.devices:
             if (
                 other == device
                 or self.used[other] + self.size[storage] > self.limit[other]
@@ -451,12 +461,12 @@ class _Execution:
         op = self.producers[storage]
         if op is None or not self.may_rerun(op):
             return math.inf
-        total = float(self.cheapest(op))
+        total = float(self.cheapest[op])
         seen = {op}
         pending = [op]
         for current in pending:
             for read in self.graph.ops[current].reads:
-                if any(read in live for live in self.live) or self.is_resident[read]:
+                if self.is_resident[read] or any(read in live for live in self.live):
                     continue
                 ancestor = self.producers[read]
                 if ancestor in seen:
@@ -464,22 +474,23 @@ class _Execution:
                 if ancestor is None or not self.may_rerun(ancestor):
                     return math.inf
                 share = self.rule.ancestor_share if self.left[read] else 1.0
-                total += share * self.cheapest(ancestor)
+                total += share * self.cheapest[ancestor]
                 seen.add(ancestor)
                 pending.append(ancestor)
             if len(seen) > _CLOSURE_LIMIT:
                 break
         return total
 
-    def cheapest(self, op: int) -> int:
-        return min(c for c in self.instance.cost_ns[op] if c is not None)
-
-    def evict(self, storage: int, device: int) -> None:
-        goal = self.price(storage, device)[1]
+    def evict(self, storage: int, device: int) -> bool:
+        """Evict a storage; return whether it could be, after what went before."""
+        price, goal = self.price(storage, device)
+        if math.isinf(price):
+            return False
         if goal >= 0:
             self.steps.append(Copy(storage, device, goal))
             self.add(storage, goal)
         self.drop(storage, device)
+        return True
 
 
 def execute(
