@@ -138,8 +138,10 @@ def triplet(options: Options = DEFAULT_OPTIONS) -> Workload:
 def clip(options: Options = DEFAULT_OPTIONS) -> Workload:
     """Build an image and text model of two unequal transformers."""
     torch.manual_seed(options.seed)
-    width, batch = (32, 2) if options.tiny else (128 * options.scale, 8 * options.scale)
-    side, patch, length = (16, 8, 8) if options.tiny else (112, 8, 64)
+    width, batch = (
+        (16, 16) if options.tiny else (128 * options.scale, 8 * options.scale)
+    )
+    side, patch, length = (32, 8, 16) if options.tiny else (112, 8, 64)
     shared = {"num_attention_heads": 4, "attention_dropout": 0.0}
     config = transformers.CLIPConfig(
         text_config={

@@ -105,13 +105,11 @@ def test_a_real_model_trains_within_the_budget_bit_for_bit(
 ):
     monkeypatch.setenv("REMAT_CACHE_DIR", str(tmp_path))
     workload = JOINS[name](Options(tiny=True))
-    optimizer = workload.make_optimizer(workload.model)
     with torch.random.fork_rng():
         report = remat.verify(
             workload.model,
             workload.args,
-            budget="96%",
-            optimizer=optimizer,
+            budget="92%",
             loss=workload.loss,
             solver="join",
             repeats=1,
