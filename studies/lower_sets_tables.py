@@ -19,7 +19,7 @@ from remat.report.figures import save_figure
 from studies.lower_sets_networks import METHODS, NETWORKS, PAPER_CASE, STUDY
 from studies.pages import fill_place
 from studies.record import RESULTS, ROOT, measured_on, read
-from studies.tables import mebibytes, milliseconds, seconds, table, times
+from studies.tables import load, mebibytes, milliseconds, seconds, table, times
 
 Line = dict[str, Any]
 # Okabe and Ito's palette; remat's own choice, plain and checkpoint as in the other
@@ -194,6 +194,38 @@ def planning_table(results: NetworkResults) -> str:
     return table(("network", *methods), rows)
 
 
+def runs_table(results: NetworkResults) -> str:
+    """Return every run: its peak, its measured and its predicted time."""
+    head = (
+        "network",
+        "method",
+        "budget",
+        "measured peak",
+        "of plain",
+        "time",
+        "predicted time",
+        "pairs",
+        "other load",
+    )
+    rows = [
+        [
+            model,
+            method,
+            mebibytes(line["budget_bytes"]) if "budget_bytes" in line else line["case"],
+            mebibytes(line["measured_peak_bytes"]),
+            f"{_share(line):.1%}",
+            times(line["slowdown"]),
+            times(line["predicted_slowdown"]) if "predicted_slowdown" in line else "",
+            str(len(line["times_ns"])),
+            load(line),
+        ]
+        for model in results.networks
+        for method in results.methods
+        for line in results.runs(model, method)
+    ]
+    return table(head, rows)
+
+
 def exactness_text(results: NetworkResults) -> str:
     """Return how many planned runs were bitwise equal and within their budgets."""
     planned = [
@@ -321,6 +353,8 @@ def section(results: NetworkResults) -> str:
         planning_table(results),
         "### Time against memory",
         "\n".join(figures),
+        "### Every run",
+        runs_table(results),
     ]
     if failures:
         parts += ["### What failed", "\n".join(failures)]

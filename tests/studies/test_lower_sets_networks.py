@@ -359,6 +359,7 @@ def line(model: str, method: str, case: str, peak_percent: int, **more: Any) -> 
         "differs_from_captured": {"count": 0, "worst": None, "largest": None},
         "prediction_error": 0.0001,
         "search_s": 1.5,
+        "predicted_slowdown": 1.2,
     }
     return {
         **CONTEXT,
@@ -369,6 +370,8 @@ def line(model: str, method: str, case: str, peak_percent: int, **more: Any) -> 
         "plain_peak_bytes": 100 * 2**20,
         "measured_peak_bytes": peak_percent * 2**20,
         "slowdown": 1.25,
+        "times_ns": [5, 6],
+        "foreign_load": None,
         **({} if method == "checkpoint" else planned),
         **more,
     }
@@ -427,6 +430,22 @@ def test_tables_say_what_the_lines_say(tmp_path: Path) -> None:
     assert "| vgg19 | 1.5 s | 1.5 s |" in lower_sets_tables.planning_table(results)
     assert "Of 4 planned steps that were run, 4 are bitwise" in (
         lower_sets_tables.exactness_text(results)
+    )
+
+
+def test_every_run_is_told(tmp_path: Path) -> None:
+    results = write(
+        tmp_path,
+        plain_line("unet"),
+        line("unet", "checkpoint", "2", 60, foreign_load=0.125),
+        line("unet", "auto", "80%", 70),
+    )
+    *_, first, second = lower_sets_tables.runs_table(results).splitlines()
+    assert first == (
+        "| unet | checkpoint | 2 | 60.0 MiB | 60.0% | 1.25 x |  | 2 | 12 % |"
+    )
+    assert second == (
+        "| unet | auto | 71.0 MiB | 70.0 MiB | 70.0% | 1.25 x | 1.20 x | 2 |  |"
     )
 
 
