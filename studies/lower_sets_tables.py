@@ -280,9 +280,10 @@ def _reached(line: Line) -> str:
 
 
 def trade_off_figure(results: NetworkResults, model: str) -> Axes | None:
-    """Draw measured time against measured peak, one curve a method.
+    """Draw time against measured peak, one curve a method; ``None`` without any run.
 
-    Returns ``None`` where nothing was run.
+    Times are measured; what plans predict of theirs, from the operators' costs, is
+    drawn as open markers, since measured times are as noisy as the machine.
     """
     methods = [how for how in results.methods if results.runs(model, how)]
     if not methods:
@@ -302,6 +303,18 @@ def trade_off_figure(results: NetworkResults, model: str) -> Axes | None:
             markersize=4.5,
             label=method,
         )
+        predicted = [line for line in runs if "predicted_slowdown" in line]
+        if predicted:
+            ax.plot(
+                [100 * _share(line) for line in predicted],
+                [line["predicted_slowdown"] for line in predicted],
+                marker=marker,
+                linestyle="",
+                color=colour,
+                markerfacecolor="none",
+                markersize=6,
+                label=f"{method}, predicted",
+            )
     ax.plot(100, 1, "s", color=_GREY, label="plain")
     ax.axvline(
         100 - NETWORKS[model].reduction_percent,

@@ -516,7 +516,9 @@ def test_curves_have_one_point_a_run(tmp_path: Path) -> None:
     ax = lower_sets_tables.trade_off_figure(results, "unet")
     assert ax is not None
     curves = {str(each.get_label()): each.get_xydata() for each in ax.lines}
-    assert curves.keys() == {"auto", "checkpoint", "plain", "the paper's best"}
+    named = {"auto", "auto, predicted", "checkpoint", "plain", "the paper's best"}
+    assert curves.keys() == named
+    assert np.array_equal(curves["auto, predicted"], [[90, 1.2], [40, 1.2]])
     assert np.array_equal(curves["auto"], [[90, 1.1], [40, 1.5]])
     assert np.array_equal(curves["the paper's best"], [[52, 0], [52, 1]])
     assert lower_sets_tables.trade_off_figure(results, "vgg19") is None
