@@ -13,7 +13,8 @@ Departures from the paper [1]_:
   need fewer integer variables; the cheapest schedules of both are the same;
 * stages may be coarser (as in MONeT [2]_), which makes large graphs tractable at the
   price of the claim of optimality;
-* the search starts from the best schedule of two heuristics;
+* the search starts from the best schedule of two heuristics and, for larger models, of
+  Moccasin, which finds good schedules of large graphs early, and proves little;
 * what comes back is an order of computations: freeing is that of
   :mod:`remat.liveness`, and memory left over is spent by :mod:`remat.retention`;
 * rounding sweeps the threshold, at two budgets, instead of drawing at random.
@@ -43,7 +44,7 @@ from remat.solvers.backends.mathopt import (
     Solution,
 )
 from remat.solvers.backends.mathopt import solve as solve_model
-from remat.solvers.base import ProgressCallback
+from remat.solvers.base import ProgressCallback, ignore_progress
 from remat.solvers.frontier import Frontier, frontier
 from remat.solvers.frontier_model import ONE, FrontierModel, Rows, build_model
 from remat.solvers.frontier_search import (
@@ -55,6 +56,7 @@ from remat.solvers.frontier_search import (
     stop_reason,
     with_deadline,
 )
+from remat.solvers.moccasin import Moccasin
 from remat.units import format_ns
 
 DIRECT_ROWS = 15_000
@@ -71,6 +73,12 @@ LARGEST_ROWS = 1_000_000
 
 _COARSE_SHARE = 0.5
 """Share of the time for coarse stages before there is a stage per op."""
+
+_INTERVAL_ROWS = 3_000
+"""Models of more rows start from what Moccasin finds, too."""
+
+_INTERVAL_SHARE = 0.25
+"""Share of the time that Moccasin gets for that."""
 
 _FEWEST_STAGES = 3
 """Coarser than this says nothing more."""
@@ -203,7 +211,7 @@ class Checkmate:
     mip_solver
         Which solver; all but Gurobi come with OR-tools.
     starts_from_known
-        Whether to start from the best schedule of two heuristics.
+        Whether to start from the best schedule of others.
     improves
         Whether memory that a schedule leaves over is spent on recomputing less.
     threads
@@ -248,6 +256,8 @@ class Checkmate:
         if self.starts_from_known:
             on_progress("heuristics", 0.0)
             search.start_from_known()
+            if frontiers[-1].row_count > _INTERVAL_ROWS and not search.is_over:
+                _start_from_intervals(search)
         if search.is_over:
             return search.answer(
                 bound_ns=None,
@@ -422,6 +432,17 @@ class CheckmateLpRounding:
                 for stage in built.keeps
             ]
             search.adopt(built.frontier.order(built.frontier.complete(kept)))
+
+
+def _start_from_intervals(search: FrontierSearch) -> None:
+    """Run Moccasin for a while, from and to the incumbent of a search."""
+    share_s = _INTERVAL_SHARE * (search.limits.remaining_s or 0.0)
+    moccasin = Moccasin(starts_from_known=False)
+    found = moccasin.solve(
+        search.problem, Limits.after(share_s, search.limits.seed), ignore_progress
+    ).schedule
+    if found is not None:
+        search.start_from(found)
 
 
 def _unclaimed(answer: Proposal) -> Proposal:

@@ -37,6 +37,13 @@ SCALED_BUDGET = 1_000.0
 """What the budget is in the model otherwise."""
 
 
+LEAST_SIZE = 1e-4
+"""Exact sizes of fewer units count as none: solvers fail on many magnitudes."""
+
+LEAST_COST = 1e-5
+"""Costs of fewer units count as none; their sum is 10^5 units then."""
+
+
 class Rows(StrEnum):
     """The sets of rows."""
 
@@ -66,7 +73,8 @@ class Scale:
         """Return a size in units of the model."""
         if self.is_rounded:
             return float(ceil_slots(size_bytes, round(self.unit_bytes)))
-        return size_bytes / self.unit_bytes
+        size = size_bytes / self.unit_bytes
+        return size if size >= LEAST_SIZE else 0.0
 
 
 def scale_for(
@@ -86,8 +94,9 @@ def scale_for(
 
     Notes
     -----
-    Exact sizes lose nothing, and what the model proves holds for the problem up to the
-    solver's tolerance. Rounded sizes lose up to a unit per live item.
+    Exact sizes lose nothing, and what the model proves holds for the problem; schedules
+    can be over the budget by the solver's tolerance and the sizes that count as none,
+    each below a ten-millionth of the budget. Rounded sizes lose up to a unit per item.
     """
     budget_bytes = (
         (frontier.problem.budget_bytes or 0)
@@ -175,7 +184,7 @@ class FrontierModel:
             runs: dict[int, int] = {}
             for k in stage.reruns:
                 cost = frontier.nodes[k].cost_ns / self.cost_unit_ns
-                runs[k] = self.model.add_binary(cost)
+                runs[k] = self.model.add_binary(cost if cost >= LEAST_COST else 0.0)
             runs.update((k, ONE) for k in range(stage.first, stage.last + 1))
             self.runs.append(runs)
             self.keeps.append(

@@ -124,9 +124,13 @@ class FrontierSearch:
             limits = Limits.after(limit_s, self.limits.seed)
             found = solver.solve(self.problem, limits, ignore_progress).schedule
             if found is not None:
-                order = _order(found)
-                self.orders.append(order)
-                self.adopt(order)
+                self.start_from(found)
+
+    def start_from(self, schedule: Schedule) -> None:
+        """Adopt a schedule's order, and remember it for starts of the programs."""
+        order = _order(schedule)
+        self.orders.append(order)
+        self.adopt(order)
 
     def answer(
         self,

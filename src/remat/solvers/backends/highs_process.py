@@ -6,6 +6,7 @@ that it does not outlive the process that asked.
 """
 
 import json
+import math
 import os
 import queue
 import re
@@ -158,9 +159,24 @@ def call_highs(
         )
     except AttributeError as error:
         # OR-tools 9.15 fails to translate its own error; the cause says what it is.
-        msg = f"MathOpt refuses the model: {error.__context__ or error}"
+        cause = str(error.__context__ or error)
+        if "kError" in cause:
+            # HiGHS gave up, mostly for numbers of too many magnitudes.
+            return _failed(cause)
+        msg = f"MathOpt refuses the model: {cause}"
         raise SolverFault(msg) from error
     return plain(result, len(proto.variables.ids))
+
+
+def _failed(cause: str) -> dict[str, Any]:
+    return {
+        "reason": "numerical_error",
+        "limit": "",
+        "detail": f"HiGHS gave up: {cause}",
+        "objective": None,
+        "bound": -math.inf,
+        "values": [],
+    }
 
 
 # --- the asking side -----------------------------------------------------------------
