@@ -50,6 +50,8 @@ class ExecutionRule:
         recompute, below 100 to offload.
     limit_percent
         Percentage of each budget's room that is used.
+    reserve_bytes
+        Bytes per device that are left free beyond that; none if empty.
     """
 
     size_exponent: float = 1.0
@@ -57,6 +59,7 @@ class ExecutionRule:
     ancestor_share: float = 0.5
     copy_percent: int = 100
     limit_percent: int = 100
+    reserve_bytes: tuple[int, ...] = ()
 
 
 class _Stuck(Exception):  # noqa: N818 - control flow inside this module
@@ -135,6 +138,8 @@ class _Execution:
             math.inf if b is None else b * rule.limit_percent // 100
             for b in instance.budgets_bytes
         ]
+        for device, reserve in enumerate(rule.reserve_bytes):
+            self.limit[device] -= reserve
         self.pins = [Counter[int]() for _ in instance.devices]
         self.steps: list[Step] = []
         self.runs = 0

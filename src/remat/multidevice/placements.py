@@ -15,7 +15,7 @@ from remat.multidevice.execution import Placement
 from remat.multidevice.feasibility import runnable_devices
 from remat.multidevice.instance import DeviceInstance
 
-_CUTS = 8
+_CUTS = 5
 
 
 class Placements:

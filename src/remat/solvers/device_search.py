@@ -12,7 +12,7 @@ It ends at the time limit or after so many candidates.
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import ClassVar
 
@@ -23,6 +23,7 @@ from remat.multidevice.execution import ExecutionRule, Placement, execute
 from remat.multidevice.feasibility import infeasible_reason
 from remat.multidevice.instance import DeviceInstance
 from remat.multidevice.placements import Placements
+from remat.platform import Platform
 from remat.problem import Limits, Problem, Proposal, Status, StopReason
 from remat.schedule import Schedule
 from remat.simulator import Trace, simulate
@@ -35,18 +36,21 @@ from remat.units import format_bytes, format_ns
 
 RULES = (
     ExecutionRule(),
+    ExecutionRule(limit_percent=85),
+    ExecutionRule(limit_percent=70, distance_exponent=0.5),
+    ExecutionRule(limit_percent=50, distance_exponent=0.5),
     ExecutionRule(distance_exponent=0.5, ancestor_share=1.0),
     ExecutionRule(distance_exponent=0.0, ancestor_share=1.0),
     ExecutionRule(distance_exponent=0.0, ancestor_share=0.0),
     ExecutionRule(copy_percent=10),
     ExecutionRule(copy_percent=400),
-    ExecutionRule(limit_percent=85),
-    ExecutionRule(limit_percent=70, distance_exponent=0.5),
-    ExecutionRule(limit_percent=50, distance_exponent=0.5),
 )
 """How candidates evict, in the order in which rules are tried."""
 
 _PRESSURES = (0.25, 1.0, 4.0)
+_RESERVES = 2
+_CORE_STARTS = 5
+_FEWEST = 50
 _RELAXATION_S = 20.0
 _RELAXATION_SHARE = 0.2
 
@@ -85,6 +89,8 @@ class DeviceSearchRun:
     bound_ns: int = 0
     tried: int = 0
     held: frozenset[int] = field(default=frozenset())
+    # Another platform for the judge than the problem's, for studies.
+    judged_on: Platform | None = None
 
     def __post_init__(self) -> None:
         graph = self.problem.graph
@@ -93,25 +99,29 @@ class DeviceSearchRun:
         self.bound_ns = cost_bound_ns(self.problem)
 
     def cost_ns(self, candidate: Candidate) -> int:
-        """Return what the search makes small."""
-        if self.objective is Objective.SERIAL:
-            return candidate.trace.serial_ns
-        return candidate.trace.overlapped_ns
+        """Return what the search makes small, of a candidate."""
+        return self.time_ns(candidate.trace)
 
-    def offer(
-        self, schedule: Schedule, placement: Placement, rule: ExecutionRule
-    ) -> bool:
-        """Judge a schedule; return whether it is at least as good as the best."""
-        trace = simulate(self.problem.graph, self.problem.platform, schedule)
-        candidate = Candidate(schedule, trace, placement, rule)
-        if trace.violation is not None:
-            excess = trace.violation.excess_bytes
-            if not excess or self.best is not None:
-                return False
-            other = self.nearest
-            if other is None or excess <= self.excess(other):
+    def time_ns(self, trace: Trace) -> int:
+        """Return what the search makes small, of a replay."""
+        is_serial = self.objective is Objective.SERIAL
+        return trace.serial_ns if is_serial else trace.overlapped_ns
+
+    def judged(self, schedule: Schedule) -> Trace:
+        """Replay a schedule."""
+        platform = self.judged_on or self.problem.platform
+        return simulate(self.problem.graph, platform, schedule)
+
+    def offer(self, schedule: Schedule, placement: Placement) -> None:
+        """Judge a schedule that was found by other means."""
+        self.keep(Candidate(schedule, self.judged(schedule), placement, RULES[0]))
+
+    def keep(self, candidate: Candidate) -> bool:
+        """Keep a candidate that fits and is at least as good as the best."""
+        if candidate.trace.violation is not None:
+            excess = self.excess(candidate)
+            if excess and (self.nearest is None or excess <= self.excess(self.nearest)):
                 self.nearest = candidate
-                return True
             return False
         if self.best is None or self.cost_ns(candidate) <= self.cost_ns(self.best):
             self.best = candidate
@@ -125,15 +135,31 @@ class DeviceSearchRun:
         return 0 if violation is None else violation.excess_bytes
 
     def attempt(self, placement: Placement, rule: ExecutionRule) -> bool:
-        """Execute, judge; return whether the result is at least as good as the best."""
-        self.tried += 1
-        steps = execute(
-            self.instance, placement, rule, held=self.held, limits=self.limits
-        )
-        if steps is None:
-            return False
-        schedule = insert_discards(self.problem.graph, steps)
-        return self.offer(schedule, placement, rule)
+        """Execute, judge; return whether the result is at least as good as the best.
+
+        What fits as a list of steps may not fit when copies run ahead of it or behind:
+        then the device keeps as much free as was lacking, and again.
+        """
+        reserve = list(rule.reserve_bytes or (0,) * len(self.instance.devices))
+        for _ in range(_RESERVES):
+            self.tried += 1
+            careful = replace(rule, reserve_bytes=tuple(reserve))
+            steps = execute(
+                self.instance, placement, careful, held=self.held, limits=self.limits
+            )
+            if steps is None:
+                return False
+            schedule = insert_discards(self.problem.graph, steps)
+            trace = self.judged(schedule)
+            if self.best is not None and self.time_ns(trace) > self.cost_ns(self.best):
+                return False
+            if self.keep(Candidate(schedule, trace, placement, careful)):
+                return True
+            violation = trace.violation
+            if violation is None or violation.device is None or self.limits.is_over:
+                return False
+            reserve[violation.device] += violation.excess_bytes * 5 // 4
+        return False
 
     @property
     def is_proved(self) -> bool:
@@ -160,8 +186,11 @@ class DeviceSearch:
     objective
         What is to be small.
     candidates
-        Most candidates that are made; without a deadline the answer depends on nothing
-        else.
+        Most candidates that are made. The answer depends on nothing else where there is
+        no deadline.
+    op_runs
+        Most ops in all candidates together, so that large graphs get fewer of them; at
+        least fifty are made.
     """
 
     schedule_class: ClassVar[str] = "any schedule on any devices"
@@ -169,6 +198,7 @@ class DeviceSearch:
 
     objective: Objective = Objective.SERIAL
     candidates: int = 600
+    op_runs: int = 100_000
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback
@@ -228,22 +258,19 @@ class DeviceSearch:
         """Make candidates until the limit, the proof or the last candidate."""
         places = Placements(run.instance)
         rng = random.Random(run.limits.seed)  # noqa: S311 - not a secret
-        for placement in self.starts(run, places):
-            for rule in RULES:
-                was_found = run.best is not None
-                is_better = run.attempt(placement, rule)
+        for number, placement in enumerate(self.starts(run, places)):
+            # Rules that leave room are for when nothing fits.
+            for rule in RULES[:4] if number < _CORE_STARTS else RULES[:3:2]:
+                if run.best is not None and rule.limit_percent < 100:
+                    break
+                run.attempt(placement, rule)
+                self.report(run, on_progress)
                 if run.limits.is_over or run.is_proved:
                     return
-                # Rules that save more are for placements that do not fit.
-                if is_better and run.best is not None and rule is RULES[0]:
-                    break
-                if was_found and run.best is not None and rule is RULES[2]:
-                    break
-            self.report(run, on_progress)
         if not places.movable:
             self.vary_rules(run, rng, on_progress)
             return
-        while run.tried < self.candidates and not run.limits.is_over:
+        while run.tried < self.most(run) and not run.limits.is_over:
             start = run.best or run.nearest
             if start is None:
                 placement, rule = places.cheapest_everywhere(), rng.choice(RULES)
@@ -261,7 +288,7 @@ class DeviceSearch:
     ) -> None:
         """Try rules at random where there is nothing to place."""
         placement = Placements(run.instance).cheapest_everywhere()
-        while run.tried < self.candidates // 4 and not run.limits.is_over:
+        while run.tried < self.most(run) // 4 and not run.limits.is_over:
             rule = ExecutionRule(
                 size_exponent=rng.choice((0.5, 0.75, 1.0)),
                 distance_exponent=rng.choice((0.0, 0.25, 0.5, 1.0)),
@@ -274,9 +301,14 @@ class DeviceSearch:
             if run.is_proved:
                 return
 
+    def most(self, run: DeviceSearchRun) -> int:
+        """Return how many candidates are made of a graph of that size."""
+        by_size = self.op_runs // len(run.instance.graph.ops)
+        return min(self.candidates, max(_FEWEST, by_size))
+
     def report(self, run: DeviceSearchRun, on_progress: ProgressCallback) -> None:
         """Tell what the incumbent is."""
-        share = min(1.0, run.tried / self.candidates)
+        share = min(1.0, run.tried / self.most(run))
         if run.best is None:
             on_progress("no schedule yet", share)
         else:
@@ -334,7 +366,7 @@ class DeviceSearch:
         except SolverUnsuitableError:
             return
         if found.schedule is not None:
-            run.offer(found.schedule, placement, RULES[0])
+            run.offer(found.schedule, placement)
 
 
 def _nothing_fits(run: DeviceSearchRun, stop_reason: StopReason) -> str:

@@ -151,7 +151,7 @@ class XEngine:
     copies_anywhere: bool = False
     is_transient: bool = False
     max_rows: int = 150_000
-    time_limit_s: float | None = 600.0
+    time_limit_s: float | None = 60.0
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback
