@@ -15,6 +15,7 @@ from remat.errors import (
 from remat.floor import Floor, smallest_budget
 from remat.graph import TrainingGraph
 from remat.liveness import schedule_from_order, store_all_order
+from remat.overlapping import overlapping
 from remat.planning import solve_portfolio
 from remat.platform import Platform, single_device
 from remat.problem import Limits, Problem, Result, Status
@@ -283,7 +284,7 @@ def plan_on_devices(  # noqa: PLR0913 - every option that a user has
     return Plan(
         graph=graph,
         platform=platform,
-        schedule=schedule,
+        schedule=overlapping(graph, platform, schedule),
         solver=result.solver,
         status=result.status,
         bound_ns=result.bound_ns,
