@@ -236,7 +236,6 @@ def study_curves(name: str, *, tiny: bool, points: int = 14) -> Iterator[Line]:
         msg = f"{name} is no join"
         raise SystemExit(msg)
     whole = forms.join.join()
-    platform = single_device()
     plain_bytes = plain_peak_bytes(graph)
     floor = smallest_budget(graph, kind=graph.device_kinds[0])
     least_ns = sum(op.cost_ns[0] or 0 for op in graph.ops)
@@ -257,13 +256,10 @@ def study_curves(name: str, *, tiny: bool, points: int = 14) -> Iterator[Line]:
             "together_ns": cheapest(together, budget),
             "split_ns": cheapest(split, budget),
             "solver_ns": solved.cost_ns,
-            "devices": len(platform.devices),
         }
-    most = 2 * sum(whole.all_sizes)
-    least = least_budget(lambda budget: plan_stage_join(whole, budget, slots=64), most)
     shares = shares_of(whole)
-    for budget in geometric_budgets(least, sum(whole.all_sizes), points):
-        plan = plan_stage_join(whole, budget, slots=100)
+    for budget in budgets_of(whole, points):
+        plan = plan_stage_join(whole, budget, slots=slots_of(whole))
         yield {
             "curve": "program",
             "budget_bytes": budget,
@@ -302,16 +298,34 @@ def cheapest(weights: Sequence[tuple[int, int]], budget: int) -> int | None:
 
 def plans_together(whole: StageJoin, count: int = 60) -> Iterator[Sequence[Operation]]:
     """Yield plans of all branches together, for many budgets of the program."""
-    most = 2 * sum(whole.all_sizes)
-    least = least_budget(
-        lambda budget: plan_stage_join(whole, budget, slots=64),
-        most,
-        tolerance_bytes=most // 2000,
-    )
-    for budget in geometric_budgets(least, sum(whole.all_sizes), count):
-        plan = plan_stage_join(whole, budget, slots=64)
+    for budget in budgets_of(whole, count):
+        plan = plan_stage_join(whole, budget, slots=slots_of(whole))
         if plan is not None:
             yield plan.operations
+
+
+def slots_of(whole: StageJoin) -> int:
+    """Return the slots that a budget is divided into: fewer for three branches."""
+    return 300 if len(whole.branches) == 2 else 100
+
+
+def budgets_of(whole: StageJoin, count: int) -> list[int]:
+    """Return budgets from the least that the program can do with to everything."""
+
+    def plan(budget: int) -> ChainPlan | None:
+        return plan_stage_join(whole, budget, slots=64)
+
+    def is_plain(budget: int) -> bool | None:
+        found = plan(budget)
+        return True if found is not None and found.cost_ns == whole.least_ns else None
+
+    most = 2 * sum(whole.all_sizes)
+    tolerance = most // 2000
+    return geometric_budgets(
+        least_budget(plan, most, tolerance_bytes=tolerance),
+        least_budget(is_plain, most, tolerance_bytes=tolerance),
+        count,
+    )
 
 
 def shares_of(whole: StageJoin, count: int = 24) -> list[list[tuple[int, ChainPlan]]]:
