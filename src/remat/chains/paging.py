@@ -32,15 +32,19 @@ from remat.schedule import Compute, Copy, Discard, Schedule, Step
 class Bandwidth:
     """Speeds of the links between device and host, in bytes per second.
 
-    0 means that there is no such link: nothing can be paged.
+    0 means that there is no such link: nothing can be paged. Each copy takes a latency
+    in nanoseconds besides.
     """
 
     out_bytes_per_s: int
     in_bytes_per_s: int
+    out_latency_ns: int = 0
+    in_latency_ns: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.out_bytes_per_s, self.in_bytes_per_s) < 0:
-            msg = f"bandwidths must be 0 or more: {self}"
+        speeds = (self.out_bytes_per_s, self.in_bytes_per_s)
+        if min(*speeds, self.out_latency_ns, self.in_latency_ns) < 0:
+            msg = f"bandwidths and latencies must be 0 or more: {self}"
             raise InvalidGraphError(msg)
 
     @property
@@ -50,11 +54,11 @@ class Bandwidth:
 
     def out_ns(self, size_bytes: int) -> int:
         """Return the time of a copy to the host, rounded up."""
-        return -(-size_bytes * 10**9 // self.out_bytes_per_s)
+        return self.out_latency_ns - (-size_bytes * 10**9 // self.out_bytes_per_s)
 
     def in_ns(self, size_bytes: int) -> int:
         """Return the time of a copy to the device, rounded up."""
-        return -(-size_bytes * 10**9 // self.in_bytes_per_s)
+        return self.in_latency_ns - (-size_bytes * 10**9 // self.in_bytes_per_s)
 
 
 @dataclass(slots=True)
@@ -96,7 +100,7 @@ class PagedSchedule:
     pages
         What is paged.
     schedule
-        Everything as steps; the host is device 1.
+        Everything as steps.
     """
 
     time_ns: int
@@ -112,6 +116,7 @@ class _Line:
     """The stops of a schedule: what they take, and what lies idle between uses."""
 
     graph: TrainingGraph
+    kind_index: int = 0
     stops: list[Step] = field(default_factory=list[Step])
     # Discards after each stop.
     discards: list[list[Discard]] = field(default_factory=list[list[Discard]])
@@ -156,27 +161,39 @@ class _Line:
     def effect(self, step: Step) -> tuple[Sequence[int], Sequence[int], int, int]:
         if isinstance(step, Compute):
             op = self.graph.ops[step.op]
-            cost = op.cost_ns[0]
+            cost = op.cost_ns[self.kind_index]
             if cost is None:
-                msg = f"op {op.name!r} has no cost on {self.graph.device_kinds[0]!r}"
+                kind = self.graph.device_kinds[self.kind_index]
+                msg = f"op {op.name!r} has no cost on {kind!r}"
                 raise InvalidGraphError(msg)
-            return op.reads, op.writes, cost, op.workspace_bytes[0]
+            workspace = op.workspace_bytes[self.kind_index]
+            return op.reads, op.writes, cost, workspace
         return self.graph.forward_outputs, self.graph.tangents, 0, 0
 
 
 def page(
-    graph: TrainingGraph, schedule: Schedule, budget_bytes: int, link: Bandwidth
+    graph: TrainingGraph,
+    schedule: Schedule,
+    budget_bytes: int,
+    link: Bandwidth,
+    *,
+    host: int = 1,
+    kind_index: int = 0,
 ) -> PagedSchedule | None:
     """Return ``schedule`` with paging that keeps the device within a budget.
 
     Parameters
     ----------
     graph, schedule
-        A valid schedule of one device; device kind 0 gives the costs.
+        A valid schedule of device 0 alone.
     budget_bytes
         Most bytes live on the device at any time.
     link
         Speeds of the copies.
+    host
+        Index of the device to copy to.
+    kind_index
+        Position of device 0's kind in the ops' costs.
 
     Returns
     -------
@@ -187,19 +204,19 @@ def page(
     Raises
     ------
     InvalidGraphError
-        If the schedule has copies, or an op no cost on device kind 0.
+        If the schedule has copies, or an op no cost on that kind.
 
     Notes
     -----
     Time O(stops * gaps) for as many gaps as there are idle times of storages.
     """
-    line = _Line(graph)
+    line = _Line(graph, kind_index)
     line.read(schedule)
     chosen = _choose(line, budget_bytes)
     if chosen is None or (chosen and not link.is_usable):
         return None
     pages = _place(line, chosen, budget_bytes, link) if chosen else []
-    steps = _steps(line, pages)
+    steps = _steps(line, pages, host)
     serial = sum(line.cost_ns)
     serial += sum(link.out_ns(p.size_bytes) + link.in_ns(p.size_bytes) for p in pages)
     return PagedSchedule(
@@ -300,15 +317,19 @@ def _time_ns(line: _Line, pages: Sequence[Page], link: Bandwidth) -> int:
     return now
 
 
-def _steps(line: _Line, pages: Sequence[Page]) -> Iterator[Step]:
-    starts, awaits, issues = (_by(pages, key) for key in ("start", "awaited", "issued"))
+def _steps(line: _Line, pages: Sequence[Page], host: int) -> Iterator[Step]:
+    starts, awaits = _by(pages, "start"), _by(pages, "awaited")
+    issues, ends = _by(pages, "issued"), _by(pages, "end")
     for stop, step in enumerate(line.stops):
         for p in awaits[stop]:
             yield Discard(p.storage, 0)
         for p in issues[stop]:
-            yield Copy(p.storage, 1, 0)
-            yield Discard(p.storage, 1)
+            yield Copy(p.storage, host, 0)
         yield step
+        # The copy back has arrived: what was read it. Earlier, freeing the host's bytes
+        # would have to wait for it.
+        for p in ends[stop]:
+            yield Discard(p.storage, host)
         yield from line.discards[stop]
         for p in starts[stop]:
-            yield Copy(p.storage, 0, 1)
+            yield Copy(p.storage, 0, host)
