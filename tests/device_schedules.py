@@ -16,8 +16,9 @@ from remat.plan_request import PlanRequest
 from remat.platform import Device, DeviceKind, Platform
 from remat.problem import Limits, Problem, Proposal, Status
 from remat.schedule import Boundary, Compute, Copy, Schedule, Step
-from remat.simulator import simulate
+from remat.simulator import Trace, simulate
 from remat.solvers.base import ProgressCallback
+from remat.training_plan import Plan
 from tests.modules import Case
 
 SLOW = DeviceKind(name="slow", runs_on="cpu", time_percent=300)
@@ -217,6 +218,11 @@ class HandMade:
         if trace.violation is None:
             return Proposal(status=Status.FEASIBLE, schedule=schedule)
         return Proposal(status=Status.UNKNOWN, message=str(trace.violation))
+
+    def trace_of(self, plan: Plan) -> Trace:
+        """Return the replay of the schedule as it is made by hand."""
+        schedule = self.choose(plan.graph, plan.platform)
+        return simulate(plan.graph, plan.platform, schedule)
 
 
 @dataclass(frozen=True)
