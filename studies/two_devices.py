@@ -31,6 +31,7 @@ from torch.nn import functional
 import remat
 from remat.floor import smallest_budget
 from remat.graph import TrainingGraph
+from remat.multidevice.feasibility import infeasible_reason
 from remat.multidevice.instance import DeviceInstance
 from remat.planning import solve_portfolio
 from remat.platform import Device, DeviceKind, Link, Platform, single_device
@@ -231,9 +232,13 @@ def in_list_order(
         platform,
         devices=tuple(replace(d, budget_bytes=None) for d in platform.devices),
     )
+    instance = DeviceInstance.of(problem)
+    reason = infeasible_reason(instance)
+    if reason is not None:
+        return {"message": reason}
     run = DeviceSearchRun(
         problem,
-        DeviceInstance.of(problem),
+        instance,
         Objective.SERIAL,
         Limits.after(seconds),
         judged_on=anywhere,

@@ -36,14 +36,14 @@ from remat.units import format_bytes, format_ns
 
 RULES = (
     ExecutionRule(),
+    ExecutionRule(copy_percent=10_000, distance_exponent=0.5, ancestor_share=1.0),
+    ExecutionRule(copy_percent=400),
     ExecutionRule(limit_percent=85),
     ExecutionRule(limit_percent=70, distance_exponent=0.5),
-    ExecutionRule(limit_percent=50, distance_exponent=0.5),
     ExecutionRule(distance_exponent=0.5, ancestor_share=1.0),
     ExecutionRule(distance_exponent=0.0, ancestor_share=1.0),
     ExecutionRule(distance_exponent=0.0, ancestor_share=0.0),
     ExecutionRule(copy_percent=10),
-    ExecutionRule(copy_percent=400),
 )
 """How candidates evict, in the order in which rules are tried."""
 
@@ -63,6 +63,14 @@ class Objective(StrEnum):
 
     OVERLAPPED = "overlapped"
     """The end of the last step when devices and links work at the same time."""
+
+
+class Outcome(StrEnum):
+    """What came of a candidate."""
+
+    KEPT = "kept"
+    WORSE = "worse"
+    UNFIT = "unfit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +142,8 @@ class DeviceSearchRun:
         violation = candidate.trace.violation
         return 0 if violation is None else violation.excess_bytes
 
-    def attempt(self, placement: Placement, rule: ExecutionRule) -> bool:
-        """Execute, judge; return whether the result is at least as good as the best.
+    def attempt(self, placement: Placement, rule: ExecutionRule) -> Outcome:
+        """Execute, judge; return what came of it.
 
         What fits as a list of steps may not fit when copies run ahead of it or behind:
         then the device keeps as much free as was lacking, and again.
@@ -148,18 +156,22 @@ class DeviceSearchRun:
                 self.instance, placement, careful, held=self.held, limits=self.limits
             )
             if steps is None:
-                return False
+                return Outcome.UNFIT
             schedule = insert_discards(self.problem.graph, steps)
             trace = self.judged(schedule)
-            if self.best is not None and self.time_ns(trace) > self.cost_ns(self.best):
-                return False
             if self.keep(Candidate(schedule, trace, placement, careful)):
-                return True
+                return Outcome.KEPT
             violation = trace.violation
-            if violation is None or violation.device is None or self.limits.is_over:
-                return False
+            if violation is None or self.is_worse(trace):
+                return Outcome.WORSE if violation is None else Outcome.UNFIT
+            if violation.device is None or self.limits.is_over:
+                return Outcome.UNFIT
             reserve[violation.device] += violation.excess_bytes * 5 // 4
-        return False
+        return Outcome.UNFIT
+
+    def is_worse(self, trace: Trace) -> bool:
+        """Return whether the best schedule takes less time, fit or not."""
+        return self.best is not None and self.time_ns(trace) > self.cost_ns(self.best)
 
     @property
     def is_proved(self) -> bool:
@@ -259,14 +271,14 @@ class DeviceSearch:
         places = Placements(run.instance)
         rng = random.Random(run.limits.seed)  # noqa: S311 - not a secret
         for number, placement in enumerate(self.starts(run, places)):
-            # Rules that leave room are for when nothing fits.
-            for rule in RULES[:4] if number < _CORE_STARTS else RULES[:3:2]:
-                if run.best is not None and rule.limit_percent < 100:
-                    break
-                run.attempt(placement, rule)
+            # The other rules are for what does not fit.
+            for rule in RULES[:4] if number < _CORE_STARTS else RULES[:2]:
+                outcome = run.attempt(placement, rule)
                 self.report(run, on_progress)
                 if run.limits.is_over or run.is_proved:
                     return
+                if outcome is not Outcome.UNFIT:
+                    break
         if not places.movable:
             self.vary_rules(run, rng, on_progress)
             return
