@@ -1,6 +1,8 @@
 """Solvers, one file a method, and the explicit table of them."""
 
 from remat.solvers.base import Solver as Solver
+from remat.solvers.checkmate import Checkmate as Checkmate
+from remat.solvers.checkmate import CheckmateLpRounding as CheckmateLpRounding
 from remat.solvers.chen import ChenGreedy as ChenGreedy
 from remat.solvers.chen import ChenLowerSets as ChenLowerSets
 from remat.solvers.chen import ChenSqrt as ChenSqrt
@@ -10,6 +12,7 @@ from remat.solvers.join import Join as Join
 from remat.solvers.lower_sets import LowerSets as LowerSets
 from remat.solvers.lower_sets import LowerSetsApprox as LowerSetsApprox
 from remat.solvers.min_cut_retention import MinCutRetention as MinCutRetention
+from remat.solvers.moccasin import Moccasin as Moccasin
 from remat.solvers.rotor import Revolve as Revolve
 from remat.solvers.rotor import Rotor as Rotor
 from remat.solvers.store_all import StoreAll as StoreAll
@@ -27,6 +30,9 @@ SOLVERS: dict[str, type[Solver]] = {
     "lower-sets-approx": LowerSetsApprox,
     "rotor": Rotor,
     "revolve": Revolve,
+    "checkmate": Checkmate,
+    "checkmate-lp-rounding": CheckmateLpRounding,
+    "moccasin": Moccasin,
     "join": Join,
     "device-search": DeviceSearch,
     "xengine": XEngine,
