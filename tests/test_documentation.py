@@ -27,6 +27,7 @@ PAGES_WITH_CODE = [
     "docs/usage.md",
     "docs/extending.md",
     "docs/lower-sets.md",
+    "docs/xengine.md",
 ]
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
