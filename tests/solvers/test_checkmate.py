@@ -279,13 +279,13 @@ def test_stages_are_coarser_where_a_stage_per_op_is_too_much(
     graph = unet_like(3).graph
     budget = budgets_between(graph, 3)[1]
     monkeypatch.setattr(checkmate, "DIRECT_ROWS", 10_000)
-    monkeypatch.setattr(checkmate, "COARSE_ROWS", 3_000)
-    coarse, full = checkmate.stages_for(problem(graph, budget), None)
-    assert coarse.row_count <= 3_000 < full.row_count
+    monkeypatch.setattr(checkmate, "COARSE_ROWS", (2_000, 5_000))
+    coarser, coarse, full = checkmate.stages_for(problem(graph, budget), None)
+    assert coarser.row_count <= 2_000 < coarse.row_count <= 5_000 < full.row_count
     assert len(full.stages) == len(full.nodes)
     monkeypatch.setattr(checkmate, "FULL_ROWS", 10_000)
-    (only,) = checkmate.stages_for(problem(graph, budget), None)
-    assert len(only.stages) == len(coarse.stages)
+    *_, last = checkmate.stages_for(problem(graph, budget), None)
+    assert len(last.stages) == len(coarse.stages)
 
 
 def test_too_many_rows_are_declined_with_advice(monkeypatch: pytest.MonkeyPatch):

@@ -62,17 +62,14 @@ from remat.units import format_ns
 DIRECT_ROWS = 15_000
 """Up to this many rows a stage per op is tried at once, unless other is asked for."""
 
-COARSE_ROWS = 60_000
-"""Before larger models, coarse stages are tried that have no more rows than this."""
+COARSE_ROWS = (10_000, 60_000)
+"""Before larger models, coarse stages are tried that have no more rows than these."""
 
 FULL_ROWS = 400_000
 """After those, a stage per op is tried if that makes no more rows than this."""
 
 LARGEST_ROWS = 1_000_000
 """Models with more rows are declined."""
-
-_COARSE_SHARE = 0.5
-"""Share of the time for coarse stages before there is a stage per op."""
 
 _INTERVAL_ROWS = 3_000
 """Models of more rows start from what Moccasin finds, too."""
@@ -102,9 +99,9 @@ def stages_for(problem: Problem, backward_ops_per_stage: int | None) -> list[Fro
         With a budget, for device 0 alone.
     backward_ops_per_stage
         As for :func:`remat.solvers.frontier.frontier`. ``None`` for a stage per op if
-        that has at most :data:`DIRECT_ROWS` rows; otherwise first for stages of as
-        few backward ops, a power of two, as have at most :data:`COARSE_ROWS`, and then
-        for a stage per op unless that has more than :data:`FULL_ROWS`.
+        that has at most :data:`DIRECT_ROWS` rows; otherwise, for each of
+        :data:`COARSE_ROWS`, stages of as few backward ops, a power of two, as have no
+        more rows, and then a stage per op unless that has more than :data:`FULL_ROWS`.
 
     Raises
     ------
@@ -119,11 +116,13 @@ def stages_for(problem: Problem, backward_ops_per_stage: int | None) -> list[Fro
     full = _staged(problem, 0)
     if full.row_count <= DIRECT_ROWS:
         return [full]
-    coarse = _coarse_enough(problem, COARSE_ROWS)
     found: list[Frontier] = []
-    # Where there is no backward pass to speak of, coarse stages recompute nothing.
-    if len(coarse.stages) > _FEWEST_STAGES and coarse.row_count <= COARSE_ROWS:
-        found.append(coarse)
+    for rows in COARSE_ROWS:
+        coarse = _coarse_enough(problem, rows)
+        # Where there is no backward pass to speak of, coarse stages recompute nothing.
+        is_small = len(coarse.stages) > _FEWEST_STAGES and coarse.row_count <= rows
+        if is_small and (not found or len(coarse.stages) > len(found[-1].stages)):
+            found.append(coarse)
     if full.row_count <= FULL_ROWS:
         found.append(full)
     if not found:
@@ -265,9 +264,10 @@ class Checkmate:
                 message="no time was left for the integer program",
             )
         run = self._solve_stages(search, frontiers[0], len(frontiers), on_progress)
-        for staged in frontiers[1:]:
+        for index, staged in enumerate(frontiers[1:], 1):
             if not search.is_over and not run.found.is_interrupted:
-                run = self._solve_stages(search, staged, 1, on_progress)
+                left = len(frontiers) - index
+                run = self._solve_stages(search, staged, left, on_progress)
         return self._answer(search, run)
 
     def _solve_stages(
@@ -280,7 +280,7 @@ class Checkmate:
         """Solve the model of some stages, and adopt what it finds."""
         limits = search.limits
         if models_left > 1 and limits.remaining_s is not None:
-            limits = Limits.after(_COARSE_SHARE * limits.remaining_s, limits.seed)
+            limits = Limits.after(limits.remaining_s / models_left, limits.seed)
         run = self._solve_model(search, staged, self.memory_slots, limits, on_progress)
         order = run.order
         if order and not search.adopt(order) and self.memory_slots is None:
@@ -392,7 +392,7 @@ class CheckmateLpRounding:
             return _unclaimed(answer)
         bound_ns = None
         is_interrupted = False
-        frontiers = stages_for(problem, self.backward_ops_per_stage)
+        frontiers = stages_for(problem, self.backward_ops_per_stage)[-2:]
         for staged in frontiers:
             on_progress("linear program", 0.0)
             is_full = len(staged.stages) == len(staged.nodes)
