@@ -29,7 +29,7 @@ from remat.testing import SolverContract, budgets_between, scale_graph
 # Baselines that may recompute, or find nothing, where storing everything fits.
 RECOMPUTES_ALWAYS = {"chen-sqrt", "chen-greedy", "chen-lower-sets"}
 # Solvers for several devices: with one, they store everything or decline.
-FOR_SEVERAL_DEVICES = {"device-search", "xengine", "xengine-published"}
+FOR_SEVERAL_DEVICES = {"device-search", "pofo", "xengine", "xengine-published"}
 # Solvers for chains or joins, and a graph that they do not decline.
 STRUCTURES = {"rotor": "mlp", "revolve": "mlp", "join": "siamese"}
 # These, too, decline other graphs.

@@ -13,6 +13,7 @@ from remat.solvers.lower_sets import LowerSets as LowerSets
 from remat.solvers.lower_sets import LowerSetsApprox as LowerSetsApprox
 from remat.solvers.min_cut_retention import MinCutRetention as MinCutRetention
 from remat.solvers.moccasin import Moccasin as Moccasin
+from remat.solvers.pofo import PoFo as PoFo
 from remat.solvers.rotor import Revolve as Revolve
 from remat.solvers.rotor import Rotor as Rotor
 from remat.solvers.store_all import StoreAll as StoreAll
@@ -34,6 +35,7 @@ SOLVERS: dict[str, type[Solver]] = {
     "checkmate-lp-rounding": CheckmateLpRounding,
     "moccasin": Moccasin,
     "join": Join,
+    "pofo": PoFo,
     "device-search": DeviceSearch,
     "xengine": XEngine,
     "xengine-published": XEnginePublished,
@@ -51,5 +53,5 @@ AUTO: tuple[type[Solver], ...] = (
 )
 """What ``solver="auto"`` runs, in this order, until the bound on every cost is met."""
 
-AUTO_DEVICES: tuple[type[Solver], ...] = (DeviceSearch, XEngine)
+AUTO_DEVICES: tuple[type[Solver], ...] = (PoFo, DeviceSearch, XEngine)
 """What ``solver="auto"`` runs where there are several devices."""

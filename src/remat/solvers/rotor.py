@@ -30,10 +30,11 @@ from remat.chains.conventions import CHECKPOINTS_ONLY
 from remat.chains.revolve import plan_chain
 from remat.chains.rotor import plan_rotor
 from remat.errors import SolverUnsuitableError
+from remat.graph import TrainingGraph
 from remat.problem import Limits, Problem, Proposal
 from remat.reductions.stages import ChainOfStages, reduce_to_chain
 from remat.solvers.base import ProgressCallback
-from remat.solvers.order_search import OrderSearch, geometric_budgets
+from remat.solvers.order_search import geometric_budgets
 from remat.solvers.plan_search import PlanSearch
 
 _FEWEST_STAGES = 3
@@ -54,22 +55,22 @@ def _sweep_slots(
         yield (index + 1) / len(numbers)
 
 
-def _chain_of(search: OrderSearch, max_stages: int) -> ChainOfStages:
-    """Return the chain, or raise that there is none.
+def chain_of(graph: TrainingGraph, kind_index: int, max_stages: int) -> ChainOfStages:
+    """Return a graph as a chain of stages, or raise that it is none.
 
     Raises
     ------
     SolverUnsuitableError
         If the graph cannot be cut into stages.
     """
-    graph = search.graph
-    chain = reduce_to_chain(graph, kind_index=search.kind_index, max_stages=max_stages)
+    chain = reduce_to_chain(graph, kind_index=kind_index, max_stages=max_stages)
     found = 0 if chain is None else len(chain.chain.stages)
     if chain is None or found < _FEWEST_STAGES:
         msg = (
             f"graph {graph.name!r} is no chain: forward can be cut where one value alone "
             f"crosses at {found} places, and a chain needs {_FEWEST_STAGES}; for other "
-            "graphs there are the solvers 'lower-sets' and 'min-cut-retention'"
+            "graphs there are the solvers 'join' (branches that meet), 'lower-sets' and "
+            "'min-cut-retention'"
         )
         raise SolverUnsuitableError(msg)
     return chain
@@ -88,7 +89,7 @@ def _solve(
     if (proposal := search.at_once()) is not None:
         return proposal
     on_progress("chain of stages", 0.0)
-    chain = _chain_of(search, max_stages)
+    chain = chain_of(search.graph, search.kind_index, max_stages)
     for share in sweep(search, chain):
         on_progress("chain of stages", share / 2)
     for share in search.improve_best(improved_count):
