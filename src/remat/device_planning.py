@@ -364,8 +364,8 @@ def _refuse(
         hint += f" and nothing elsewhere, made of {listing}"
     proved = "no schedule fits" if result.status is Status.INFEASIBLE else "none found"
     msg = (
-        f"{proved} in {asked} ({result.solver}: {result.message}); {hint}; raise the "
-        "budgets, or shrink the batch"
+        f"{proved} in {asked}; {hint}; raise the budgets, or shrink the batch (tried: "
+        f"{'; '.join(result.candidates)})"
     )
     home = platform.devices[0]
     home_bytes = home.budget_bytes or 0

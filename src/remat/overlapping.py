@@ -110,6 +110,9 @@ class _LateDiscards:
             for storage in self.graph.ops[step.op].writes:
                 if storage in self.waiting[step.device]:
                     self.release(storage, step.device)
+        if isinstance(step, Boundary):
+            # What forward does not hand over ends with it.
+            self.release_all()
         for device, size_bytes in _bytes_during(
             self.graph, self.platform, step
         ).items():
@@ -148,10 +151,13 @@ class _LateDiscards:
         self.copied.discard(place)
         self.used[place[1]] -= self.graph.storages[place[0]].size_bytes
 
-    def end(self) -> list[Step]:
+    def release_all(self) -> None:
         for device, waiting in enumerate(self.waiting):
             while waiting:
                 self.release(waiting[0], device)
+
+    def end(self) -> list[Step]:
+        self.release_all()
         return self.steps
 
 

@@ -100,6 +100,10 @@ def await_copy(event: Any, place: str, *_held: torch.Tensor) -> None:
         torch.cuda.current_stream(device).wait_event(event)
 
 
+def release(_tensor: torch.Tensor) -> None:
+    """Mark where the plan gives up a tensor, which is held until then."""
+
+
 @functools.cache
 def _stream(source: str, target: str) -> Any:
     """Return the stream of a link: one for each direction between two devices."""

@@ -29,6 +29,7 @@ from remat.runtime.copies import (
     copied,
     landed_tensor,
     landing_event,
+    release,
     start_copy,
 )
 from remat.runtime.marks import mark_device
@@ -223,7 +224,9 @@ class _Pass:
                 case Discard():
                     place = step.storage, step.device
                     self.await_copies(place, is_reused=True)
-                    self.live.pop(place, None)
+                    value = self.live.pop(place, None)
+                    if value is not None and self.program.platform is not None:
+                        self.graph.call_function(release, (value,))
                     self.discarded.add(place)
                 case Copy():
                     self.mark(step.target)
