@@ -57,9 +57,9 @@ from studies.record import (
 FILE = RESULTS / "joins.jsonl"
 FIGURE = ROOT / "docs" / "images" / "joins-overhead.svg"
 MODELS = {**JOINS, **CHAINS}
-SEGMENTS = (2, 4, 6)
+SEGMENTS = (2, 4)
 """What ``checkpoint_sequential`` is asked for on convolutional encoders."""
-GROUPS = {"vgg19": (1, 2, 4), "resnet101": (1, 3, 6), "gpt2": (1,), "clip": (1,)}
+GROUPS = {"vgg19": (1, 2), "resnet101": (1, 3), "gpt2": (1,)}
 """Consecutive blocks that are checkpointed together on the other models."""
 BELOW = 0.85
 """The tight budget, over the smallest peak that checkpointing reaches."""
@@ -152,21 +152,21 @@ def study_measured(name: str, repeats: int, *, tiny: bool) -> Iterator[Line]:
         eager = step.outcome(None, 1)
         request = subject.request(2**62, solver="store-all", costs="estimated")
         captured = step.outcome(FittedModel(workload.model, request), 1)
-        peaks: dict[str, int] = {}
+        peaks = {label: step.peak_bytes(p) for label, p in step.peers.items()}
+        tightest = min(peaks, key=peaks.__getitem__)
         for label, peer in step.peers.items():
-            peaks[label] = step.peak_bytes(peer)
-            for solver in (method, "auto"):
+            differs = exactness(eager, step.outcome(peer, 1))
+            for solver in (method, "auto") if label == tightest else (method,):
                 yield {
                     "peer": label,
                     "peer_peak_bytes": peaks[label],
-                    "peer_differs_from_eager": exactness(eager, step.outcome(peer, 1)),
+                    "peer_differs_from_eager": differs,
                     **study_budget(
                         subject, peaks[label], solver, (eager, captured), peer, repeats
                     ),
                 }
-        tight = int(BELOW * min(peaks.values()))
-        for solver in (method, "auto"):
-            yield study_budget(subject, tight, solver, (eager, captured), None, repeats)
+        tight = int(BELOW * peaks[tightest])
+        yield study_budget(subject, tight, method, (eager, captured), None, repeats)
 
 
 def study_budget(
