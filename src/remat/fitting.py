@@ -22,7 +22,13 @@ from remat.capture.tracing import (
 from remat.costing import Costs
 from remat.device_planning import Budget, budget_of
 from remat.errors import CaptureError, ExecutionError
-from remat.plan_request import Loss, PlanRequest, check_model, platform_of
+from remat.plan_request import (
+    Loss,
+    PlanRequest,
+    check_is_plannable,
+    check_model,
+    platform_of,
+)
 from remat.platform import Platform
 from remat.profile.described_loss import DescribedLoss
 from remat.runtime.backend import PlannedBackend, StoppedBeforeRunningError
@@ -63,7 +69,12 @@ class FittedModel:
 
     def __init__(self, model: nn.Module, request: PlanRequest) -> None:
         check_model(model)
+        check_is_plannable(model, request.optimizer)
         self.model = model
+        # What the calls of the model ran before it was fitted.
+        self.previous_call = model._compiled_call_impl
+        if isinstance(self.previous_call, FittedModel):
+            self.previous_call = self.previous_call.previous_call
         self.request = request
         self.optimizer_memory = optimizer_memory(request)
         self.loss = None if request.loss is None else DescribedLoss(request.loss)
@@ -248,7 +259,7 @@ def fit(
     progress
         Called with what is being done and the share of it that is done.
     plan
-        A saved plan to install instead of making one.
+        A saved plan to install instead of making one; it has its own budget.
 
     Returns
     -------
@@ -344,7 +355,7 @@ def release(model: nn.Module) -> nn.Module:
     """
     check_model(model)
     if isinstance(model._compiled_call_impl, FittedModel):
-        model._compiled_call_impl = None
+        model._compiled_call_impl = model._compiled_call_impl.previous_call
     return model
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from remat.costing import Costs
 from remat.device_planning import Budget, budgets_bytes, check_budgets, device_solvers
-from remat.errors import UnitError
+from remat.errors import CaptureError, UnitError
 from remat.graph_planning import chosen_solvers, several_budgets
 from remat.platform import Platform
 from remat.serialisation import load_platform
@@ -45,6 +46,12 @@ class PlanRequest:
     def __post_init__(self) -> None:
         if self.given_plan is not None:
             _check("plan", self.given_plan, Plan, "a plan, as remat.load_plan returns")
+            if self.budget is not None:
+                msg = (
+                    f"plan= and budget={self.budget!r} are given; a saved plan has its "
+                    "own budget, so leave one of them out"
+                )
+                raise ValueError(msg)
         else:
             self._check_budget()
         if self.optimizer is not None:
@@ -97,6 +104,38 @@ def check_model(model: object) -> None:
         If it is not a module.
     """
     _check("model", model, nn.Module, "a torch.nn.Module")
+
+
+def check_is_plannable(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Refuse a model without its parameters, or an optimizer of another one's.
+
+    Raises
+    ------
+    CaptureError
+        If a module makes its parameters at its first call.
+    ValueError
+        If the optimizer steps no parameter of the model.
+    """
+    parameters = dict(model.named_parameters())
+    lazy = [name for name, parameter in parameters.items() if is_lazy(parameter)]
+    if lazy:
+        msg = (
+            f"parameter {lazy[0]!r} has no shape before the first call; call the model "
+            "once on an example before planning, as planning must not change it"
+        )
+        raise CaptureError(msg)
+    if optimizer is None:
+        return
+    own = {id(parameter) for parameter in parameters.values()}
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(id(parameter) in own for parameter in stepped):
+        msg = (
+            f"the optimizer steps {len(stepped)} parameters, none of which is among the "
+            f"model's {len(own)}; give the optimizer of this model"
+        )
+        raise ValueError(msg)
 
 
 def _check(name: str, value: object, kind: Any, needed: str) -> None:

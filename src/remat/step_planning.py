@@ -1,5 +1,6 @@
 """Plan traced steps: what surrounds them, what they cost, which schedule they run."""
 
+import warnings
 import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,9 @@ from remat.runtime.variants import TracedCall, describe_tensor
 from remat.schedule import Schedule
 from remat.simulator import simulate
 from remat.training_plan import Plan
+
+_MANY_REPETITIONS = 8
+"""As often the tracer itself compiles a function again before it gives up."""
 
 
 def optimizer_memory(request: PlanRequest) -> tuple[int, int]:
@@ -108,6 +112,7 @@ class Planner:
         self.batch: Any = ()
         self.plans: dict[str, Plan] = {}
         self.latest: Plan | None = None
+        self.repetition_count = 0
 
     @property
     def model(self) -> nn.Module | None:
@@ -136,10 +141,24 @@ class Planner:
             key = f"{program.fingerprint} on {self.gradient_bytes} bytes of gradients"
             if key not in self.plans:
                 self.plans[key] = self.make_plan(program)
+            else:
+                self.note_repetition(program)
             self.latest = self.plans[key]
         plan = self.latest
         platform = plan.platform if plan.has_several_devices else None
         return replace(program, graph=plan.graph, platform=platform), plan.schedule
+
+    def note_repetition(self, program: JointProgram) -> None:
+        """Count how often equal steps are traced again, and say so when it is often."""
+        self.repetition_count += 1
+        if self.repetition_count == _MANY_REPETITIONS:
+            msg = (
+                f"{program.graph.name} was traced {_MANY_REPETITIONS} times more with "
+                "equal results, which takes longer than running it: the model changes "
+                "something at each call that the tracer looks at, such as a counter in "
+                "Python; keep it in a tensor, or out of forward"
+            )
+            warnings.warn(msg, RuntimeWarning, stacklevel=2)
 
     def surroundings(self, program: JointProgram) -> Surroundings:
         """Return what lives and runs around the traced step now."""

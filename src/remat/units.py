@@ -59,7 +59,8 @@ def parse_budget(budget: int | str, *, whole_bytes: int | None = None) -> int:
     size = Fraction(budget) if isinstance(budget, int) else _parse(budget, whole_bytes)
     result = size.numerator // size.denominator
     if result <= 0:
-        msg = f"the budget {budget!r} is {result:_} bytes; it must be positive"
+        size_text = "" if is_percentage(budget) else f" is {result:_} bytes"
+        msg = f"the budget {budget!r}{size_text}; it must be positive"
         raise UnitError(msg)
     return result
 

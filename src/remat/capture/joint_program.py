@@ -14,6 +14,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import fx
+from torch._higher_order_ops.effects import with_effects
 from torch.utils._pytree import tree_leaves, tree_map
 
 from remat.capture.autocast import Autocast
@@ -21,8 +22,14 @@ from remat.errors import CaptureError
 from remat.graph import Op, Phase, Role, Storage, TrainingGraph
 from remat.platform import Platform
 
-ALIASING_WITHOUT_SCHEMA = frozenset({torch.ops.aten._unsafe_view.default})
-"""Ops that return a view of their first argument although their schema denies it."""
+ALIASING_WITHOUT_SCHEMA = frozenset(
+    {
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.unsafe_split.Tensor,
+        torch.ops.aten.unsafe_split_with_sizes.default,
+    }
+)
+"""Ops that return views of their first argument although their schema denies it."""
 
 RNG_STATE = "rng_state"
 """Name prefix of the ops that note the random number generator's state."""
@@ -386,7 +393,9 @@ class _Analysis:
             values_of(node),
             [self.describe(leaf) for leaf in tree_leaves((node.args, node.kwargs))],
         )
-        if node.target is operator.getitem:
+        if node.target is with_effects:
+            self.fail_for_effect(node)
+        elif node.target is operator.getitem:
             self.take_getitem(node)
         elif is_view(node):
             self.storages_of[node] = self.read_storages(node)
@@ -627,6 +636,16 @@ class _Analysis:
             for v in values
         ]
         self.digest.update(f"{label}|{shapes}|{','.join(arguments)}\n".encode())
+
+    def fail_for_effect(self, node: fx.Node) -> NoReturn:
+        _token, op = node.args[:2]
+        check = torch.ops.aten._linalg_check_errors.default
+        hint = "; use the variant that returns its errors, such as torch.linalg.inv_ex"
+        self.fail(
+            node,
+            f"{op} does something beyond returning values, in an order that must be "
+            f"kept{hint if op is check else ''}",
+        )
 
     def fail(self, node: fx.Node, found: str) -> NoReturn:
         msg = (

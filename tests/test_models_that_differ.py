@@ -1,0 +1,130 @@
+"""Models and requests that are unlike most: taken, or refused in so many words."""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import remat
+from remat.errors import BudgetError, CaptureError, UnitError
+
+
+class Cell(nn.Module):
+    """A recurrent cell, whose gates come out of one split."""
+
+    def __init__(self, cell: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.cell = cell(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state: Tensor | tuple[Tensor, Tensor] = x
+        if isinstance(self.cell, nn.LSTMCell):
+            state = (x, x)
+        for _ in range(3):
+            state = self.cell(x, state)
+        return state[0].sum() if isinstance(state, tuple) else state.sum()
+
+
+class Inverse(nn.Module):
+    def __init__(self, invert: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.invert = invert
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return self.invert(torch.eye(6) + y.T @ y).sum()
+
+
+class Counter(nn.Module):
+    """A model that counts its calls in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x).sum()
+
+
+@pytest.mark.parametrize("cell", [nn.RNNCell, nn.GRUCell, nn.LSTMCell])
+def test_cells_of_recurrent_networks(cell):
+    torch.manual_seed(0)
+    x = torch.randn(32, 16)
+    with pytest.raises(BudgetError) as refused:
+        remat.plan(Cell(cell), (x,), budget=1)
+    report = remat.verify(Cell(cell), (x,), budget=refused.value.required_bytes)
+    assert report.against_captured == ()
+    # Eager PyTorch computes the gates of this cell in one operator.
+    assert cell is nn.GRUCell or report.against_eager == ()
+    assert report.measured_peak_bytes <= report.budget_bytes
+
+
+def test_an_operation_with_an_effect_is_named_with_its_line():
+    with pytest.raises(CaptureError, match=r"_linalg_check_errors.*inv_ex.*self\.invert"):
+        remat.plan(Inverse(torch.linalg.inv), (torch.randn(9, 6),), budget="100%")
+
+
+def test_its_variant_without_the_effect_is_taken():
+    model = Inverse(lambda a: torch.linalg.inv_ex(a).inverse)
+    report = remat.verify(model, (torch.randn(9, 6),), budget="100%")
+    assert report.against_eager == ()
+
+
+def test_a_lazy_module_is_refused_and_stays_lazy():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(5))
+    with pytest.raises(CaptureError, match=r"'1.weight' has no shape"):
+        remat.plan(model, (torch.randn(2, 4),), budget="100%")
+    assert type(model[1]) is nn.LazyLinear
+
+
+def test_the_optimizer_of_another_model_is_refused():
+    model, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(other.parameters())
+    with pytest.raises(ValueError, match="none of which is among the model's 2"):
+        remat.plan(model, (torch.randn(2, 4),), budget="100%", optimizer=optimizer)
+
+
+def test_a_saved_plan_has_its_own_budget():
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    plan = remat.plan(model, (x,), budget="100%")
+    with pytest.raises(ValueError, match="leave one of them out"):
+        remat.fit(model, (x,), plan=plan, budget=1)
+
+
+def test_a_negative_percentage_is_not_said_in_bytes():
+    with pytest.raises(UnitError, match="the budget '-10%'; it must be positive"):
+        remat.plan(nn.Linear(4, 4), (torch.randn(2, 4),), budget="-10%")
+
+
+def test_release_gives_back_what_was_compiled_before():
+    model, x = Inverse(lambda a: a), torch.randn(9, 6)
+    ran: list[int] = []
+
+    def backend(module, _inputs):
+        return lambda *values: ran.append(1) or module.forward(*values)
+
+    model.compile(backend=backend)
+    for _ in range(2):
+        remat.fit(model, (x,), budget="100%")
+    model(x)
+    assert ran == []
+    remat.release(model)
+    model(x)
+    assert ran == [1]
+
+
+def test_tracing_at_every_call_is_warned_of_once():
+    model, x = Counter(), torch.randn(2, 4)
+    remat.fit(model, (x,), budget="200%")
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        for _ in range(12):
+            model(x).backward()
+            model.zero_grad()
+    said = [str(w.message) for w in caught if w.category is RuntimeWarning]
+    assert len(said) == 1
+    assert "a counter in Python" in said[0]
