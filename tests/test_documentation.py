@@ -28,6 +28,7 @@ PAGES_WITH_CODE = [
     "docs/extending.md",
     "docs/lower-sets.md",
     "docs/xengine.md",
+    "docs/devices.md",
 ]
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
