@@ -94,13 +94,13 @@ class PoFo:
         """
         graph = problem.graph
         kind_index = single_device_kind_index(problem)
-        host, link = _storing_device(problem.platform)
         bound_ns = cost_bound_ns(problem)
         on_progress("virtual budgets", 0.0)
         plain = store_all_order(graph)
         best = _judged(problem, schedule_from_order(graph, plain))
         budget = problem.platform.devices[0].budget_bytes
         if best is None and budget is not None:
+            host, link = _storing_device(problem.platform)
             chain = chain_of(graph, kind_index, self.max_stages)
             best = self._rotor(problem, limits)
             orders = self._orders(chain, kind_index, budget, plain, limits)
