@@ -176,7 +176,9 @@ def test_optimum_of_the_unit_linear_net(budget: int, optimum: int):
 
 
 @pytest.mark.parametrize("rows", Rows)
-@pytest.mark.parametrize("op_count", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "op_count", [1, 2, 3, 4, pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_every_graph_of_few_ops(op_count: int, rows: Rows):
     for graph in all_graphs(op_count):
         oracle = FrontierOracle(graph)

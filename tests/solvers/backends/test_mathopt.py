@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from remat.errors import MissingDependencyError, SolverFault
-from remat.solvers.backends import mathopt
+from remat.solvers.backends import highs_process, mathopt
 from remat.solvers.backends.highs_process import last_solution
 from remat.solvers.backends.mathopt import (
     Incumbent,
@@ -210,3 +210,37 @@ def test_last_complete_solution_of_a_file_counts(tmp_path: Path):
     whole = "Objective 3\n# Columns 2\nc0 1\nc1 0.5\n"
     file.write_text(whole + "Objective 2\n# Columns 2\nc0 0\n", encoding="ascii")
     assert last_solution(file) == [1.0, 0.5]
+
+
+class TestApart:
+    """HiGHS in a process of its own, when that goes wrong."""
+
+    @pytest.fixture(autouse=True)
+    def _apart(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(mathopt, "IN_PROCESS_ROWS", 0)
+
+    def test_a_missed_time_limit_ends_it(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(highs_process, "_GRACE_S", -1e9)
+        found = solve(knapsack(150, 60), settings=Settings(time_limit_s=1e4))
+        assert found.outcome is Outcome.UNKNOWN
+        assert found.is_over_time
+        assert found.elapsed_s < 60
+
+    def test_an_end_without_an_answer_is_a_fault(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ):
+        broken = tmp_path / "python"
+        broken.write_text("#!/bin/sh\nexit 3\n", encoding="ascii")
+        broken.chmod(0o755)
+        monkeypatch.setattr(highs_process.sys, "executable", str(broken))
+        with pytest.raises(SolverFault, match="ended with status 3"):
+            solve(knapsack(10, 4))
+
+    def test_options_that_highs_refuses_are_a_fault(self):
+        with pytest.raises(SolverFault, match="MathOpt refuses the model"):
+            solve(knapsack(10, 4), settings=Settings(seed=-1, absolute_gap=-1.0))
+
+    def test_a_start_of_some_variables_is_enough(self):
+        model = knapsack(10, 4)
+        model.start = {0: 1.0}
+        assert solve(model).outcome is Outcome.OPTIMAL
