@@ -57,9 +57,9 @@ from remat.solvers.frontier_search import (
     with_deadline,
 )
 from remat.solvers.moccasin import Moccasin
-from remat.units import format_ns
+from remat.units import ceil_slots, format_ns
 
-DIRECT_ROWS = 15_000
+DIRECT_ROWS = 25_000
 """Up to this many rows a stage per op is tried at once, unless other is asked for."""
 
 COARSE_ROWS = (10_000, 60_000)
@@ -108,14 +108,20 @@ def stages_for(problem: Problem, backward_ops_per_stage: int | None) -> list[Fro
     SolverUnsuitableError
         If a model would have more than :data:`LARGEST_ROWS` rows.
     """
+    is_full = backward_ops_per_stage == 0
+    if is_full and _fewest_rows(problem, 0) > LARGEST_ROWS:
+        _decline(problem, None)
     if backward_ops_per_stage is not None:
         staged = _staged(problem, backward_ops_per_stage)
         if staged.row_count > LARGEST_ROWS:
             _decline(problem, staged)
         return [staged]
-    full = _staged(problem, 0)
-    if full.row_count <= DIRECT_ROWS:
-        return [full]
+    # Merely to make the stages of a graph of thousands of ops takes a minute.
+    full = None
+    if _fewest_rows(problem, 0) <= FULL_ROWS:
+        full = _staged(problem, 0)
+        if full.row_count <= DIRECT_ROWS:
+            return [full]
     found: list[Frontier] = []
     for rows in COARSE_ROWS:
         coarse = _coarse_enough(problem, rows)
@@ -123,15 +129,23 @@ def stages_for(problem: Problem, backward_ops_per_stage: int | None) -> list[Fro
         is_small = len(coarse.stages) > _FEWEST_STAGES and coarse.row_count <= rows
         if is_small and (not found or len(coarse.stages) > len(found[-1].stages)):
             found.append(coarse)
-    if full.row_count <= FULL_ROWS:
+    if full is not None and full.row_count <= FULL_ROWS:
         found.append(full)
     if not found:
         _decline(problem, full)
     return found
 
 
+def _fewest_rows(problem: Problem, size: int) -> int:
+    """Return about how many rows there are at least, if most ops may run again."""
+    count, forward = len(problem.graph.ops), problem.graph.forward_count
+    return ceil_slots((count - forward) * forward, size) if size else count**2 // 2
+
+
 def _coarse_enough(problem: Problem, rows: int) -> Frontier:
     size = 1
+    while _fewest_rows(problem, size) > rows:
+        size *= 2
     staged = _staged(problem, size)
     while staged.row_count > rows and len(staged.stages) > _FEWEST_STAGES:
         size *= 2
@@ -147,7 +161,7 @@ def _staged(problem: Problem, size: int) -> Frontier:
     return frontier(problem, size, pinned_bytes=pinned_bytes)
 
 
-def _decline(problem: Problem, staged: Frontier) -> None:
+def _decline(problem: Problem, staged: Frontier | None) -> None:
     advice = "min-cut-retention and greedy-eviction treat graphs of this size"
     fitting = _coarse_enough(problem, LARGEST_ROWS)
     if fitting.row_count <= LARGEST_ROWS:
@@ -155,10 +169,12 @@ def _decline(problem: Problem, staged: Frontier) -> None:
         advice = (
             f"backward_ops_per_stage={size} makes {fitting.row_count:_} rows; {advice}"
         )
+    ops = len(problem.graph.ops)
+    stages = ops if staged is None else len(staged.stages)
+    rows = _fewest_rows(problem, 0) if staged is None else staged.row_count
     msg = (
-        f"graph {problem.graph.name!r} with {len(problem.graph.ops):_} ops in "
-        f"{len(staged.stages):_} stages makes a model of about {staged.row_count:_} "
-        f"rows; at most {LARGEST_ROWS:_} are tried: {advice}"
+        f"graph {problem.graph.name!r} with {ops:_} ops in {stages:_} stages makes a "
+        f"model of about {rows:_} rows; at most {LARGEST_ROWS:_} are tried: {advice}"
     )
     raise SolverUnsuitableError(msg)
 
