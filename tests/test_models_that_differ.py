@@ -2,10 +2,12 @@
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import remat
 from remat.errors import BudgetError, CaptureError, UnitError
@@ -64,8 +66,54 @@ def test_cells_of_recurrent_networks(cell):
     assert report.measured_peak_bytes <= report.budget_bytes
 
 
+class Resampling(nn.Module):
+    """Convolutions around an image that is resampled."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 2, 1)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.interpolate(self.first(x), **self.how)
+        return self.last(y).square().mean()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"mode": "nearest", "scale_factor": 2},
+        {"mode": "nearest-exact", "size": (31, 17)},
+        {"mode": "bilinear", "scale_factor": 2},
+        {"mode": "bilinear", "size": (50, 50), "align_corners": True},
+        {"mode": "bilinear", "size": (11, 11), "antialias": True},
+        {"mode": "bicubic", "scale_factor": 1.5},
+    ],
+)
+def test_resampling_takes_what_it_takes_eager_execution(how):
+    torch.manual_seed(0)
+    model, x = Resampling(**how), torch.randn(4, 3, 24, 24)
+    report = remat.verify(model, (x,), budget="100%")
+    assert report.against_eager == ()
+    assert report.measured_peak_bytes <= report.plain_peak_bytes
+
+
+def test_the_tracer_is_left_as_it_was():
+    op = torch.ops.aten.upsample_bilinear2d.default
+    before = dict(op.py_kernels)
+    remat.plan(
+        Resampling(mode="bilinear", scale_factor=2),
+        (torch.randn(4, 3, 24, 24),),
+        budget="100%",
+    )
+    assert op.py_kernels == before
+    assert torch._C.DispatchKey.Autograd in before
+
+
 def test_an_operation_with_an_effect_is_named_with_its_line():
-    with pytest.raises(CaptureError, match=r"_linalg_check_errors.*inv_ex.*self\.invert"):
+    with pytest.raises(
+        CaptureError, match=r"_linalg_check_errors.*inv_ex.*self\.invert"
+    ):
         remat.plan(Inverse(torch.linalg.inv), (torch.randn(9, 6),), budget="100%")
 
 

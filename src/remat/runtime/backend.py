@@ -13,6 +13,7 @@ from remat.capture.autocast import Autocast, autocast_now
 from remat.capture.joint_program import InputSpec, JointProgram, analyse
 from remat.capture.norm_statistics import correct_statistics
 from remat.capture.surroundings import describe_input
+from remat.capture.whole_operators import whole_operators
 from remat.errors import CaptureError, RematError
 from remat.graph import Role
 from remat.liveness import schedule_from_order, store_all_order
@@ -114,7 +115,8 @@ class PlannedBackend:
             inference_compiler=self.compile_pass,
             partition_fn=partition,
         )
-        compiled = compiler(module, example_inputs)
+        with whole_operators():
+            compiled = compiler(module, example_inputs)
 
         def run(*values: Any) -> Any:
             outputs = compiled(*values)
