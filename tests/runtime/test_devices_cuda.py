@@ -1,0 +1,183 @@
+"""Steps on CUDA with host memory, and on CUDA and CPU together."""
+
+from typing import Any
+
+import pytest
+import torch
+from tests.device_schedules import HandMade, HandMadeSplit
+from torch import nn
+from torch.nn import functional
+
+import remat
+from remat import solvers
+from remat.costing import place_name
+from remat.platform import Device, Link, Platform
+from remat.profile.links import default_devices, measured_platform
+from remat.runtime.copies import (
+    await_copy,
+    copied,
+    landed_tensor,
+    landing_event,
+    start_copy,
+)
+from remat.runtime.pinned import ACCOUNTS, pinned_block
+from remat.verification import VerifyReport
+
+HOST = ("cuda:0", "host")
+BOTH = ("cuda:0", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any) -> None:
+    folder = tmp_path_factory.getbasetemp() / "costs"
+    monkeypatch.setenv("REMAT_CACHE_DIR", str(folder))
+
+
+def transformer() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.1, batch_first=True)
+    model = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+    return model.cuda(), torch.randn(16, 128, 64, device="cuda")
+
+
+def conv_net() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+        for _ in range(8)
+    ]
+    return nn.Sequential(*blocks).cuda(), torch.randn(8, 16, 64, 64, device="cuda")
+
+
+def loss(outputs: torch.Tensor) -> torch.Tensor:
+    return functional.mse_loss(outputs, torch.zeros_like(outputs))
+
+
+def verified(
+    made: tuple[nn.Module, torch.Tensor], solver: Any, names: tuple[str, str]
+) -> VerifyReport:
+    """Verify in budgets that a schedule made by hand just fits."""
+    model, x = made
+    free = remat.plan(model, x, budget=dict.fromkeys(names, 2**40), loss=loss)
+    peaks = solver().trace_of(free).peak_bytes
+    budget = dict(zip(names, peaks, strict=True))
+    return remat.verify(model, x, budget=budget, loss=loss, repeats=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [transformer, conv_net])
+def test_offloading_to_pinned_memory_changes_no_bit(
+    make: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(solvers, "AUTO_DEVICES", (HandMade,))
+    report = verified(make(), HandMade, HOST)
+    assert report.plan.link_uses
+    assert report.is_exact, report
+    assert report.is_within_budget, report
+    card, host = report.devices
+    assert 0.9 * card.predicted_bytes <= card.measured_bytes <= card.predicted_bytes
+    assert 0 < host.measured_bytes <= host.predicted_bytes
+    # Everything that was pinned for the step has been given back.
+    torch.cuda.synchronize()
+    assert ACCOUNTS["host"].used_bytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [transformer, conv_net])
+def test_both_compute_and_agree_to_rounding(make: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(solvers, "AUTO_DEVICES", (HandMadeSplit,))
+    report = verified(make(), HandMadeSplit, BOTH)
+    assert {use.run_count > 0 for use in report.plan.device_uses} == {True}
+    assert report.is_within_budget, report
+    # Kernels of two kinds of device round differently.
+    assert all(difference.largest < 1e-3 for difference in report.against_captured)
+
+
+@pytest.mark.gpu
+def test_random_ops_stay_where_their_generator_is(monkeypatch: Any) -> None:
+    monkeypatch.setattr(solvers, "AUTO_DEVICES", (HandMadeSplit,))
+    model, x = transformer()
+    plan = remat.plan(model, x, budget=dict.fromkeys(BOTH, 2**40), loss=loss)
+    ordered = [op for op in plan.graph.ops if op.is_ordered]
+    assert ordered
+    assert all(op.cost_ns[1] is None for op in ordered)
+    assert any(op.cost_ns[1] is not None for op in plan.graph.ops)
+
+
+@pytest.mark.gpu
+def test_a_copy_to_the_host_and_back_is_the_same() -> None:
+    value = torch.randn(64, 32, device="cuda").T[3:]
+    there = start_copy(value, "cpu", "host")
+    back = start_copy(
+        landed_tensor(there), "cuda:0", "cuda:0", after=[landing_event(there)]
+    )
+    await_copy(landing_event(back), "cuda:0", value)
+    await_copy(landing_event(there), "cpu", value)
+    for copy in (landed_tensor(there), landed_tensor(back)):
+        assert copy.stride() == value.stride()
+        assert copy.storage_offset() == value.storage_offset()
+        assert torch.equal(copy.cpu(), value.cpu())
+    assert landed_tensor(there).is_pinned()
+
+
+@pytest.mark.gpu
+def test_pinned_blocks_are_counted_while_they_exist() -> None:
+    block = pinned_block(1000, "some host")
+    view = block[10:]
+    del block
+    assert ACCOUNTS["some host"].used_bytes == 1000
+    del view
+    assert ACCOUNTS["some host"].used_bytes == 0
+    assert ACCOUNTS["some host"].peak_bytes == 1000
+
+
+@pytest.mark.gpu
+def test_links_of_this_machine_are_measured() -> None:
+    assert default_devices()[0] == "cuda:0"
+    platform = measured_platform(["cuda:0", "cpu", "host"])
+    assert all(10**8 < link.bytes_per_s < 10**13 for link in platform.links)
+
+
+@pytest.mark.gpu
+def test_a_hand_written_platform_is_executed(monkeypatch: Any) -> None:
+    monkeypatch.setattr(solvers, "AUTO_DEVICES", (HandMade,))
+    platform = Platform(
+        devices=(
+            Device(name="store", kind="host", budget_bytes=2**33),
+            Device(name="cuda:0", kind="cuda", budget_bytes=2**33),
+        ),
+        links=(
+            Link(source=0, target=1, bytes_per_s=10**10),
+            Link(source=1, target=0, bytes_per_s=10**10),
+        ),
+    )
+    model, x = conv_net()
+    plan = remat.fit(model, x, platform=platform, loss=loss)
+    loss(model(x)).backward()
+    assert plan.platform.names == ("cuda:0", "store")
+
+
+def test_copies_on_the_cpu_lie_as_their_source_does() -> None:
+    base = torch.randn(6, 8)
+    for value in (
+        base.T[2:],
+        base[1].expand(4, 8),
+        torch.view_as_complex(base.reshape(24, 2)).conj(),
+        torch.view_as_complex(base.reshape(24, 2)).conj().imag,
+        torch.empty(0, 3),
+        torch.tensor(3),
+    ):
+        copy = copied(value)
+        assert (copy.stride(), copy.storage_offset()) == (
+            value.stride(),
+            value.storage_offset(),
+        )
+        assert copy.untyped_storage().nbytes() == value.untyped_storage().nbytes()
+        assert torch.equal(copy, value)
+        if value.numel():
+            assert copy.data_ptr() != value.data_ptr()
+
+
+def test_the_cpu_has_one_place() -> None:
+    assert place_name(torch.device("cpu", 1)) == "cpu"
+    assert place_name(torch.device("cuda", 1)) == "cuda:1"
