@@ -28,6 +28,8 @@ class DeviceInstance:
         Per op and device.
     copy_ns
         Per link (source, target), the time to copy each storage.
+    copies_wait
+        As the platform says.
     """
 
     graph: TrainingGraph
@@ -36,6 +38,7 @@ class DeviceInstance:
     cost_ns: tuple[tuple[int | None, ...], ...]
     workspace_bytes: tuple[tuple[int, ...], ...]
     copy_ns: Mapping[tuple[int, int], tuple[int, ...]]
+    copies_wait: bool = False
 
     @property
     def devices(self) -> range:
@@ -99,4 +102,5 @@ class DeviceInstance:
                 )
                 for link in platform.links
             },
+            copies_wait=platform.copies_wait,
         )

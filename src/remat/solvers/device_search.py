@@ -23,15 +23,15 @@ from remat.multidevice.execution import ExecutionRule, Placement, execute
 from remat.multidevice.feasibility import infeasible_reason
 from remat.multidevice.instance import DeviceInstance
 from remat.multidevice.placements import Placements
-from remat.platform import Platform
 from remat.problem import Limits, Problem, Proposal, Status, StopReason
 from remat.schedule import Schedule
 from remat.simulator import Trace, simulate
 from remat.solvers.backends.mathopt import Settings
-from remat.solvers.base import ProgressCallback
+from remat.solvers.base import ProgressCallback, ignore_progress
 from remat.solvers.devices.alone import answer_for_one_device
 from remat.solvers.devices.relaxation import relaxed_placement
-from remat.solvers.greedy_eviction import CANDIDATES, GreedyEviction
+from remat.solvers.greedy_eviction import GreedyEviction
+from remat.solvers.min_cut_retention import MinCutRetention
 from remat.units import format_bytes, format_ns
 
 RULES = (
@@ -51,6 +51,8 @@ _PRESSURES = (0.25, 1.0, 4.0)
 _RESERVES = 2
 _CORE_STARTS = 5
 _FEWEST = 50
+_SINGLE = (GreedyEviction(), MinCutRetention(effort_ops=1_000_000))
+_SINGLE_SHARE = 0.15
 _RELAXATION_S = 20.0
 _RELAXATION_SHARE = 0.2
 
@@ -97,8 +99,6 @@ class DeviceSearchRun:
     bound_ns: int = 0
     tried: int = 0
     held: frozenset[int] = field(default=frozenset())
-    # Another platform for the judge than the problem's, for studies.
-    judged_on: Platform | None = None
 
     def __post_init__(self) -> None:
         graph = self.problem.graph
@@ -117,8 +117,7 @@ class DeviceSearchRun:
 
     def judged(self, schedule: Schedule) -> Trace:
         """Replay a schedule."""
-        platform = self.judged_on or self.problem.platform
-        return simulate(self.problem.graph, platform, schedule)
+        return simulate(self.problem.graph, self.problem.platform, schedule)
 
     def offer(self, schedule: Schedule, placement: Placement) -> None:
         """Judge a schedule that was found by other means."""
@@ -370,15 +369,17 @@ class DeviceSearch:
 
     @staticmethod
     def offer_single_device(run: DeviceSearchRun, placement: Placement) -> None:
-        """Offer what a solver for one device finds for device 0."""
-        try:
-            found = GreedyEviction(candidates=CANDIDATES[:3]).solve(
-                run.problem, run.limits, lambda _activity, _share: None
-            )
-        except SolverUnsuitableError:
-            return
-        if found.schedule is not None:
-            run.offer(found.schedule, placement)
+        """Offer what solvers for one device find for device 0."""
+        left = run.limits.remaining_s
+        share = None if left is None else left * _SINGLE_SHARE
+        for solver in _SINGLE:
+            limits = Limits.after(share, run.limits.seed)
+            try:
+                found = solver.solve(run.problem, limits, ignore_progress)
+            except SolverUnsuitableError:
+                return
+            if found.schedule is not None:
+                run.offer(found.schedule, placement)
 
 
 def _nothing_fits(run: DeviceSearchRun, stop_reason: StopReason) -> str:

@@ -21,11 +21,16 @@ class ClockRows:
         A time by which a best schedule has ended.
     device_count
         Number of devices.
+    copies_wait
+        Whether a copy waits for what was issued before it on its devices.
     """
 
-    def __init__(self, program: Program, horizon: float, device_count: int) -> None:
+    def __init__(
+        self, program: Program, horizon: float, device_count: int, *, copies_wait: bool
+    ) -> None:
         self.program = program
         self.horizon = horizon
+        self.copies_wait = copies_wait
         self.device_free = [ZERO] * device_count
         self.link_free: dict[tuple[int, int], Sum] = {}
         self.ready: dict[tuple[int, int], Sum] = {}
@@ -57,6 +62,8 @@ class ClockRows:
         free = self.link_free.get(link, ZERO)
         self.program.at_least(end, free.plus(chosen, times=time))
         self._if(chosen, end, self.ready.get((storage, source), ZERO), time)
+        for device in link if self.copies_wait else ():
+            self._if(chosen, end, self.device_free[device], time)
         self.link_free[link] = end
         self._arrives(storage, target, chosen, end)
 

@@ -107,7 +107,12 @@ class SweepModel:
         graph = self.instance.graph
         if self.options.horizon_ns is not None:
             horizon = self.options.horizon_ns / self.cost_unit_ns
-            self.clock = ClockRows(self.program, horizon, len(self.instance.devices))
+            self.clock = ClockRows(
+                self.program,
+                horizon,
+                len(self.instance.devices),
+                copies_wait=self.instance.copies_wait,
+            )
         self.live = [
             {
                 index: ONE
