@@ -27,6 +27,12 @@ PAGES_WITH_CODE = [
     "docs/usage.md",
     "docs/extending.md",
     "docs/lower-sets.md",
+    "docs/chains/revolve.md",
+    "docs/chains/levels.md",
+    "docs/chains/joins.md",
+    "docs/chains/rotor.md",
+    "docs/chains/unequal-joins.md",
+    "docs/chains/pofo.md",
     "docs/xengine.md",
     "docs/devices.md",
 ]
