@@ -83,7 +83,9 @@ MODELS = {"encoder": encoder, "conv chain": conv_chain}
 CASES: dict[str, tuple[tuple[str, ...], int, int]] = {
     "offload 70%": (("cpu", "host"), 70, 100),
     "offload 40%": (("cpu", "host"), 40, 100),
+    "pair 90%": (("cpu", "cpu:1"), 90, 100),
     "pair 70%": (("cpu", "cpu:1"), 70, 100),
+    "unequal 90%": (("cpu", "cpu:1"), 90, 300),
     "unequal 70%": (("cpu", "cpu:1"), 70, 300),
 }
 """Case -> devices; budget, in percent of the way from the bound to the floor; time of

@@ -30,7 +30,7 @@ from remat.fitting import FittedModel
 from remat.graph import Op, Phase, Storage, TrainingGraph
 from remat.graph_planning import plan_graph
 from remat.plan_request import PlanRequest
-from remat.platform import Device, DeviceKind, Link, Platform
+from remat.platform import Device, DeviceKind, Link, Platform, single_device
 from remat.problem import Status
 from remat.schedule import Boundary, Compute, Copy, Discard, Schedule
 from remat.serialisation import save_platform
@@ -39,6 +39,7 @@ from tests.device_schedules import HandMade, HandMadeSplit, logical, offloading
 from tests.instances import mlp_chain
 from tests.test_fitting import assert_same, conv_net, mean_square, steps
 
+REAL_PORTFOLIO = solvers.AUTO_DEVICES
 GRAPH = mlp_chain(6).graph
 BUDGETS: dict[str, int | str | None] = {"cpu": "1 GiB", "host": "1 GiB"}
 
@@ -94,6 +95,18 @@ class TestRequest:
         model, x = small()
         plan = remat.plan(model, x, platform=platform, costs="estimated")
         assert budget_of(plan) == {"cpu": 10**8, "host": 10**9}
+
+    def test_the_budget_of_one_device_may_be_in_its_platform(self) -> None:
+        model, x = small()
+        platform = single_device(10**8)
+        plan = remat.plan(model, x, platform=platform, costs="estimated")
+        assert plan.budget_bytes == 10**8
+        named = remat.plan(
+            model, x, platform=platform, budget={"cpu": 9**8}, costs="estimated"
+        )
+        assert named.budget_bytes == 9**8
+        with pytest.raises(InvalidPlatformError, match=r"no device .* called 'gpu'"):
+            remat.plan(model, x, platform=platform, budget={"gpu": 9**8})
 
     def test_none_is_no_limit(self) -> None:
         plan = plan_small({"cpu": 10**8, "host": None})
@@ -201,6 +214,14 @@ class TestRefusals:
         with pytest.raises(BudgetError, match=r"'cpu' holds .* parameter") as refused:
             plan_small({"cpu": 1000, "host": "1 GiB"})
         assert refused.value.budget_bytes == 1000 < refused.value.required_bytes
+
+    def test_no_time_at_all(self, monkeypatch: Any) -> None:
+        monkeypatch.setattr(solvers, "AUTO_DEVICES", REAL_PORTFOLIO)
+        plan = plan_small(time_limit=0)
+        assert plan.trace.is_valid
+        tight = plan.graph.resident_bytes() + 64
+        with pytest.raises(BudgetError, match=r"none found|no schedule fits"):
+            plan_small({"cpu": tight, "host": "1 GiB"}, time_limit=0)
 
     def test_below_the_floor(self) -> None:
         whole = plan_small().baseline_peak_bytes

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from remat.errors import FileFormatError, RematError
 from remat.graph import Op, Phase, Role, Storage, TrainingGraph
-from remat.platform import Device, Link, Platform
+from remat.platform import Device, DeviceKind, Link, Platform
 from remat.schedule import Boundary, Compute, Copy, Discard, Schedule
 from remat.serialisation import (
     VERSION,
@@ -555,6 +555,41 @@ def test_a_graph_that_is_wrong(place: tuple[Any, ...], value: Any, words: str):
 )
 def test_a_platform_that_is_wrong(place: tuple[Any, ...], value: Any, words: str):
     payload = changed(platform_to_json(PLATFORM), *place, value=value)
+    assert words in refusal(lambda: platform_from_json(payload))
+
+
+KINDS = Platform(
+    devices=(Device(), Device(name="far", kind="card"), Device(name="s", kind="slow")),
+    kinds=(
+        DeviceKind(name="card", flops_per_s=5, bytes_per_s=7, launch_ns=3),
+        DeviceKind(name="slow", runs_on="cpu", time_percent=300),
+        DeviceKind(name="store", computes=False),
+    ),
+    copies_wait=True,
+)
+
+
+def test_kinds_and_copies_that_wait_are_kept():
+    text = format_document("platform", platform_to_json(KINDS))
+    assert platform_from_json(parse_document(text, "platform")) == KINDS
+    assert set(platform_to_json(PLATFORM)) == {"devices", "links"}
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (("copies_wait",), 1, "platform.copies_wait is 1; it must be true or false"),
+        (("kinds", "rows", 0, 0), None, "platform.kinds.rows[0].name is null"),
+        (("kinds", "rows", 0, 1), 5, "platform.kinds.rows[0].runs_on is 5"),
+        (("kinds", "rows", 0, 2), "no", "platform.kinds.rows[0].computes is"),
+        (("kinds", "rows", 1, 3), 0, "inconsistent: device kind 'slow': time_percent"),
+        (("kinds", "rows", 0, 4), 1.5, "platform.kinds.rows[0].flops_per_s is 1.5"),
+        (("kinds", "rows", 0, 5), None, "has one rate of two"),
+        (("kinds", "columns"), ["name"], "platform.kinds.columns is"),
+    ],
+)
+def test_kinds_that_are_wrong(place: tuple[Any, ...], value: Any, words: str):
+    payload = changed(platform_to_json(KINDS), *place, value=value)
     assert words in refusal(lambda: platform_from_json(payload))
 
 

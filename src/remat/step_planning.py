@@ -33,7 +33,7 @@ from remat.device_graph import arrange, home_of
 from remat.device_planning import Budget, budget_of, check_held_outputs
 from remat.errors import CaptureError, ExecutionError, PlanMismatchError
 from remat.graph import Role
-from remat.graph_planning import plan_graph, several_budgets
+from remat.graph_planning import one_budget, plan_graph, several_budgets
 from remat.plan_request import PlanRequest
 from remat.platform import Platform
 from remat.profile.cache import CostCache
@@ -202,15 +202,18 @@ class Planner:
             return accept_plan(program, self.request.given_plan)
         request = self.request
         platform = self.platform_for(program)
+        budget = request.budget
+        if platform is None:
+            budget = one_budget(budget, request.platform)
         graph = with_costs(program, request.costs, request.progress)
         if platform is not None:
-            several_budgets(platform, request.budget)
+            several_budgets(platform, budget)
             graph = with_device_costs(
                 program, graph, platform, request.costs, request.progress
             )
         return plan_graph(
             graph,
-            budget=request.budget,
+            budget=budget,
             platform=platform,
             fingerprint=program.fingerprint,
             solver=request.solver,
