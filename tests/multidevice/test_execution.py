@@ -1,0 +1,112 @@
+"""Execution within budgets, and the bound of placement without memory."""
+
+from dataclasses import replace
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tests.device_oracles import best_on_devices
+from tests.strategies import graphs
+
+from remat.bounds import required_ops
+from remat.liveness import insert_discards
+from remat.multidevice.execution import ExecutionRule, execute
+from remat.multidevice.feasibility import infeasible_reason
+from remat.multidevice.instance import DeviceInstance
+from remat.multidevice.placements import Placements
+from remat.platform import Device, Link, Platform
+from remat.problem import Problem
+from remat.simulator import simulate
+from remat.solvers.backends.mathopt import Settings
+from remat.solvers.devices.relaxation import relaxed_placement
+
+RULES = (
+    ExecutionRule(),
+    ExecutionRule(copy_percent=10_000, distance_exponent=0.0),
+    ExecutionRule(limit_percent=70, ancestor_share=1.0),
+)
+
+
+@st.composite
+def problems(draw: st.DrawFn, max_ops: int = 7) -> Problem:
+    """Two devices; in some graphs the caller works at the end of each pass."""
+    homes = draw(st.sampled_from([1, 2]))
+    graph = draw(
+        graphs(
+            max_ops=max_ops,
+            kind_count=2,
+            device_count=homes,
+            sizes=st.integers(0, 5),
+        )
+    )
+    # Half the links work in one direction only.
+    links = tuple(
+        Link(source=a, target=1 - a, bytes_per_s=10**9, latency_ns=1)
+        for a in draw(st.sampled_from([(0,), (0, 1), (0, 1), (1,)]))
+    )
+    devices = tuple(
+        Device(name=kind, kind=kind, budget_bytes=draw(st.integers(10, 40)))
+        for kind in graph.device_kinds
+    )
+    platform = Platform(devices=devices, links=links, copies_wait=True)
+    return Problem(graph=graph, platform=platform)
+
+
+@settings(max_examples=150)
+@given(problem=problems(), rule=st.sampled_from(RULES))
+def test_what_is_executed_keeps_to_every_budget(problem: Problem, rule: ExecutionRule):
+    instance = DeviceInstance.of(problem)
+    assume(infeasible_reason(instance) is None)
+    for placement in Placements(instance).starts():
+        steps = execute(instance, placement, rule)
+        if steps is not None:
+            schedule = insert_discards(problem.graph, steps)
+            trace = simulate(problem.graph, problem.platform, schedule)
+            assert trace.violation is None
+
+
+@settings(max_examples=100)
+@given(problem=problems())
+def test_with_ample_memory_every_placement_is_executed(problem: Problem):
+    both = tuple(
+        Link(source=a, target=1 - a, bytes_per_s=10**9, latency_ns=1) for a in (0, 1)
+    )
+    platform = replace(
+        problem.platform,
+        devices=tuple(replace(d, budget_bytes=None) for d in problem.platform.devices),
+        links=both,
+    )
+    problem = Problem(graph=problem.graph, platform=platform)
+    instance = DeviceInstance.of(problem)
+    for placement in Placements(instance).starts():
+        steps = execute(instance, placement)
+        assert steps is not None
+        schedule = insert_discards(problem.graph, steps)
+        assert simulate(problem.graph, platform, schedule).violation is None
+
+
+@settings(max_examples=60)
+@given(problem=problems(max_ops=5))
+def test_placement_without_memory_bounds_every_schedule(problem: Problem):
+    assume(required_ops(problem.graph))
+    instance = DeviceInstance.of(problem)
+    assume(infeasible_reason(instance) is None)
+    found = relaxed_placement(instance, Settings())
+    assert found.placement is not None
+    best = best_on_devices(problem.graph, problem.platform)
+    if best is not None:
+        assert found.bound_ns <= best[0]
+    unlimited = replace(
+        problem.platform,
+        devices=tuple(replace(d, budget_bytes=None) for d in problem.platform.devices),
+    )
+    ample = best_on_devices(problem.graph, unlimited)
+    assert ample is not None
+    assert found.bound_ns <= ample[0]
+
+
+@settings(max_examples=60)
+@given(problem=problems(max_ops=5))
+def test_reasons_are_proofs(problem: Problem):
+    reason = infeasible_reason(DeviceInstance.of(problem))
+    if reason is not None:
+        assert best_on_devices(problem.graph, problem.platform) is None

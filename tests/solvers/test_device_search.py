@@ -1,0 +1,121 @@
+"""The search for several devices: repeatable, interruptible, complete where easy."""
+
+from dataclasses import replace
+
+import pytest
+from tests.instances import resnet_like, transformer_like
+from tests.solvers.test_xengine import chain, linked
+
+import remat.solvers.device_search as module
+from remat.bounds import peak_bound_bytes
+from remat.errors import MissingDependencyError
+from remat.graph import TrainingGraph
+from remat.multidevice.execution import execute
+from remat.planning import solve
+from remat.problem import Limits, Problem, Status, StopReason
+from remat.solvers import XEngine
+from remat.solvers.backends.mathopt import MipSolver
+from remat.solvers.base import ignore_progress
+from remat.solvers.device_search import DeviceSearch, Objective
+from remat.testing import store_all_peak_bytes
+
+FACTORS = {"gpu": 1, "cpu": 3}
+
+
+def with_kinds(graph: TrainingGraph, kinds: tuple[str, ...]) -> TrainingGraph:
+    """The graph on a fast device and a slow one, or one that only stores."""
+    ops = tuple(
+        replace(
+            op,
+            cost_ns=tuple(
+                (op.cost_ns[0] or 0) * FACTORS[k] if k in FACTORS else None
+                for k in kinds
+            ),
+            workspace_bytes=op.workspace_bytes * len(kinds),
+        )
+        for op in graph.ops
+    )
+    return replace(graph, ops=ops, device_kinds=kinds)
+
+
+@pytest.mark.parametrize("second", ["cpu", "host"])
+@pytest.mark.parametrize("percent", [100, 50, 10])
+def test_networks_fit_with_a_second_device(second: str, percent: int):
+    for graph in (resnet_like(4).graph, transformer_like(2).graph):
+        kinds = ("gpu", second)
+        low, high = peak_bound_bytes(graph), store_all_peak_bytes(graph)
+        budget = low + (high - low) * percent // 100
+        limit = None if second == "host" else budget
+        problem = Problem(
+            graph=with_kinds(graph, kinds),
+            platform=linked(kinds, (budget, limit), 10**10),
+        )
+        result = solve(problem, DeviceSearch(candidates=40))
+        assert result.trace is not None
+        assert result.trace.peak_bytes[0] <= budget
+        assert result.bound_ns <= result.trace.serial_ns
+
+
+def test_overlapped_objective_is_no_slower_than_serial_time():
+    graph = resnet_like(3).graph
+    budget = store_all_peak_bytes(graph) * 6 // 10
+    problem = Problem(
+        graph=with_kinds(graph, ("gpu", "cpu")),
+        platform=linked(("gpu", "cpu"), (budget, budget), 10**10),
+    )
+    serial = solve(problem, DeviceSearch(candidates=60)).trace
+    overlapped = solve(
+        problem, DeviceSearch(candidates=60, objective=Objective.OVERLAPPED)
+    ).trace
+    assert serial is not None
+    assert overlapped is not None
+    assert overlapped.overlapped_ns <= serial.overlapped_ns
+
+
+def test_same_question_same_answer():
+    graph = chain([(2, 3)] * 5, [10, 40, 10, 10, 10], ("a", "b"))
+    problem = Problem(graph=graph, platform=linked(("a", "b"), (60, 60)))
+    answers = {
+        solve(problem, DeviceSearch(candidates=80), limits=Limits(seed=3)).schedule
+        for _ in range(2)
+    }
+    assert len(answers) == 1
+
+
+def test_interruption_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch):
+    calls: list[int] = []
+
+    def interrupted(*args, **options):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return execute(*args, **options)
+
+    monkeypatch.setattr(module, "execute", interrupted)
+    graph = chain([(9, 1)] * 5, [10, 40, 10, 10, 10], ("a", "b"))
+    problem = Problem(graph=graph, platform=linked(("a", "b"), (60, 60)))
+    result = DeviceSearch().solve(problem, Limits(), ignore_progress)
+    assert len(calls) == 5
+    assert result.stop_reason is StopReason.INTERRUPTED
+    assert result.status is Status.FEASIBLE
+    calls.clear()
+    exact = XEngine().solve(problem, Limits(), ignore_progress)
+    assert exact.stop_reason is StopReason.INTERRUPTED
+    assert exact.schedule is not None
+
+
+def test_progress_tells_incumbent_bound_and_gap():
+    told: list[str] = []
+    graph = chain([(9, 1)] * 5, [10, 40, 10, 10, 10], ("a", "b"))
+    problem = Problem(graph=graph, platform=linked(("a", "b"), (60, 60)))
+    DeviceSearch(candidates=30).solve(
+        problem, Limits(), lambda activity, _share: told.append(activity)
+    )
+    assert any("incumbent" in t and "bound" in t and "gap" in t for t in told)
+
+
+def test_missing_solver_library_is_named():
+    graph = chain([(9, 1)] * 3, [10, 40, 10], ("a", "b"))
+    problem = Problem(graph=graph, platform=linked(("a", "b"), (60, 60)))
+    with pytest.raises(MissingDependencyError, match="Gurobi"):
+        solve(problem, XEngine(solver=MipSolver.GUROBI))
