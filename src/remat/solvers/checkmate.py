@@ -44,7 +44,7 @@ from remat.solvers.backends.mathopt import (
     Solution,
 )
 from remat.solvers.backends.mathopt import solve as solve_model
-from remat.solvers.base import ProgressCallback, ignore_progress
+from remat.solvers.base import ProgressCallback
 from remat.solvers.frontier import Frontier, frontier
 from remat.solvers.frontier_model import ONE, FrontierModel, Rows, build_model
 from remat.solvers.frontier_search import (
@@ -272,7 +272,7 @@ class Checkmate:
             on_progress("heuristics", 0.0)
             search.start_from_known()
             if frontiers[-1].row_count > _INTERVAL_ROWS and not search.is_over:
-                _start_from_intervals(search)
+                _start_from_intervals(search, on_progress)
         if search.is_over:
             return search.answer(
                 bound_ns=None,
@@ -450,15 +450,15 @@ class CheckmateLpRounding:
             search.adopt(built.frontier.order(built.frontier.complete(kept)))
 
 
-def _start_from_intervals(search: FrontierSearch) -> None:
+def _start_from_intervals(
+    search: FrontierSearch, on_progress: ProgressCallback
+) -> None:
     """Run Moccasin for a while, from and to the incumbent of a search."""
-    share_s = _INTERVAL_SHARE * (search.limits.remaining_s or 0.0)
-    moccasin = Moccasin(starts_from_known=False)
-    found = moccasin.solve(
-        search.problem, Limits.after(share_s, search.limits.seed), ignore_progress
-    ).schedule
-    if found is not None:
-        search.start_from(found)
+    moccasin = Moccasin()
+    if not moccasin.refusal(search.problem):
+        share_s = _INTERVAL_SHARE * (search.limits.remaining_s or 0.0)
+        limits = Limits.after(share_s, search.limits.seed)
+        moccasin.improve(search, limits, on_progress)
 
 
 def _unclaimed(answer: Proposal) -> Proposal:

@@ -124,11 +124,10 @@ class FrontierSearch:
             limits = Limits.after(limit_s, self.limits.seed)
             found = solver.solve(self.problem, limits, ignore_progress).schedule
             if found is not None:
-                self.start_from(found)
+                self.start_from_order(_order(found))
 
-    def start_from(self, schedule: Schedule) -> None:
-        """Adopt a schedule's order, and remember it for starts of the programs."""
-        order = _order(schedule)
+    def start_from_order(self, order: list[int]) -> None:
+        """Adopt an order, and remember it for starts of the programs."""
         self.orders.append(order)
         self.adopt(order)
 

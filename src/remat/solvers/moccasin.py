@@ -32,7 +32,7 @@ from remat.errors import SolverUnsuitableError
 from remat.problem import Limits, Problem, Proposal
 from remat.solvers.backends.cp_sat import CpModel
 from remat.solvers.backends.highs_process import Settings
-from remat.solvers.backends.mathopt import Outcome
+from remat.solvers.backends.mathopt import Outcome, Solution
 from remat.solvers.base import ProgressCallback
 from remat.solvers.frontier import Frontier, frontier
 from remat.solvers.frontier_search import (
@@ -46,6 +46,9 @@ from remat.solvers.frontier_search import (
 
 LARGEST_LITERALS = 2_000_000
 """Models with more serving Booleans are declined."""
+
+LARGEST_OPS = 2_000
+"""Graphs of more ops are declined: half their square is the number of events."""
 
 
 @dataclass(slots=True)
@@ -159,6 +162,16 @@ class _Program:
         budget = (staged.problem.budget_bytes or 0) - staged.resident_bytes
         model.add_capacity(budget)
 
+    def stage_runs(self, found: Solution) -> list[set[int]]:
+        """Return the nodes that a solution runs in each stage."""
+        chosen: list[set[int]] = [set() for _ in self.staged.stages]
+        for runs in self.runs:
+            for run in runs:
+                if run.presence is None or found.integer(run.presence):
+                    t, k = self.events[found.integer(run.start)]
+                    chosen[t].add(k)
+        return chosen
+
     def hint(self, stage_runs: Sequence[set[int]]) -> None:
         """Start from runs per stage, as far as the number of computations allows."""
         event = {pair: index for index, pair in enumerate(self.events)}
@@ -235,18 +248,44 @@ class Moccasin:
         search = FrontierSearch(problem, limits, self.improves)
         if (answer := search.at_once()) is not None:
             return answer
-        staged = frontier(problem)
-        self._check_size(problem, staged)
+        if refusal := self.refusal(problem):
+            raise SolverUnsuitableError(refusal)
         if self.starts_from_known:
             on_progress("heuristics", 0.0)
             search.start_from_known()
-        program = None if search.is_over else _Program(staged, self.computations)
-        if program is None or limits.is_over:
+        if search.is_over:
             return search.answer(
                 bound_ns=None,
                 stop_reason=stop_reason(limits, is_interrupted=False),
                 message="no time was left for the constraint program",
             )
+        found, bound_ns = self.improve(search, limits, on_progress)
+        return search.answer(
+            bound_ns=bound_ns,
+            stop_reason=stop_reason(limits, is_interrupted=found.is_interrupted),
+            message=f"cp-sat, {self.computations} computations per op: {found.outcome}",
+            is_proved_empty=found.outcome is Outcome.INFEASIBLE,
+        )
+
+    def improve(
+        self, search: FrontierSearch, limits: Limits, on_progress: ProgressCallback
+    ) -> tuple[Solution, int]:
+        """Run the constraint program from and to the incumbent of a search.
+
+        Parameters
+        ----------
+        search
+            What it knows is hinted at; what is found is adopted.
+        limits, on_progress
+            As for :meth:`solve`.
+
+        Returns
+        -------
+        tuple[Solution, int]
+            The program's solution, and its bound on the class in nanoseconds.
+        """
+        staged = frontier(search.problem)
+        program = _Program(staged, self.computations)
         if (start := best_start(search, staged)) is not None:
             program.hint(start)
         found = program.model.solve(
@@ -256,36 +295,24 @@ class Moccasin:
             incumbent_report(on_progress, staged.first_runs_ns, program.divisor_ns),
         )
         if len(found.values):
-            chosen: list[set[int]] = [set() for _ in staged.stages]
-            for runs in program.runs:
-                for run in runs:
-                    if run.presence is None or found.integer(run.presence):
-                        t, k = program.events[found.integer(run.start)]
-                        chosen[t].add(k)
-            search.adopt(staged.order(chosen))
-        is_empty = found.outcome is Outcome.INFEASIBLE
-        bound_ns = staged.first_runs_ns
-        if not is_empty:
+            search.start_from_order(staged.order(program.stage_runs(found)))
+        raw_ns = 0.0
+        if found.outcome is not Outcome.INFEASIBLE:
             raw_ns = found.bound * program.divisor_ns
-            bound_ns += safe_bound_ns(raw_ns, program.divisor_ns, 1e-3)
-        return search.answer(
-            bound_ns=bound_ns,
-            stop_reason=stop_reason(limits, is_interrupted=found.is_interrupted),
-            message=(
-                f"cp-sat, {self.computations} computations per op, "
-                f"{program.model.interval_count:_} intervals: {found.outcome}"
-            ),
-            is_proved_empty=is_empty,
-        )
+        bound_ns = safe_bound_ns(raw_ns, program.divisor_ns, 1e-3)
+        return found, staged.first_runs_ns + bound_ns
 
-    def _check_size(self, problem: Problem, staged: Frontier) -> None:
-        reads = sum(len(node.reads) for node in staged.nodes)
+    def refusal(self, problem: Problem) -> str:
+        """Return why the program of a graph would be too large; empty if it is not."""
+        ops = problem.graph.ops
+        reads = sum(len(op.reads) for op in ops)
         literals = reads * self.computations**2
-        if literals > LARGEST_LITERALS:
-            msg = (
-                f"graph {problem.graph.name!r} has {reads:_} reads; "
-                f"{self.computations} computations per op make about {literals:_} "
-                f"Booleans, and at most {LARGEST_LITERALS:_} are tried: lower "
-                "computations, or use min-cut-retention or greedy-eviction"
-            )
-            raise SolverUnsuitableError(msg)
+        if literals <= LARGEST_LITERALS and len(ops) <= LARGEST_OPS:
+            return ""
+        return (
+            f"graph {problem.graph.name!r} has {len(ops):_} ops (at most "
+            f"{LARGEST_OPS:_}) and {reads:_} reads; {self.computations} computations "
+            f"per op make about {literals:_} Booleans, and at most "
+            f"{LARGEST_LITERALS:_} are tried: lower computations, or use "
+            "min-cut-retention or greedy-eviction"
+        )
