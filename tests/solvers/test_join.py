@@ -99,6 +99,7 @@ def test_no_time_gives_no_answer():
     assert result.stop_reason is StopReason.TIME_LIMIT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", JOINS)
 def test_a_real_model_trains_within_the_budget_bit_for_bit(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
