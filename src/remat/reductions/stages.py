@@ -6,10 +6,13 @@ pass can be cut where one storage alone crosses, that is, is written before and 
 forward after. What is kept in any case does not count: outputs of ops that may run only
 once, and small storages that much of forward reads, such as masks and position biases.
 
+A cut is of use only where backward reads what crosses; elsewhere stages are merged.
+
 A stage is measured on the ops it consists of: the time of a forward for the output
-alone, and of one that saves what the stage's backward reads; the time of that backward,
-which consists of the backward ops that read what the stage lost and those that depend
-on them; the bytes it saves, and scratch memory from replaying its ops one by one.
+alone, and of those that save what the stage's backward reads, all of it or all but what
+is cheap to compute again; the time of that backward, which consists of the backward ops
+that read what the stage lost and those that depend on them; the bytes it saves, and
+scratch memory from replaying its ops one by one (:mod:`remat.reductions.stage_parts`).
 Gradients of parameters, which stay, count as scratch of the stage that makes them.
 
 A plan of the chain is lifted op by op: the first forward of a stage runs all of it, a

@@ -10,8 +10,9 @@ orders that fit are improved (:mod:`remat.retention`).
 Unlike segments that are recomputed once, these run a stage as often as memory makes
 necessary, so that peaks fall well below that of one recomputation.
 
-Known to be improvable: a stage has one way to be saved, all that its backward reads;
-within a stage nothing is chosen, except by the improvement.
+Known to be improvable: a stage has at most three ways to be saved
+(:mod:`remat.reductions.stage_parts`); what else is chosen within a stage is left to the
+improvement.
 
 References
 ----------
