@@ -268,15 +268,16 @@ class Checkmate:
         if (answer := search.at_once()) is not None:
             return answer
         frontiers = stages_for(problem, self.backward_ops_per_stage)
+        is_interrupted = False
         if self.starts_from_known:
             on_progress("heuristics", 0.0)
             search.start_from_known()
             if frontiers[-1].row_count > _INTERVAL_ROWS and not search.is_over:
-                _start_from_intervals(search, on_progress)
-        if search.is_over:
+                is_interrupted = _start_from_intervals(search, on_progress)
+        if search.is_over or is_interrupted:
             return search.answer(
                 bound_ns=None,
-                stop_reason=stop_reason(limits, is_interrupted=False),
+                stop_reason=stop_reason(limits, is_interrupted=is_interrupted),
                 message="no time was left for the integer program",
             )
         run = self._solve_stages(search, frontiers[0], len(frontiers), on_progress)
@@ -452,13 +453,21 @@ class CheckmateLpRounding:
 
 def _start_from_intervals(
     search: FrontierSearch, on_progress: ProgressCallback
-) -> None:
-    """Run Moccasin for a while, from and to the incumbent of a search."""
+) -> bool:
+    """Run Moccasin for a while, from and to the incumbent of a search.
+
+    Returns
+    -------
+    bool
+        Whether Ctrl-C ended it.
+    """
     moccasin = Moccasin()
-    if not moccasin.refusal(search.problem):
-        share_s = _INTERVAL_SHARE * (search.limits.remaining_s or 0.0)
-        limits = Limits.after(share_s, search.limits.seed)
-        moccasin.improve(search, limits, on_progress)
+    if moccasin.refusal(search.problem):
+        return False
+    share_s = _INTERVAL_SHARE * (search.limits.remaining_s or 0.0)
+    limits = Limits.after(share_s, search.limits.seed)
+    found, _ = moccasin.improve(search, limits, on_progress)
+    return found.is_interrupted
 
 
 def _unclaimed(answer: Proposal) -> Proposal:
