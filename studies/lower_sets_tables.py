@@ -270,8 +270,10 @@ def _share(line: Line) -> float:
 
 
 def _reached(line: Line) -> str:
-    """Return a run's reduction and time; bold what broke a promise."""
+    """Return a run's reduction, measured and predicted time, and broken promises."""
     text = f"-{100 * (1 - _share(line)):.0f} %, {times(line['slowdown'])}"
+    if "predicted_slowdown" in line:
+        text += f" ({times(line['predicted_slowdown'])})"
     if line.get("is_within_budget") is False:
         text += ", **over budget**"
     if line.get("differs_from_captured", {}).get("count"):
