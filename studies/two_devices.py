@@ -11,8 +11,8 @@ proved bound), and least time with devices and links at work together.
 
 Two profiles: ``integrated``, a GPU that shares memory with a CPU of about its speed, as
 in the paper, and ``discrete``, a GPU twenty times as fast as the CPU behind a PCIe
-link. The model and its batch are at the GPU; for the CPU alone, at the CPU. Copies wait
-for their turn in the list, as the runtime's do.
+link. The model and its batch are at the device that is faster alone, and for the other
+alone, at the other. Copies wait for their turn in the list, as the runtime's do.
 
 References
 ----------
@@ -21,7 +21,7 @@ neural networks in heterogeneous environments. ACM TACO 20(1), article 17, 2022.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,18 +113,20 @@ NETWORKS = {
 
 @dataclass(frozen=True)
 class Profile:
-    """A GPU-like and a CPU-like device, and the link between them."""
+    """A GPU-like and a CPU-like device, and the link between them; home comes first."""
 
     gpu: DeviceKind
     cpu: DeviceKind
     bytes_per_s: int
     latency_ns: int
+    names: tuple[str, str] = ("gpu", "cpu")
 
-    def platform(self, gpu_bytes: int | None, cpu_bytes: int | None) -> Platform:
+    def platform(self, budgets: Mapping[str, int | None]) -> Platform:
+        kinds = {"gpu": self.gpu, "cpu": self.cpu}
         return Platform(
-            devices=(
-                Device(name="gpu", kind="gpu", budget_bytes=gpu_bytes),
-                Device(name="cpu", kind="cpu", budget_bytes=cpu_bytes),
+            devices=tuple(
+                Device(name=name, kind=name, budget_bytes=budgets[name])
+                for name in self.names
             ),
             links=tuple(
                 Link(
@@ -135,7 +137,10 @@ class Profile:
                 )
                 for source in (0, 1)
             ),
-            kinds=(self.gpu, self.cpu),
+            kinds=tuple(
+                replace(kinds[name], runs_on="cpu" if name == self.names[0] else None)
+                for name in self.names
+            ),
             copies_wait=True,
         )
 
@@ -143,7 +148,6 @@ class Profile:
 def kind(name: str, tera_flops: float, giga_bytes: int, launch_ns: int) -> DeviceKind:
     return DeviceKind(
         name=name,
-        runs_on="cpu" if name == "gpu" else None,
         flops_per_s=round(tera_flops * 1e12),
         bytes_per_s=giga_bytes * 10**9,
         launch_ns=launch_ns,
@@ -175,7 +179,7 @@ def captured(network: Network, batch: int, profile: Profile) -> TrainingGraph:
     plan = remat.plan(
         model,
         (images,),
-        platform=profile.platform(None, None),
+        platform=profile.platform({"gpu": None, "cpu": None}),
         budget={"gpu": _WHOLE, "cpu": _WHOLE},
         loss=loss_of,
         solver="device-search",
@@ -242,6 +246,10 @@ def budgets_of(graph: TrainingGraph, percent: int, floors: Sequence[int]) -> lis
 def measure(name: str, batch: int, profile: str, seconds: float) -> None:
     chosen = PROFILES[profile]
     graph = captured(NETWORKS[name], batch, chosen)
+    times = [sum(op.cost_ns[d] or 0 for op in graph.ops) for d in (0, 1)]
+    if times[1] < times[0]:
+        chosen = replace(chosen, names=("cpu", "gpu"))
+        graph = captured(NETWORKS[name], batch, chosen)
     floors = [
         smallest_budget(
             movable(graph), kind=device, limits=Limits.after(60)
@@ -250,11 +258,12 @@ def measure(name: str, batch: int, profile: str, seconds: float) -> None:
     ]
     for case, percent in CASES.items():
         budgets = budgets_of(graph, percent, floors)
-        platform = chosen.platform(*budgets)
+        platform = chosen.platform(dict(zip(("gpu", "cpu"), budgets, strict=True)))
         line = {
             "model": name,
             "batch": batch,
             "profile": profile,
+            "home": chosen.names[0],
             "case": case,
             "ops": len(graph.ops),
             "budgets_bytes": budgets,
