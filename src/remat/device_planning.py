@@ -16,6 +16,7 @@ from remat.floor import Floor, smallest_budget
 from remat.graph import TrainingGraph
 from remat.liveness import schedule_from_order, store_all_order
 from remat.overlapping import overlapping
+from remat.paging import paged, smallest_paged
 from remat.planning import solve_portfolio
 from remat.platform import Platform, single_device
 from remat.problem import Limits, Problem, Result, Status
@@ -23,7 +24,7 @@ from remat.schedule import Boundary, Copy, Discard, Schedule, Step
 from remat.simulator import simulate
 from remat.solvers.base import ProgressCallback, Solver, ignore_progress
 from remat.training_plan import Plan, contributors
-from remat.units import format_bytes, parse_budget
+from remat.units import format_bytes, format_ns, parse_budget
 
 DeviceBudgets = Mapping[str, int | str | None]
 """By the devices' names: bytes, a size, a percentage, or ``None`` for no limit."""
@@ -270,7 +271,9 @@ def plan_on_devices(  # noqa: PLR0913 - every option that a user has
         on_progress=progress,
         amend=lambda found: _keep_outputs(problem, found),
     )
-    schedule, floor = result.schedule, None
+    if result.schedule is None and solver == "auto":
+        result = _paging(problem, result)
+    schedule = result.schedule
     if schedule is None:
         progress("looking for budgets that work", 0.0)
         floor = _floor_at_home(graph, platform)
@@ -289,7 +292,6 @@ def plan_on_devices(  # noqa: PLR0913 - every option that a user has
         status=result.status,
         bound_ns=result.bound_ns,
         fingerprint=fingerprint,
-        smallest_budget_bytes=None if floor is None else floor.budget_bytes,
         settings={
             **(settings or {}),
             "solver": solver,
@@ -297,6 +299,23 @@ def plan_on_devices(  # noqa: PLR0913 - every option that a user has
             "candidates": list(result.candidates),
             "solve_s": round(result.elapsed_s, 3),
         },
+    )
+
+
+def _paging(problem: Problem, result: Result) -> Result:
+    """Return what paging makes of a problem that the solvers found nothing for."""
+    found = paged(problem.graph, problem.platform)
+    if found is None:
+        return result
+    schedule, trace = found
+    line = f"Paging: {Status.FEASIBLE}, {format_ns(trace.serial_ns)}"
+    return replace(
+        result,
+        solver="Paging",
+        status=Status.FEASIBLE,
+        schedule=schedule,
+        trace=trace,
+        candidates=(*result.candidates, line),
     )
 
 
@@ -344,12 +363,20 @@ def _refuse(
         f"{d.name!r}"
         for d in platform.devices
     )
+    names = platform.names
+    known: dict[str, int] = {}
     if floor is None:
         known = _known_without_limits(problem, limits)
     else:
+        smaller = smallest_paged(graph, platform, floor.budget_bytes)
+        peaks = (
+            (floor.budget_bytes, *(0 for _ in names[1:]))
+            if smaller is None
+            else smaller[1].peak_bytes
+        )
         # One byte is the least that a budget can be.
-        peaks = [floor.budget_bytes, *(1 for _ in platform.devices[1:])]
-        known = dict(zip(platform.names, peaks, strict=True))
+        known = {n: max(1, peak) for n, peak in zip(names, peaks, strict=True)}
+        floor = floor if smaller is None else None
     works = ", ".join(
         f"{format_bytes(size)} ({size} bytes) on {name!r}"
         for name, size in known.items()
