@@ -74,7 +74,7 @@ LARGEST_ROWS = 1_000_000
 _INTERVAL_ROWS = 3_000
 """Models of more rows start from what Moccasin finds, too."""
 
-_INTERVAL_SHARE = 0.25
+_INTERVAL_SHARE = 0.2
 """Share of the time that Moccasin gets for that."""
 
 _FEWEST_STAGES = 3
@@ -282,8 +282,10 @@ class Checkmate:
             )
         run = self._solve_stages(search, frontiers[0], len(frontiers), on_progress)
         for index, staged in enumerate(frontiers[1:], 1):
-            if not search.is_over and not run.found.is_interrupted:
-                left = len(frontiers) - index
+            left = len(frontiers) - index
+            # What coarse stages can do is known: then time goes to the finest.
+            is_skipped = run.found.outcome is Outcome.OPTIMAL and left > 1
+            if not (search.is_over or run.found.is_interrupted or is_skipped):
                 run = self._solve_stages(search, staged, left, on_progress)
         return self._answer(search, run)
 
