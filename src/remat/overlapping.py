@@ -8,7 +8,8 @@ earlier, as far as there is room; what comes back before it had to go is not cop
 all. Serial time never grows.
 """
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from remat.graph import TrainingGraph
@@ -85,6 +86,8 @@ class _LateDiscards:
     copied: set[_Place] = field(default_factory=set[_Place])
     used: list[int] = field(default_factory=list[int])
     waiting: list[deque[int]] = field(default_factory=list[deque[int]])
+    # How often something is still copied to a place.
+    coming: Counter[_Place] = field(default_factory=Counter[_Place])
 
     def __post_init__(self) -> None:
         devices = range(len(self.platform.devices))
@@ -99,20 +102,15 @@ class _LateDiscards:
             else:
                 self.discard(place)
             return
-        if isinstance(step, Copy):
-            target = step.storage, step.target
-            if step.storage in self.waiting[step.target]:
-                # It never left.
-                self.waiting[step.target].remove(step.storage)
-                return
-            self.copied |= {target, (step.storage, step.source)}
+        if isinstance(step, Copy) and self.is_unneeded(step):
+            return
         if isinstance(step, Compute):
             for storage in self.graph.ops[step.op].writes:
                 if storage in self.waiting[step.device]:
                     self.release(storage, step.device)
         if isinstance(step, Boundary):
-            # What forward does not hand over ends with it.
-            self.release_all()
+            # What forward does not hand over to backward ends with it.
+            self.release_all(kept=self.coming)
         for device, size_bytes in _bytes_during(
             self.graph, self.platform, step
         ).items():
@@ -122,6 +120,18 @@ class _LateDiscards:
             if place not in self.live:
                 self.live.add(place)
                 self.used[place[1]] += self.graph.storages[place[0]].size_bytes
+
+    def is_unneeded(self, copy: Copy) -> bool:
+        """Note a copy, and return whether what it brings never left."""
+        target = copy.storage, copy.target
+        self.coming[target] -= 1
+        if not self.coming[target]:
+            del self.coming[target]
+        if copy.storage in self.waiting[copy.target]:
+            self.waiting[copy.target].remove(copy.storage)
+            return True
+        self.copied |= {target, (copy.storage, copy.source)}
+        return False
 
     def made(self, step: Step) -> list[_Place]:
         match step:
@@ -151,10 +161,11 @@ class _LateDiscards:
         self.copied.discard(place)
         self.used[place[1]] -= self.graph.storages[place[0]].size_bytes
 
-    def release_all(self) -> None:
+    def release_all(self, kept: Container[_Place] = ()) -> None:
         for device, waiting in enumerate(self.waiting):
-            while waiting:
-                self.release(waiting[0], device)
+            for storage in list(waiting):
+                if (storage, device) not in kept:
+                    self.release(storage, device)
 
     def end(self) -> list[Step]:
         self.release_all()
@@ -165,6 +176,8 @@ def _discard_late(
     graph: TrainingGraph, platform: Platform, steps: tuple[Step, ...]
 ) -> list[Step]:
     walk = _LateDiscards(graph, platform)
+    copies = [step for step in steps if isinstance(step, Copy)]
+    walk.coming = Counter((copy.storage, copy.target) for copy in copies)
     for step in steps:
         walk.take(step)
     return walk.end()
