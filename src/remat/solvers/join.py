@@ -34,6 +34,7 @@ from remat.solvers.plan_search import PlanSearch
 
 _TRANSITIONS = 4 * 10**8
 _FEWEST_SLOTS = 32
+_COARSE_SLOTS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +112,9 @@ class Join:
                 whole.all_sizes,
                 count=self.budget_count,
                 bisection_count=self.bisection_count,
+                coarse=lambda budget: plan_stage_join(
+                    whole, budget, slots=min(slots, _COARSE_SLOTS)
+                ),
             )
         if forms.series is not None and not search.is_over:
             chain = forms.series.chain()

@@ -25,12 +25,16 @@ class PlanSearch(OrderSearch):
         *,
         count: int,
         bisection_count: int,
+        coarse: Program | None = None,
     ) -> Iterator[float]:
         """Ask a program for budgets of its own, then around the largest that fits.
 
         The bytes that the program counts are a model of the true ones: it does not see
         what lives around the pass, so its budgets are spread from the least it can do
         with to everything.
+
+        ``coarse`` is the same program with fewer slots, asked besides where nothing has
+        fitted: what it rounds up is room to spare.
 
         Yields
         ------
@@ -49,6 +53,18 @@ class PlanSearch(OrderSearch):
             if self._try(program, order_of, budget):
                 low = budget
             yield (index + 1) / count
+        if self.best is None and len(budgets) > 2:
+            # Near the least, plans differ more than their budgets do.
+            span = budgets[2] - budgets[0]
+            for index in range(1, count):
+                budget = budgets[0] + span * index // count
+                for each in (program, coarse):
+                    if self.is_over:
+                        return
+                    if each is not None:
+                        self._try(each, order_of, budget)
+                yield 1.0
+            return
         high = min((b for b in budgets if b > low), default=low)
         for _ in range(bisection_count):
             if self.is_over:
