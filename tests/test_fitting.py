@@ -433,7 +433,9 @@ def test_options_of_a_wrong_type_are_named(
         remat.fit(nn.Linear(2, 2), torch.randn(1, 2), plan=cast("Any", "plan.json"))
 
 
-@pytest.mark.parametrize("model", [None, "model", torch.relu], ids=str)
+@pytest.mark.parametrize(
+    "model", [None, "model", torch.relu], ids=["None", "text", "function"]
+)
 def test_what_is_no_model_is_refused(model: Any) -> None:
     x = torch.randn(1, 2)
     for call in (
