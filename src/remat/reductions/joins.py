@@ -238,7 +238,11 @@ class JoinOfStages:
         found: list[tuple[int, Place, tuple[Place, ...]]] = []
         for storage, producer in enumerate(graph.producers):
             if producer in place:
-                uses = {place[op] for op in graph.consumers[storage] if op in place}
+                uses = {
+                    place[op]
+                    for op in graph.consumers[storage]
+                    if op in place and not graph.ops[op].is_external
+                }
                 size = graph.storages[storage].size_bytes
                 found.append((size, place[producer], tuple(uses - {place[producer]})))
         return found

@@ -259,7 +259,9 @@ def _stage_option(
 
     def is_read_elsewhere(storage: int) -> bool:
         return any(
-            reader not in inside and reader >= graph.forward_count
+            reader not in inside
+            and reader >= graph.forward_count
+            and not graph.ops[reader].is_external
             for reader in graph.consumers[storage]
         )
 

@@ -296,12 +296,19 @@ def _merged(
 def _gradient_bytes(
     graph: TrainingGraph, turns: dict[int, int], count: int
 ) -> list[int]:
-    """Return per cut the bytes that backward passes over it, downwards."""
+    """Return per cut the bytes that backward passes over it, downwards.
+
+    What is left for the caller, the gradients of parameters, is passed to no stage.
+    """
     found = [0] * count
     for storage, producer in enumerate(graph.producers):
         if producer not in turns:
             continue
-        read_in = [turns[op] for op in graph.consumers[storage] if op in turns]
+        read_in = [
+            turns[op]
+            for op in graph.consumers[storage]
+            if op in turns and not graph.ops[op].is_external
+        ]
         lowest = min(read_in, default=turns[producer])
         for cut in range(lowest, turns[producer]):
             found[cut] += graph.storages[storage].size_bytes
