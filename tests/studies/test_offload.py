@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from studies.record import read
 
 from studies import offload
-from studies.record import read
 
 
 @pytest.mark.slow
