@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from remat.solvers import SOLVERS
 from studies.join_networks import JOINS
 from studies.record import RESULTS, ROOT, read
 
 FILE = RESULTS / "joins.jsonl"
 FIGURE = ROOT / "docs" / "images" / "joins-overhead.svg"
 PAGE = ROOT / "docs" / "chains" / "measured.md"
-SHOWN = {"Join": "`join`", "Rotor": "`rotor`", "MinCutRetention": "`min-cut-retention`"}
+SHOWN = {solver.__name__: f"`{name}`" for name, solver in SOLVERS.items()}
 
 Line = dict[str, Any]
 
