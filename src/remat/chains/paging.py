@@ -326,10 +326,10 @@ def _steps(line: _Line, pages: Sequence[Page], host: int) -> Iterator[Step]:
         for p in issues[stop]:
             yield Copy(p.storage, host, 0)
         yield step
-        # The copy back has arrived: what was read it. Earlier, freeing the host's bytes
+        yield from line.discards[stop]
+        # The copy back has arrived: it was read. Earlier, freeing the host's bytes
         # would have to wait for it.
         for p in ends[stop]:
             yield Discard(p.storage, host)
-        yield from line.discards[stop]
         for p in starts[stop]:
             yield Copy(p.storage, 0, host)
