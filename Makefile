@@ -22,7 +22,7 @@ demo: $(STAMPS)/demo ## train two real models plainly and within a budget
 	$(BIN)/python -m examples.demo $(DEMO_ARGS)
 
 test: $(STAMPS)/dev ## run the tests; PYTEST_ARGS="-k name" is passed on
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 $(PYTEST_ARGS)
 
 sanitize: $(STAMPS)/dev ## run the native core's tests under the sanitizers
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/sanitize -G Ninja --log-level=WARNING \
