@@ -211,7 +211,10 @@ def test_progress_ends_at_one():
     assert shares[-1] == 1
 
 
-@pytest.mark.parametrize("name", [n for n in SOLVERS if n != "store-all"])
+SEVERAL_DEVICES = {"store-all", "device-search", "xengine", "xengine-published"}
+
+
+@pytest.mark.parametrize("name", [n for n in SOLVERS if n not in SEVERAL_DEVICES])
 def test_one_device_solvers_refuse_storages_elsewhere(name: str):
     graph = mlp_chain().graph
     moved = TrainingGraph(

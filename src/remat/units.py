@@ -59,7 +59,8 @@ def parse_budget(budget: int | str, *, whole_bytes: int | None = None) -> int:
     size = Fraction(budget) if isinstance(budget, int) else _parse(budget, whole_bytes)
     result = size.numerator // size.denominator
     if result <= 0:
-        size_text = "" if is_percentage(budget) else f" is {result:_} bytes"
+        is_negative_share = is_percentage(budget) and result < 0
+        size_text = "" if is_negative_share else f" is {result:_} bytes"
         msg = f"the budget {budget!r}{size_text}; it must be positive"
         raise UnitError(msg)
     return result
