@@ -33,11 +33,10 @@ from remat.errors import SolverUnsuitableError
 from remat.fitting import PlanRequest
 from remat.floor import smallest_budget
 from remat.graph import TrainingGraph
-from remat.graph_planning import chosen_solvers
 from remat.planning import solve
 from remat.platform import single_device
 from remat.problem import Limits, Problem
-from remat.solvers import SOLVERS
+from remat.solvers import SOLVERS, chosen_solvers
 from remat.verification import Outcome, TrainingStep, compare
 from studies.fresh_process import STEADY_ALLOCATION, run_module
 from studies.models import MODELS, Options, Workload

@@ -13,7 +13,6 @@ from remat.device_graph import arrange, fully_linked, place_graph
 from remat.device_planning import (
     budget_of,
     check_held_outputs,
-    device_solvers,
     held_outputs,
     kept_in_place,
 )
@@ -540,7 +539,10 @@ def test_requests_are_checked_before_anything_slow() -> None:
         PlanRequest()
     with pytest.raises(TypeError, match="platform is 3"):
         PlanRequest(budget=5, platform=3)  # type: ignore[arg-type]
-    assert [type(s).__name__ for s in device_solvers("auto")] == ["HandMade"]
+    assert [
+        type(s).__name__
+        for s in solvers.chosen_solvers("auto", has_several_devices=True)
+    ] == ["HandMade"]
 
 
 def test_an_op_that_the_one_device_cannot_run() -> None:

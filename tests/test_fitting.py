@@ -20,6 +20,7 @@ from remat.errors import (
     CaptureError,
     InvalidPlatformError,
     PlanMismatchError,
+    ProfileError,
     SolverUnsuitableError,
     UnitError,
 )
@@ -546,8 +547,48 @@ def test_what_the_example_raises_is_named() -> None:
 
     with pytest.raises(CaptureError, match=r"KeyError\('boom'\)"):
         remat.fit(Raises(), torch.randn(2, 4), budget="1 GiB")
-    with pytest.raises(CaptureError, match="does not fit the arguments"):
-        remat.fit(nn.Linear(4, 4), (torch.randn(2, 4), 1, 2), budget="1 GiB")
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        (
+            (torch.ones(2, 4), 1, 2),
+            {},
+            "too many positional arguments; the example has 3",
+        ),
+        ((), {}, r"missing a required argument: 'input'.*takes \(input: .*\)"),
+        (
+            (),
+            {"input": torch.ones(2, 4), "scale": 1},
+            "unexpected keyword argument 'scale'",
+        ),
+        (
+            (torch.ones(2, 5),),
+            {},
+            r"RuntimeError in linear: a and b must have .* \[2, 5\].*linear.py:\d+ in forward",
+        ),
+        (({"x": 1},), {}, "TypeError .*argument 'input'.* must be Tensor"),
+    ],
+)
+def test_an_example_that_does_not_fit_is_said_to(
+    args: Any, kwargs: Any, message: str
+) -> None:
+    with pytest.raises(CaptureError, match=message):
+        remat.fit(nn.Linear(4, 4), args, kwargs, budget="1 GiB")
+
+
+def test_an_operator_that_refuses_its_arguments_is_said_where_it_is_called() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.mm(x, self.weight)
+
+    with pytest.raises(ProfileError, match=r"the call comes from .*test_fitting.py"):
+        remat.fit(Mixed(), torch.ones(2, 4, dtype=torch.float64), budget="1 GiB")
 
 
 def test_replaying_a_random_op_counts_the_generators_state() -> None:

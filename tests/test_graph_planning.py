@@ -7,14 +7,13 @@ from hypothesis import strategies as st
 from remat.errors import BudgetError, SolverUnsuitableError, UnitError
 from remat.floor import smallest_budget
 from remat.graph_planning import (
-    chosen_solvers,
     plain_peak_bytes,
     plan_graph,
     spread_budgets,
     trade_off,
 )
 from remat.problem import Status
-from remat.solvers import AUTO, SOLVERS
+from remat.solvers import AUTO, SOLVERS, chosen_solvers
 from tests.instances import mlp_chain, resnet_like
 
 GRAPH = mlp_chain(6).graph
@@ -60,7 +59,7 @@ def test_what_an_error_names_as_possible_is_possible() -> None:
 def test_auto_falls_back_on_the_schedule_that_proves_the_floor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("remat.graph_planning.AUTO", (SOLVERS["store-all"],))
+    monkeypatch.setattr("remat.solvers.AUTO", (SOLVERS["store-all"],))
     plan = plan_graph(GRAPH, budget=FLOOR_BYTES)
     assert plan.solver == "smallest_budget"
     assert plan.status is Status.FEASIBLE

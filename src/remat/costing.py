@@ -262,9 +262,11 @@ def _empty_like_on(value: torch.Tensor, target: torch.device) -> torch.Tensor:
 def _calls(program: JointProgram) -> list[OperatorCall]:
     return [
         OperatorCall(
-            cast("Callable[..., Any]", node.target), *_fake_arguments(program, node)
+            cast("Callable[..., Any]", node.target),
+            *_fake_arguments(program, node),
+            source=program.graph.ops[index].source,
         )
-        for _, node in program.calls()
+        for index, node in program.calls()
     ]
 
 

@@ -4,12 +4,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from remat import solvers as solver_tables
 from remat.errors import (
     BudgetError,
     InvalidPlatformError,
     PlanMismatchError,
-    SolverUnsuitableError,
     UnitError,
 )
 from remat.floor import Floor, smallest_budget
@@ -22,8 +20,9 @@ from remat.platform import Platform, single_device
 from remat.problem import Limits, Problem, Result, Status
 from remat.schedule import Boundary, Copy, Discard, Schedule, Step
 from remat.simulator import simulate
-from remat.solvers.base import ProgressCallback, Solver, ignore_progress
-from remat.training_plan import Plan, contributors
+from remat.solvers import chosen_solvers
+from remat.solvers.base import ProgressCallback, ignore_progress
+from remat.training_plan import Plan, contributors, plan_settings
 from remat.units import format_bytes, format_ns, parse_budget
 
 DeviceBudgets = Mapping[str, int | str | None]
@@ -31,23 +30,6 @@ DeviceBudgets = Mapping[str, int | str | None]
 
 Budget = int | str | DeviceBudgets
 """What may be given as a budget: one for the model's device, or one for each device."""
-
-
-def device_solvers(name: str) -> list[Solver]:
-    """Return the solvers that ``name`` stands for where there are several devices.
-
-    Raises
-    ------
-    SolverUnsuitableError
-        If there is no solver of that name.
-    """
-    if name == "auto":
-        return [make() for make in solver_tables.AUTO_DEVICES]
-    if name not in solver_tables.SOLVERS:
-        names = ", ".join(["auto", *solver_tables.SOLVERS])
-        msg = f"unknown solver {name!r}; there are {names}"
-        raise SolverUnsuitableError(msg)
-    return [solver_tables.SOLVERS[name]()]
 
 
 def budgets_bytes(
@@ -266,7 +248,7 @@ def plan_on_devices(  # noqa: PLR0913 - every option that a user has
     _check_residents(graph, platform)
     result = solve_portfolio(
         problem,
-        device_solvers(solver),
+        chosen_solvers(solver, has_several_devices=True),
         limits=limits,
         on_progress=progress,
         amend=lambda found: _keep_outputs(problem, found),
@@ -292,13 +274,7 @@ def plan_on_devices(  # noqa: PLR0913 - every option that a user has
         status=result.status,
         bound_ns=result.bound_ns,
         fingerprint=fingerprint,
-        settings={
-            **(settings or {}),
-            "solver": solver,
-            "seed": seed,
-            "candidates": list(result.candidates),
-            "solve_s": round(result.elapsed_s, 3),
-        },
+        settings=plan_settings(settings, solver, seed, result),
     )
 
 
@@ -409,7 +385,9 @@ def _known_without_limits(problem: Problem, limits: Limits) -> dict[str, int]:
     names = problem.platform.names
     unlimited = problem.platform.with_budgets(dict.fromkeys(names))
     result = solve_portfolio(
-        replace(problem, platform=unlimited), device_solvers("auto"), limits=limits
+        replace(problem, platform=unlimited),
+        chosen_solvers("auto", has_several_devices=True),
+        limits=limits,
     )
     if result.trace is None:
         return {}

@@ -15,7 +15,6 @@ from remat.device_planning import (
 from remat.errors import (
     BudgetError,
     InvalidPlatformError,
-    SolverUnsuitableError,
     UnitError,
 )
 from remat.floor import Floor, smallest_budget
@@ -25,27 +24,10 @@ from remat.planning import solve, solve_portfolio
 from remat.platform import Platform, single_device
 from remat.problem import Limits, Problem, Result, Status
 from remat.simulator import simulate
-from remat.solvers import AUTO, SOLVERS
+from remat.solvers import chosen_solvers
 from remat.solvers.base import ProgressCallback, Solver, ignore_progress
-from remat.training_plan import Plan, contributors
-from remat.units import format_bytes, parse_budget
-
-
-def chosen_solvers(name: str) -> list[Solver]:
-    """Return the solvers that ``name`` stands for: one, or the portfolio of ``auto``.
-
-    Raises
-    ------
-    SolverUnsuitableError
-        If there is no solver of that name.
-    """
-    if name == "auto":
-        return [make() for make in AUTO]
-    if name not in SOLVERS:
-        names = ", ".join(["auto", *SOLVERS])
-        msg = f"unknown solver {name!r}; there are {names}"
-        raise SolverUnsuitableError(msg)
-    return [SOLVERS[name]()]
+from remat.training_plan import Plan, contributors, plan_settings
+from remat.units import ANY_WHOLE_BYTES, format_bytes, parse_budget
 
 
 def plain_peak_bytes(graph: TrainingGraph) -> int:
@@ -136,7 +118,7 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
         bound_ns=result.bound_ns,
         fingerprint=fingerprint,
         smallest_budget_bytes=floor_bytes,
-        settings=_settings(settings or {}, solver, seed, result),
+        settings=plan_settings(settings, solver, seed, result),
     )
 
 
@@ -209,7 +191,7 @@ def one_budget(budget: Budget | None, platform: Platform | None = None) -> int |
         If there is none.
     """
     if isinstance(budget, Mapping):
-        names = list(budgets_bytes(budget, _ANY_WHOLE_BYTES))
+        names = list(budgets_bytes(budget, ANY_WHOLE_BYTES))
         if platform is None and len(names) > 1:
             msg = (
                 f"budgets are given for {', '.join(names)}; a platform says what these "
@@ -226,23 +208,8 @@ def one_budget(budget: Budget | None, platform: Platform | None = None) -> int |
     return budget
 
 
-_ANY_WHOLE_BYTES = 2**62
-
-
 def _platform(graph: TrainingGraph, budget_bytes: int | None = None) -> Platform:
     return single_device(budget_bytes, kind=graph.device_kinds[0])
-
-
-def _settings(
-    settings: Mapping[str, Any], solver: str, seed: int, result: Result
-) -> dict[str, Any]:
-    return {
-        **settings,
-        "solver": solver,
-        "seed": seed,
-        "candidates": list(result.candidates),
-        "solve_s": round(result.elapsed_s, 3),
-    }
 
 
 def _solve(
@@ -363,7 +330,7 @@ def trade_off(  # noqa: PLR0913 - every option that a user has
                 solver=result.solver,
                 status=result.status,
                 bound_ns=result.bound_ns,
-                settings=_settings(settings or {}, solver, seed, result),
+                settings=plan_settings(settings, solver, seed, result),
             )
     progress("done", 1.0)
     plans = [*found.values(), smallest]

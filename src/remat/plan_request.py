@@ -10,18 +10,17 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from remat.costing import Costs
-from remat.device_planning import Budget, budgets_bytes, check_budgets, device_solvers
+from remat.device_planning import Budget, budgets_bytes, check_budgets
 from remat.errors import CaptureError, UnitError
-from remat.graph_planning import chosen_solvers, several_budgets
+from remat.graph_planning import several_budgets
 from remat.platform import Platform
 from remat.serialisation import load_platform
+from remat.solvers import chosen_solvers
 from remat.solvers.base import ProgressCallback, ignore_progress
 from remat.training_plan import Plan
-from remat.units import parse_budget
+from remat.units import ANY_WHOLE_BYTES, parse_budget
 
 Loss = Callable[[Any], torch.Tensor]
-
-_ANY_WHOLE_BYTES = 2**62
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +60,7 @@ class PlanRequest:
         _check("progress", self.progress, Callable, "a function of (activity, share)")
         _check("seed", self.seed, int, "an integer")
         _check_time_limit(self.time_limit)
-        if self.has_several_devices:
-            device_solvers(self.solver)
-        else:
-            chosen_solvers(self.solver)
+        chosen_solvers(self.solver, has_several_devices=self.has_several_devices)
         if self.costs not in {"measured", "estimated"}:
             msg = f"costs is {self.costs!r}; it must be 'measured' or 'estimated'"
             raise ValueError(msg)
@@ -85,9 +81,9 @@ class PlanRequest:
             elif isinstance(self.budget, Mapping):
                 check_budgets(self.platform, self.budget)
         if isinstance(self.budget, Mapping):
-            budgets_bytes(self.budget, _ANY_WHOLE_BYTES)
+            budgets_bytes(self.budget, ANY_WHOLE_BYTES)
         elif self.budget is not None:
-            parse_budget(self.budget, whole_bytes=_ANY_WHOLE_BYTES)
+            parse_budget(self.budget, whole_bytes=ANY_WHOLE_BYTES)
         elif self.platform is None or not any(
             device.budget_bytes for device in self.platform.devices
         ):

@@ -12,7 +12,7 @@ from remat.errors import FileFormatError, PlanMismatchError
 from remat.graph import Role, TrainingGraph
 from remat.liveness import schedule_from_order, store_all_order
 from remat.platform import Platform, single_device
-from remat.problem import Status
+from remat.problem import Result, Status
 from remat.schedule import Compute, Copy, Schedule
 from remat.serialisation import (
     graph_from_json,
@@ -326,6 +326,19 @@ def _labelled(label: str, lines: Sequence[str]) -> list[str]:
 
 
 _NUMBER = re.compile(r"(_\d+)?(\.\d+)?\Z")
+
+
+def plan_settings(
+    settings: Mapping[str, Any] | None, solver: str, seed: int, result: Result
+) -> dict[str, Any]:
+    """Return what a plan was made with: the caller's settings and how it was solved."""
+    return {
+        **(settings or {}),
+        "solver": solver,
+        "seed": seed,
+        "candidates": list(result.candidates),
+        "solve_s": round(result.elapsed_s, 3),
+    }
 
 
 def contributors(

@@ -22,6 +22,9 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+ANY_WHOLE_BYTES = 2**62
+"""Stands for what 100 % means where a budget is only checked to be a size."""
+
 # Bounded, because Python refuses to read integers of thousands of digits.
 _SIZE = re.compile(r"\s*([+-]?\d[\d_]{0,60}(?:\.\d{1,60})?)\s*([A-Za-z]*|%)\s*\Z")
 

@@ -1,6 +1,7 @@
 import gc
 import weakref
 from itertools import pairwise
+from typing import Any, cast
 
 import pytest
 import torch
@@ -358,6 +359,8 @@ def test_residents_without_tensors_are_refused_before_anything_runs():
 
     with pytest.raises(ProfileError, match="cannot find the tensors of a object"):
         measure(step, resident=[object()])
+    with pytest.raises(TypeError, match="step is 3; it must be a function"):
+        measure(cast("Any", 3))
     with pytest.raises(ProfileError, match="warmup=-1"):
         measure(step, warmup=-1)
     with pytest.raises(ProfileError, match="not on 'meta'"):

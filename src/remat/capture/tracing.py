@@ -1,5 +1,6 @@
 """Trace a module's training step without running it, with errors a user can act on."""
 
+import inspect
 import logging
 import re
 from collections.abc import Callable, Generator, Mapping
@@ -14,6 +15,10 @@ from remat.errors import CaptureError, RematError
 
 _RAISED = re.compile(r"Developer debug context: raised exception (.+)")
 _CONTEXT = re.compile(r"Developer debug context: (.+)")
+_FAILED_CALL = re.compile(
+    r"call_\w+ <[^>]*?(\w+)(?: at \w+)?>.*: got (\w+)\((.+)\)$", re.MULTILINE
+)
+_QUOTES = "\"'"
 _NOT_THE_USERS = ("/site-packages/torch/", "remat/capture/tracing.py")
 _USER_FRAME = re.compile(
     r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<where>.+)'
@@ -40,13 +45,15 @@ def compiled_entry(
 def check_batch(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Check that the model and its example are on one device.
+    """Check that the example fits ``forward``, and is on one device with the model.
 
     Raises
     ------
     CaptureError
-        If tensors of the model or the example are on different devices.
+        If arguments are missing or too many, or tensors of the model or the example are
+        on different devices.
     """
+    _check_arguments(model, args, kwargs)
     homes: dict[torch.device, str] = {}
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         homes.setdefault(parameter.device, f"{name} of the model")
@@ -62,6 +69,24 @@ def check_batch(
     if torch.device("meta") in homes:
         msg = "the model is on the meta device; materialise it first, e.g. to_empty()"
         raise CaptureError(msg)
+
+
+def _check_arguments(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    if model._forward_pre_hooks or torch.nn.modules.module._global_forward_pre_hooks:
+        return  # They may give forward other arguments.
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        names = f" and {', '.join(kwargs)}" if kwargs else ""
+        msg = (
+            f"the example does not fit the arguments of forward: {error}; the example "
+            f"has {len(args)} positional arguments{names}, and {type(model).__name__}"
+            f".forward takes {signature}"
+        )
+        raise CaptureError(msg) from None
 
 
 def raise_capture_error(error: Exception, failure: RematError | None) -> NoReturn:
@@ -87,13 +112,10 @@ def raise_capture_error(error: Exception, failure: RematError | None) -> NoRetur
     raised = _RAISED.search(text)
     if raised is not None:
         msg = f"the example raises inside the model: {raised[1]}; at {where}"
-    elif "failed to bind arguments" in text:
-        mismatch = _CONTEXT.search(text)
-        details = f": {mismatch[1]}" if mismatch else ""
-        msg = f"the example does not fit the arguments of forward{details}"
     elif type(error).__name__ == "InternalTorchDynamoError":
         msg = f"the tracer itself failed: {what}; at {where}"
     elif "making fake tensor call" in text:
+        what = _what_failed(text)
         msg = f"the example raises inside the model: {what}; at {where}"
     else:
         msg = (
@@ -122,13 +144,25 @@ def _first_sentence(text: str) -> str:
     return f"{head} ({explanation[13:]})" if explanation else head
 
 
+def _what_failed(text: str) -> str:
+    """Return the error of an operator that the tracer ran, and the operator's name."""
+    call = _FAILED_CALL.search(text)
+    if call is not None:
+        return f"{call[2]} in {call[1]}: {call[3].strip(_QUOTES)}"
+    context = _CONTEXT.search(text)
+    return _first_sentence(text) if context is None else context[1]
+
+
 def _user_source_line(text: str) -> str:
+    """Return the innermost line of the user's code, else of the code it calls."""
     after = text.rsplit("from user code:", maxsplit=1)[-1]
     lines = after.splitlines()
-    found = "a line that is not known"
+    found = {True: "", False: ""}
     for position, line in enumerate(lines):
         match = _USER_FRAME.search(line)
-        if match and not any(part in match["file"] for part in _NOT_THE_USERS):
+        if match:
+            is_users = not any(part in match["file"] for part in _NOT_THE_USERS)
             code = lines[position + 1].strip() if position + 1 < len(lines) else ""
-            found = f"{match['file']}:{match['line']} in {match['where']}: {code}"
-    return found
+            where = f"{match['file']}:{match['line']} in {match['where']}: {code}"
+            found[is_users] = where
+    return found[True] or found[False] or "a line that is not known"

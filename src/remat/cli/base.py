@@ -13,7 +13,7 @@ from remat.errors import UsageError
 from remat.platform import Platform
 from remat.serialisation import load_platform
 from remat.solvers import SOLVERS
-from remat.units import parse_budget
+from remat.units import ANY_WHOLE_BYTES, parse_budget
 
 
 class ExitCode(IntEnum):
@@ -152,11 +152,8 @@ def chosen_budget(words: Sequence[str] | None) -> Budget | None:
             )
             raise UsageError(msg)
         budgets[name] = None if size.lower() == "none" else size
-    budgets_bytes(budgets, _ANY_WHOLE_BYTES)
+    budgets_bytes(budgets, ANY_WHOLE_BYTES)
     return dict(budgets)
-
-
-_ANY_WHOLE_BYTES = 2**62
 
 
 def chosen_platform(options: argparse.Namespace) -> Platform | None:
@@ -223,7 +220,7 @@ def check_size(text: str) -> None:
         If it is not a positive size.
     """
     # Any whole will do: whether the size makes sense is found when it is known.
-    parse_budget(text, whole_bytes=_ANY_WHOLE_BYTES)
+    parse_budget(text, whole_bytes=ANY_WHOLE_BYTES)
 
 
 def print_json(data: object) -> None:

@@ -132,7 +132,12 @@ def measure(
     ProfileError
         If a torch profiler is already recording, if ``warmup`` or ``repeats`` is
         negative, or if an entry of ``resident`` holds no tensors that can be found.
+    TypeError
+        If ``step`` cannot be called.
     """
+    if not callable(step):
+        msg = f"step is {step!r}; it must be a function that runs one training step"
+        raise TypeError(msg)
     if warmup < 0 or repeats < 0:
         msg = f"warmup={warmup} and repeats={repeats} must both be 0 or more"
         raise ProfileError(msg)

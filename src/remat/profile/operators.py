@@ -50,11 +50,14 @@ class OperatorCall:
         An overload of a torch operator, or another callable.
     args, kwargs
         Arguments; tensors may be fake, only their shapes and types matter.
+    source
+        Where the call stands in the user's code, for errors.
     """
 
     target: Callable[..., Any]
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=lambda: _NO_KWARGS)
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +222,8 @@ def _profile_operator(call: OperatorCall, description: Description) -> OperatorC
         f"{description.text} on made-up values it raised "
         f"{type(first).__name__}: {first}"
     )
+    if call.source:
+        msg += f"; the call comes from {call.source}"
     raise ProfileError(msg) from first
 
 

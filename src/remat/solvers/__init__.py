@@ -1,5 +1,6 @@
 """Solvers, one file a method, and the explicit table of them."""
 
+from remat.errors import SolverUnsuitableError
 from remat.solvers.base import Solver as Solver
 from remat.solvers.checkmate import Checkmate as Checkmate
 from remat.solvers.checkmate import CheckmateLpRounding as CheckmateLpRounding
@@ -55,3 +56,20 @@ AUTO: tuple[type[Solver], ...] = (
 
 AUTO_DEVICES: tuple[type[Solver], ...] = (PoFo, DeviceSearch, XEngine)
 """What ``solver="auto"`` runs where there are several devices."""
+
+
+def chosen_solvers(name: str, *, has_several_devices: bool = False) -> list[Solver]:
+    """Return the solvers that ``name`` stands for: one, or the portfolio of ``auto``.
+
+    Raises
+    ------
+    SolverUnsuitableError
+        If there is no solver of that name.
+    """
+    if name == "auto":
+        return [make() for make in (AUTO_DEVICES if has_several_devices else AUTO)]
+    if name not in SOLVERS:
+        names = ", ".join(["auto", *SOLVERS])
+        msg = f"unknown solver {name!r}; there are {names}"
+        raise SolverUnsuitableError(msg)
+    return [SOLVERS[name]()]

@@ -95,10 +95,12 @@ class Join:
             return proposal
         on_progress("branches that meet", 0.0)
         forms = _forms_of(search, self.max_stages)
-        for share in self._sweep(search, forms):
-            on_progress("branches that meet", share / 2)
-        for share in search.improve_best(self.improved_count):
-            on_progress("keeping what there is room for", 0.5 + share / 2)
+        search.sweep_and_improve(
+            self._sweep(search, forms),
+            "branches that meet",
+            self.improved_count,
+            on_progress,
+        )
         return search.answer(_described(forms))
 
     def _sweep(self, search: PlanSearch, forms: JoinForms) -> Iterator[float]:

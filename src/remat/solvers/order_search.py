@@ -10,7 +10,7 @@ from remat.bounds import cost_bound_ns, peak_bound_bytes
 from remat.liveness import schedule_from_order, store_all_order
 from remat.problem import Limits, Problem, Proposal, Status, StopReason
 from remat.retention import RetentionTable, improve_order
-from remat.solvers.base import single_device_kind_index
+from remat.solvers.base import ProgressCallback, single_device_kind_index
 from remat.units import format_bytes
 
 
@@ -127,6 +127,19 @@ class OrderSearch:
                 return
             self.improve(candidate.order)
             yield (index + 1) / count
+
+    def sweep_and_improve(
+        self,
+        sweep: Iterator[float],
+        activity: str,
+        improved_count: int,
+        on_progress: ProgressCallback,
+    ) -> None:
+        """Run what weighs orders, then improve the best; say how far it is."""
+        for share in sweep:
+            on_progress(activity, share / 2)
+        for share in self.improve_best(improved_count):
+            on_progress("keeping what there is room for", 0.5 + share / 2)
 
     def answer(self, label: str) -> Proposal:
         """Return the best that was found, or that nothing was."""

@@ -91,10 +91,9 @@ def _solve(
         return proposal
     on_progress("chain of stages", 0.0)
     chain = chain_of(search.graph, search.kind_index, max_stages)
-    for share in sweep(search, chain):
-        on_progress("chain of stages", share / 2)
-    for share in search.improve_best(improved_count):
-        on_progress("keeping what there is room for", 0.5 + share / 2)
+    search.sweep_and_improve(
+        sweep(search, chain), "chain of stages", improved_count, on_progress
+    )
     return search.answer(f"{len(chain.chain.stages)} stages")
 
 

@@ -16,9 +16,10 @@ from remat.cli.base import (
 )
 from remat.cli.planning import check_source, load_graph_of, plan_workload
 from remat.errors import UsageError
-from remat.graph_planning import chosen_solvers, trade_off
+from remat.graph_planning import trade_off
 from remat.report.progress import progress_bar
 from remat.report.tables import curve_table, print_table
+from remat.solvers import chosen_solvers
 from remat.training_plan import Plan
 
 _POINTS = 7
