@@ -555,18 +555,21 @@ class TrainingStep:
         return peaks
 
     def paired_times(
-        self, called: Callable[..., Any], repeats: int
+        self,
+        called: Callable[..., Any],
+        repeats: int,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> tuple[list[int], list[int]]:
         """Time plain and planned steps in turn; one pair more runs to warm up."""
         plain: list[int] = []
         planned: list[int] = []
         for position in range(repeats + 1):
             for times, which in ((plain, None), (planned, called)):
-                start = time.perf_counter_ns()
+                start = clock_ns()
                 self.train(which)
                 self.synchronise()
                 if position:
-                    times.append(time.perf_counter_ns() - start)
+                    times.append(clock_ns() - start)
         return plain, planned
 
     def synchronise(self) -> None:
