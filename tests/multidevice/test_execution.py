@@ -1,13 +1,16 @@
 """Execution within budgets, and the bound of placement without memory."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.device_oracles import best_on_devices
 from tests.strategies import graphs
 
 from remat.bounds import required_ops
+from remat.graph import Op, Phase, Storage, TrainingGraph
 from remat.liveness import insert_discards
 from remat.multidevice.execution import ExecutionRule, execute
 from remat.multidevice.feasibility import infeasible_reason
@@ -101,7 +104,50 @@ def test_placement_without_memory_bounds_every_schedule(problem: Problem):
     )
     ample = best_on_devices(problem.graph, unlimited)
     assert ample is not None
-    assert found.bound_ns <= ample[0]
+    # A device without a limit takes ops that did not fit there before.
+    instance = DeviceInstance.of(Problem(graph=problem.graph, platform=unlimited))
+    assert relaxed_placement(instance, Settings()).bound_ns <= ample[0]
+
+
+@pytest.mark.parametrize("largest_ns", [10**9, 10**10, 10**12])
+def test_what_is_tiny_beside_the_largest_cost_is_no_reason_for_too_high_a_bound(
+    largest_ns: int,
+):
+    def op(writes: Sequence[int], reads: Sequence[int], *cost_ns: int | None) -> Op:
+        return Op(
+            name=f"op of {writes[0]}",
+            reads=tuple(reads),
+            writes=tuple(writes),
+            cost_ns=cost_ns,
+            workspace_bytes=(0, 0),
+            phase=Phase.FORWARD,
+            is_ordered=True,
+        )
+
+    graph = TrainingGraph(
+        name="magnitudes",
+        storages=(
+            Storage(name="input", size_bytes=1, is_resident=True),
+            *(Storage(name=f"s{i}", size_bytes=0) for i in range(3)),
+        ),
+        ops=(op((1, 2), (), 1, largest_ns), op((3,), (0, 1, 2), largest_ns, 0)),
+        device_kinds=("cpu", "gpu"),
+    )
+    platform = Platform(
+        devices=(Device(name="cpu", kind="cpu"), Device(name="gpu", kind="gpu")),
+        links=tuple(
+            Link(source=a, target=1 - a, bytes_per_s=10**9, latency_ns=1)
+            for a in (0, 1)
+        ),
+    )
+    instance = DeviceInstance.of(Problem(graph=graph, platform=platform))
+    best = best_on_devices(graph, platform)
+    assert best is not None
+    assert best[0] == 1 + (1 + 1) + 1 + 1
+    bound_ns = relaxed_placement(instance, Settings()).bound_ns
+    assert bound_ns <= best[0]
+    if largest_ns <= 10**10:
+        assert bound_ns == best[0]
 
 
 @settings(max_examples=60)

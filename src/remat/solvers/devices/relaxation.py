@@ -8,7 +8,7 @@ a lower bound on the serial time of every schedule. With ample memory it is the 
 """
 
 from dataclasses import dataclass
-from math import floor
+from math import ceil
 
 from remat.multidevice.feasibility import runnable_devices
 from remat.multidevice.instance import DeviceInstance
@@ -16,8 +16,9 @@ from remat.solvers.backends.mathopt import MipSolver, Settings, solve
 from remat.solvers.devices.rows import ONE, ZERO, Program, Sum, term
 
 _HALF = 0.5
-_SAFETY = 1e-7
 _SCALE = 1e6
+# What a solver of linear programs may be wrong by, of the whole and per variable.
+_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,8 @@ def relaxed_placement(
     found = solve(model, MipSolver.HIGHS, settings)
     bound_ns = 0
     if not pressure and found.bound > 0:
-        bound_ns = floor(found.bound * unit * (1 - _SAFETY) + _SAFETY)
+        tolerance = _TOLERANCE * (found.bound + model.variable_count)
+        bound_ns = max(0, ceil((found.bound - tolerance) * unit))
     if not len(found.values):
         return RelaxedPlacement(placement=None, bound_ns=bound_ns)
     placement = tuple(
