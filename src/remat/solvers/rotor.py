@@ -132,7 +132,7 @@ class Rotor:
     budget_count: int = 16
     bisection_count: int = 6
     improved_count: int = 8
-    slots: int = 400
+    slots: int = 160
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback
