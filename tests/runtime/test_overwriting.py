@@ -49,6 +49,7 @@ def recompute_always(graph: TrainingGraph) -> Schedule:
     return recompute_everything(graph, is_repeated=True)
 
 
+BACKWARD_OF_RELU = {aten.threshold_backward.default}
 SCHEDULES = [keep_everything, recompute_once, recompute_always]
 
 
@@ -295,6 +296,43 @@ class Converted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.linear(x) * ((x > 0).int() + 0.5)).sum()
+
+
+class PooledToOnePixel(nn.Module):
+    """Maps of one pixel, whose strides say nothing of where their numbers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(
+            nn.Conv2d(3, 128, 3),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Conv2d(128, 32, 1, bias=False),
+            nn.BatchNorm2d(32),
+            nn.ReLU(inplace=True),
+            nn.Upsample(size=(5, 5), mode="bilinear"),
+        )
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.branch(x).square().mean()
+
+
+def test_strides_that_say_nothing_are_not_handed_on() -> None:
+    x = torch.randn(4, 3, 16, 16).to(memory_format=torch.channels_last)
+    program = trace(PooledToOnePixel(), (x,))
+    (node,) = [n for _, n in program.calls() if n.target in BACKWARD_OF_RELU]
+    strides = [each.meta["val"].stride() for each in (node, *node.all_input_nodes)]
+    assert len(set(strides)) == 2
+    written = {storage for op in program.graph.ops for storage in op.writes}
+    assert overwritable_argument(program, node, written) is None
+
+
+def test_the_usual_strides_of_one_column_are_sure() -> None:
+    model = nn.Sequential(nn.Linear(8, 1), nn.ReLU(), nn.Linear(1, 4))
+    program = trace(model, (torch.randn(8, 8),))
+    (node,) = [n for _, n in program.calls() if n.target in BACKWARD_OF_RELU]
+    written = {storage for op in program.graph.ops for storage in op.writes}
+    assert overwritable_argument(program, node, written) is not None
 
 
 @pytest.mark.parametrize(

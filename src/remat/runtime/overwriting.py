@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._prims_common import make_contiguous_strides_for
 
 from remat.capture.joint_program import JointProgram
 
@@ -109,6 +110,7 @@ def overwritable_argument(
             and _is_plain(program, storages[0])
             and _size_bytes(program, storages[0]) == _size_bytes(program, result)
             and _has_layout_of(argument.meta["val"], node.meta["val"])
+            and _is_layout_sure(node)
             and not _is_read_otherwise(program, node, argument, storages[0])
         ):
             return variant, position
@@ -143,6 +145,23 @@ def _has_layout_of(argument: torch.Tensor, result: torch.Tensor) -> bool:
         and argument.device == result.device
         and argument.storage_offset() == 0
         and argument.untyped_storage().nbytes() == result.untyped_storage().nbytes()
+    )
+
+
+def _is_layout_sure(node: fx.Node) -> bool:
+    """Return whether a real run lays its result out as the tracer thinks.
+
+    The stride of a dimension of size 1 says nothing about addresses, and real and fake
+    tensors disagree on it; later kernels look at it all the same, and round otherwise.
+    Only where everything is contiguous in the usual way is it the usual one.
+    """
+    result: torch.Tensor = node.meta["val"]
+    if 1 not in result.shape:
+        return True
+    arguments = [other.meta["val"] for other in node.all_input_nodes]
+    return result.stride() == make_contiguous_strides_for(result.shape) and all(
+        isinstance(argument, torch.Tensor) and argument.is_contiguous()
+        for argument in arguments
     )
 
 
