@@ -56,19 +56,24 @@ _WARM_START_SHARE = 0.25
 _WARM_CANDIDATES = 200
 _REPAIRS = 6
 _SAFETY = 1e-7
+_TOLERANCE = 1e-6
 _ROWS_PER_SLOT = 30
 
 
 @dataclass
 class _Search:
-    """The schedules that one call has seen, and what is proved."""
+    """The schedules that one call has seen, and what is proved.
+
+    ``floor_ns`` is a bound for every schedule, ``bound_ns`` one for those of the class.
+    """
 
     problem: Problem
     instance: DeviceInstance
     objective: Objective
+    floor_ns: int
+    bound_ns: int = 0
     best: Schedule | None = None
     trace: Trace | None = None
-    bound_ns: int = 0
     is_infeasible: bool = False
     stop_reason: StopReason = StopReason.COMPLETED
     notes: list[str] = field(default_factory=list[str])
@@ -87,22 +92,25 @@ class _Search:
         return trace
 
     def proposal(self) -> Proposal:
-        message = "; ".join(self.notes)
         if self.best is not None and self.trace is not None:
-            is_proved = self.bound_ns >= self.trace.serial_ns
+            cost_ns, bound_ns = self.trace.serial_ns, max(self.bound_ns, self.floor_ns)
+            if cost_ns < bound_ns * (1 - _TOLERANCE):
+                # The search that it starts from is bound to no class.
+                self.notes.append("what is given leaves the class and is cheaper")
+                bound_ns = self.floor_ns
             return Proposal(
-                status=Status.OPTIMAL if is_proved else Status.FEASIBLE,
+                status=Status.OPTIMAL if bound_ns >= cost_ns else Status.FEASIBLE,
                 schedule=self.best,
-                bound_ns=min(self.bound_ns, self.trace.serial_ns),
+                bound_ns=min(bound_ns, cost_ns),
                 stop_reason=self.stop_reason,
-                message=message,
+                message="; ".join(self.notes),
             )
         status = Status.INFEASIBLE if self.is_infeasible else Status.UNKNOWN
         return Proposal(
             status=status,
-            bound_ns=cost_bound_ns(self.problem),
+            bound_ns=self.floor_ns,
             stop_reason=self.stop_reason,
-            message=message or "found nothing in time",
+            message="; ".join(self.notes) or "found nothing in time",
         )
 
 
@@ -173,7 +181,7 @@ class XEngine:
             return alone
         instance = DeviceInstance.of(problem)
         search = _Search(
-            problem, instance, self.objective, bound_ns=cost_bound_ns(problem)
+            problem, instance, self.objective, floor_ns=cost_bound_ns(problem)
         )
         reason = infeasible_reason(instance)
         if reason is not None:
@@ -224,6 +232,7 @@ class XEngine:
         found = finder.solve(
             search.problem, Limits.after(seconds, limits.seed), on_progress
         )
+        search.floor_ns = max(search.floor_ns, found.bound_ns)
         if found.schedule is not None:
             search.offer(found.schedule)
         if found.stop_reason is StopReason.INTERRUPTED:
@@ -246,7 +255,7 @@ class XEngine:
             instance,
             slots,
             ModelOptions(is_transient=self.is_transient, horizon_ns=horizon_ns),
-            cost_unit_ns=max(1.0, search.bound_ns / _OBJECTIVE_SCALE),
+            cost_unit_ns=max(1.0, search.floor_ns / _OBJECTIVE_SCALE),
             size_unit_bytes=max(1.0, min(budgets, default=1) / _BYTES_SCALE),
         ).build()
 

@@ -1,0 +1,41 @@
+"""The study of all graphs of a few ops, on some that need care."""
+
+import json
+from pathlib import Path
+
+import pytest
+from studies.small_graphs import cases_of, main
+from tests.solvers.milp_cases import joint_graph
+
+from remat.planning import solve
+
+# What is cheapest on two devices leaves the class of the exact model.
+LEAVING = [
+    [[], [], [0], [1], [0, 1]],
+    [[], [0], [], [1], [0]],
+    [[], [], [], [], [0]],
+]
+
+
+@pytest.mark.parametrize("reads", LEAVING)
+def test_what_leaves_the_class_claims_nothing_of_it(reads: list[list[int]]):
+    graph = joint_graph([3, 1, 2, 4, 1], [5, 2, 7, 3, 4], reads, 3)
+    is_left = False
+    for case in cases_of(graph, device_count=2):
+        result = solve(case.problem, case.solver)
+        assert not case.differs(result)
+        if case.optimum_ns is not None and result.cost_ns is not None:
+            is_left |= result.cost_ns < case.optimum_ns
+    assert is_left
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_blocks_are_recorded_once(devices: int, tmp_path: Path):
+    words = ["--ops", "3", "--devices", str(devices), "--results", str(tmp_path)]
+    assert main(words) == 0
+    assert main(words) == 0
+    (line,) = (tmp_path / "small_graphs.jsonl").read_text().splitlines()
+    found = json.loads(line)
+    assert found["graphs"] == 8
+    assert found["cases"] >= 8
+    assert found["differing"] == []
