@@ -66,10 +66,21 @@ def test_auto_falls_back_on_the_schedule_that_proves_the_floor(
     assert plan.smallest_budget_bytes == FLOOR_BYTES >= plan.peak_bytes
 
 
-def test_a_named_solver_that_fails_above_the_floor_is_told_apart() -> None:
-    with pytest.raises(BudgetError, match="use solver='auto'") as caught:
-        plan_graph(GRAPH, budget=WHOLE_BYTES - 1, solver="store-all")
-    assert caught.value.budget_bytes > caught.value.required_bytes
+@pytest.mark.parametrize("budget_bytes", [FLOOR_BYTES, WHOLE_BYTES - 1])
+def test_a_named_solver_that_fails_above_the_floor_is_told_apart(
+    budget_bytes: int,
+) -> None:
+    with pytest.raises(BudgetError) as caught:
+        plan_graph(GRAPH, budget=budget_bytes, solver="store-all")
+    assert caught.value.budget_bytes == budget_bytes
+    assert caught.value.required_bytes == FLOOR_BYTES
+    message = str(caught.value)
+    assert message.startswith("solver StoreAll finds no schedule within ")
+    asked, known = message.split("; a schedule of ")
+    assert f"({budget_bytes:_} bytes): device 0 'cpu' holds " in asked
+    assert f"({FLOOR_BYTES:_} bytes) is known (use solver='auto'), made of " in known
+    assert "no schedule fits" not in message
+    assert "smallest budget that works" not in message
 
 
 @pytest.mark.parametrize("graph", [GRAPH, resnet_like(4).graph], ids=lambda g: g.name)

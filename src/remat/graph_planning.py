@@ -230,24 +230,30 @@ def raise_budget_error(
 ) -> NoReturn:
     """Raise the error that names the smallest budget and what it consists of.
 
+    At or above that budget, it is a named solver that finds nothing, and the error says
+    so: schedules that fit are known.
+
     Raises
     ------
     BudgetError
         Always.
     """
     floor_bytes = floor.budget_bytes
+    asked = f"{format_bytes(budget_bytes)} ({budget_bytes:_} bytes)"
+    smallest = f"{format_bytes(floor_bytes)} ({floor_bytes:_} bytes)"
     parts = contributors(graph, floor.schedule, floor.trace.peak_step())[:6]
     listing = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts)
-    hint = (
-        f"raise the budget to at least {floor_bytes} bytes, or shrink the batch"
-        if budget_bytes < floor_bytes
-        else f"solver {result.solver} finds none ({result.message}); use solver='auto'"
-    )
-    msg = (
-        f"no schedule fits in {format_bytes(budget_bytes)} ({budget_bytes:_} bytes): "
-        f"the smallest budget that works is {format_bytes(floor_bytes)} "
-        f"({floor_bytes:_} bytes), made of {listing}; {hint}"
-    )
+    if budget_bytes < floor_bytes:
+        msg = (
+            f"no schedule fits in {asked}: the smallest budget that works is {smallest}, "
+            f"made of {listing}; raise the budget to at least {floor_bytes} bytes, or "
+            "shrink the batch"
+        )
+    else:
+        msg = (
+            f"solver {result.solver} finds no schedule within {asked}: {result.message}; "
+            f"a schedule of {smallest} is known (use solver='auto'), made of {listing}"
+        )
     raise BudgetError(msg, budget_bytes=budget_bytes, required_bytes=floor_bytes)
 
 
