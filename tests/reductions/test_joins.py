@@ -1,5 +1,7 @@
 """A training graph as a join of stages: the structure, plans of it, and back."""
 
+from itertools import product
+
 import pytest
 from tests.instances import Network, joined_towers, mlp_chain, resnet_like
 
@@ -9,10 +11,35 @@ from remat.chains.stage_joins import plan_stage_join
 from remat.graph import TrainingGraph
 from remat.liveness import BOUNDARY, schedule_from_order
 from remat.platform import single_device
-from remat.reductions.join_structure import Fork, ForwardStructure, Leaf, Series
+from remat.reductions.join_structure import (
+    Fork,
+    ForwardStructure,
+    Leaf,
+    Series,
+    most_branches,
+)
 from remat.reductions.joins import JoinOfStages, meet, reduce_to_join
 from remat.reductions.segments import SegmentedGraph
 from remat.simulator import Trace, simulate
+
+
+def forks(*widths: int) -> TrainingGraph:
+    """Forks of layers on one value, one fork after the other."""
+    net = Network("forks")
+    y = net.input("x", 64)
+    for fork, width in enumerate(widths):
+        tops = [y] * width
+        for tower, layer in product(range(width), range(1 + 12 // width)):
+            tops[tower] = net.one(
+                f"f{fork}.t{tower}.{layer}",
+                [tops[tower]],
+                900,
+                400,
+                saves_inputs=True,
+                parameter_bytes=8,
+            )
+        y = net.one(f"meet{fork}", tops, 1000, 500, saves_inputs=True)
+    return net.instance(net.one("loss", [y], 8, 10, saves_inputs=True)).graph
 
 
 def structure(graph: TrainingGraph) -> Series:
@@ -133,6 +160,25 @@ def test_a_negligible_branch_is_no_branch():
     mask = net.one("b", [net.one("a", [net.input("m", 64)], 1000, 9)], 1000, 9)
     y = net.one("masked", [y, mask], 1000, 9, saves_inputs=True, constant=[mask])
     assert reduce_to_join(net.instance(y).graph) is None
+
+
+def test_a_fork_that_is_too_wide_is_a_stage():
+    graph = forks(2, 7, 3)
+    assert most_branches(SegmentedGraph(graph)) == 7
+    forms = reduce_to_join(graph)
+    assert forms is not None
+    assert forms.series is not None
+    names = [stage.name for stage in forms.series.chain().stages]
+    assert [name for name in names if name.startswith("fork")] == [
+        "fork of 2",
+        "fork of 3",
+    ]
+    traces = swept(forms.series)
+    assert traces[0].serial_ns > traces[-1].serial_ns
+    assert traces[-1].serial_ns == sum(op.cost_ns[0] or 0 for op in graph.ops)
+    assert reduce_to_join(forks(7)) is None
+    assert most_branches(SegmentedGraph(forks(7))) == 7
+    assert most_branches(SegmentedGraph(mlp_chain(8).graph)) == 0
 
 
 @pytest.mark.parametrize(

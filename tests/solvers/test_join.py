@@ -1,12 +1,13 @@
 """Joins on training graphs: what they reach, what they decline, and on a real model."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from studies.join_networks import JOINS
 from studies.models import Options
-from tests.instances import Network, joined_towers, mlp_chain, resnet_like
+from tests.instances import Instance, Network, joined_towers, mlp_chain, resnet_like
 from tests.oracles import brute_force_best
 
 import remat
@@ -15,10 +16,22 @@ from remat.graph import TrainingGraph
 from remat.planning import solve
 from remat.platform import single_device
 from remat.problem import Limits, Problem, Result, Status, StopReason
+from remat.solvers import SOLVERS
 from remat.solvers.base import Solver
 from remat.solvers.join import Join
 from remat.solvers.rotor import Rotor
 from remat.testing import store_all_peak_bytes
+
+
+def unread(layers: int) -> Instance:
+    """A chain of few cuts that backward reads and more that it does not."""
+    net = Network("unread")
+    y = net.input("x", 64)
+    for layer in range(layers):
+        y = net.one(
+            f"{layer}", [y], 1000, 500, saves_inputs=layer < 3, parameter_bytes=8
+        )
+    return net.instance(net.one("loss", [y], 8, 10))
 
 
 def solved(
@@ -81,14 +94,31 @@ def test_stem_and_trunk_are_planned_too(graph: TrainingGraph):
 
 
 @pytest.mark.parametrize(
-    ("graph", "fitting"),
-    [(mlp_chain(8).graph, "'rotor' fits"), (resnet_like().graph, "'rotor' fits")],
-    ids=["chain", "shortcuts"],
+    ("graph", "found"),
+    [
+        (mlp_chain(8).graph, "nowhere in its forward pass do two branches meet"),
+        (resnet_like().graph, "nowhere in its forward pass do two branches meet"),
+        (unread(9).graph, "nowhere in its forward pass do two branches meet"),
+        (joined_towers((2,) * 7, stem=1).graph, "7 branches meet, and at most 6"),
+        (joined_towers((2,) * 7, stem=5).graph, "7 branches meet, and at most 6"),
+    ],
+    ids=["chain", "shortcuts", "unread", "wide", "wide after a stem"],
 )
-def test_a_graph_that_is_no_join_is_declined(graph: TrainingGraph, fitting: str):
-    with pytest.raises(SolverUnsuitableError, match="is no join: nowhere") as caught:
-        solved(graph, store_all_peak_bytes(graph) * 9 // 10, Join())
-    assert fitting in str(caught.value)
+def test_a_graph_that_is_no_join_is_declined(graph: TrainingGraph, found: str):
+    budget = store_all_peak_bytes(graph) * 9 // 10
+    with pytest.raises(SolverUnsuitableError, match=f"is no join: .*{found}") as caught:
+        solved(graph, budget, Join())
+    named = re.findall(r"'([a-z-]+)'", str(caught.value).split("solvers that fit:")[1])
+    assert named[-3:] == ["lower-sets", "min-cut-retention", "auto"]
+    for name in ("lower-sets", "min-cut-retention"):
+        solved(graph, budget, SOLVERS[name]())
+    # Rotor is recommended exactly where it takes the graph.
+    if "rotor" in named:
+        solved(graph, budget, Rotor())
+    else:
+        with pytest.raises(SolverUnsuitableError, match="is no chain") as declined:
+            solved(graph, budget, Rotor())
+        assert "'join'" not in str(declined.value)
 
 
 def test_no_time_gives_no_answer():

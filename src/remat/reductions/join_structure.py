@@ -324,6 +324,29 @@ def stage_count(series: Series) -> int:
     )
 
 
+def most_branches(segmented: SegmentedGraph, *, kind_index: int = 0) -> int:
+    """Return the most branches that meet in a graph's forward pass; 0 if none do.
+
+    Parameters
+    ----------
+    segmented
+        The graph.
+    kind_index
+        Position of the device's kind in the ops' costs.
+
+    Notes
+    -----
+    Time as for :class:`ForwardStructure`.
+    """
+
+    def widest(series: Series) -> int:
+        forks = [item for item in series if isinstance(item, Fork)]
+        inside = (widest(branch) for fork in forks for branch in fork.branches)
+        return max([0, *inside, *(len(fork.branches) for fork in forks)])
+
+    return widest(ForwardStructure(segmented, kind_index).series)
+
+
 def merged_series(
     series: Series, most: int, costs: Sequence[int], *, keeps_last: bool
 ) -> Series:

@@ -471,6 +471,9 @@ def reduce_to_join(
 ) -> JoinForms | None:
     """Return the forms of a graph whose forward pass has a fork; ``None`` without one.
 
+    A fork of more than :data:`~remat.chains.stage_joins.MAX_BRANCHES` branches counts
+    as a stage like any other.
+
     Parameters
     ----------
     graph
@@ -490,12 +493,11 @@ def reduce_to_join(
     costs = [op.cost_ns[kind_index] or 0 for op in graph.ops]
     series = _merged(structure.series, costs, max_stages, is_whole=True)
     forks = [index for index, item in enumerate(series) if isinstance(item, Fork)]
-    if not forks or _widest(series) > MAX_BRANCHES:
+    if not forks:
         return None
     join = None
     if forks[0] == 0:
-        rest = tuple(op for _, leaf in _leaves(series[1:], ()) for op in leaf.ops)
-        turn = Leaf(tuple(sorted(rest)), ())
+        turn = Leaf(tuple(sorted(_ops(series[1:]))), ())
         join = JoinOfStages(segmented, (series[0], turn), kind_index)
     whole = JoinOfStages(segmented, series, kind_index) if len(series) > 2 else None
     return JoinForms(join=join, series=whole)
@@ -504,10 +506,13 @@ def reduce_to_join(
 def _merged(
     series: Series, costs: Sequence[int], most: int, *, is_whole: bool = False
 ) -> Series:
-    """Merge stages of a series and of the branches in it."""
+    """Merge stages of a series and of the branches in it, and too wide forks."""
     items: list[Leaf | Fork] = []
     for item in series:
-        if isinstance(item, Fork):
+        if isinstance(item, Fork) and len(item.branches) > MAX_BRANCHES:
+            ops = (op for branch in item.branches for op in _ops(branch))
+            items.append(Leaf(tuple(sorted(ops)), item.ends))
+        elif isinstance(item, Fork):
             limit = MAX_BRANCH_STAGES.get(len(item.branches), 1)
             branches = (_merged(branch, costs, limit) for branch in item.branches)
             items.append(replace(item, branches=tuple(branches)))
@@ -516,8 +521,5 @@ def _merged(
     return merged_series(tuple(items), most, costs, keeps_last=is_whole)
 
 
-def _widest(series: Series) -> int:
-    """Return the most branches of a fork."""
-    forks = [item for item in series if isinstance(item, Fork)]
-    inside = [_widest(branch) for fork in forks for branch in fork.branches]
-    return max([0, *inside, *(len(fork.branches) for fork in forks)])
+def _ops(series: Series) -> Iterator[int]:
+    return (op for _, leaf in _leaves(series, ()) for op in leaf.ops)

@@ -134,9 +134,8 @@ def reduce_to_chain(
     Time O(reads of the graph), and O(cuts^2) for merging.
     """
     segmented = SegmentedGraph(graph)
-    crossing = narrow_crossings(segmented)
-    useful = [cut for cut in sorted(crossing) if is_read_back(graph, crossing[cut])]
-    cuts = _merged(graph, segmented, useful, kind_index, max_stages)
+    crossing = useful_crossings(segmented)
+    cuts = _merged(graph, segmented, sorted(crossing), kind_index, max_stages)
     if not cuts:
         return None
     segment_of = {op: bisect_right(cuts, op) for op in segmented.forward}
@@ -203,6 +202,15 @@ def is_read_back(graph: TrainingGraph, storage: int) -> bool:
     Where none does, a cut there only makes the programs hold what nobody needs.
     """
     return any(op >= graph.forward_count for op in graph.consumers[storage])
+
+
+def useful_crossings(segmented: SegmentedGraph) -> dict[int, int]:
+    """Return where a chain is cut: where one storage crosses that backward reads."""
+    return {
+        cut: storage
+        for cut, storage in narrow_crossings(segmented).items()
+        if is_read_back(segmented.graph, storage)
+    }
 
 
 def narrow_crossings(

@@ -23,14 +23,16 @@ from math import prod
 from typing import ClassVar
 
 from remat.chains.rotor import plan_rotor
-from remat.chains.stage_joins import StageJoin, plan_stage_join
+from remat.chains.stage_joins import MAX_BRANCHES, StageJoin, plan_stage_join
 from remat.errors import SolverUnsuitableError
 from remat.problem import Limits, Problem, Proposal
+from remat.reductions.join_structure import NOTICEABLE_SHARE, most_branches
 from remat.reductions.joins import JoinForms, reduce_to_join
 from remat.reductions.segments import SegmentedGraph
-from remat.reductions.stages import narrow_crossings
+from remat.reductions.stages import useful_crossings
 from remat.solvers.base import ProgressCallback
 from remat.solvers.plan_search import PlanSearch
+from remat.solvers.rotor import FEWEST_STAGES
 
 _TRANSITIONS = 4 * 10**8
 _FEWEST_SLOTS = 32
@@ -87,8 +89,8 @@ class Join:
         Raises
         ------
         SolverUnsuitableError
-            If no branches meet in the graph, an op cannot run on device 0, or a storage
-            lives elsewhere.
+            If no branches meet in the graph, or too many wherever any do, an op cannot
+            run on device 0, or a storage lives elsewhere.
         """
         search = PlanSearch(problem, limits)
         if (proposal := search.at_once()) is not None:
@@ -144,19 +146,30 @@ def _forms_of(search: PlanSearch, max_stages: int) -> JoinForms:
     Raises
     ------
     SolverUnsuitableError
-        If no two noticeable branches meet.
+        If no two noticeable branches meet, or more than
+        :data:`~remat.chains.stage_joins.MAX_BRANCHES` wherever any do.
     """
     graph = search.graph
     forms = reduce_to_join(graph, kind_index=search.kind_index, max_stages=max_stages)
     if forms is None:
-        cuts = len(narrow_crossings(SegmentedGraph(graph)))
-        fitting = (
-            "'rotor' fits" if cuts > 2 else "'lower-sets' or 'min-cut-retention' fit"
+        segmented = SegmentedGraph(graph)
+        cuts = len(useful_crossings(segmented))
+        branches = most_branches(segmented, kind_index=search.kind_index)
+        found = (
+            f"in its forward pass {branches} branches meet, and at most {MAX_BRANCHES} "
+            "are planned together"
+            if branches
+            else "nowhere in its forward pass do two branches meet that each take "
+            f"1/{NOTICEABLE_SHARE} of its time"
+        )
+        chains = (
+            f"'rotor' (a chain that can be cut at {cuts} places), "
+            if cuts >= FEWEST_STAGES
+            else ""
         )
         msg = (
-            f"graph {graph.name!r} is no join: nowhere in its forward pass do 2 to 6 "
-            "branches meet that each take 1/32 of its time; one value alone crosses at "
-            f"{cuts} places, so that solver {fitting}"
+            f"graph {graph.name!r} is no join: {found}; solvers that fit: {chains}"
+            "'lower-sets', 'min-cut-retention', 'auto'"
         )
         raise SolverUnsuitableError(msg)
     return forms

@@ -33,12 +33,15 @@ from remat.chains.rotor import plan_rotor
 from remat.errors import SolverUnsuitableError
 from remat.graph import TrainingGraph
 from remat.problem import Limits, Problem, Proposal
-from remat.reductions.stages import ChainOfStages, reduce_to_chain
+from remat.reductions.joins import reduce_to_join
+from remat.reductions.segments import SegmentedGraph
+from remat.reductions.stages import ChainOfStages, reduce_to_chain, useful_crossings
 from remat.solvers.base import ProgressCallback
 from remat.solvers.order_search import geometric_budgets
 from remat.solvers.plan_search import PlanSearch
 
-_FEWEST_STAGES = 3
+FEWEST_STAGES = 3
+"""Places at which a graph has to be cut to count as a chain."""
 
 
 def _sweep_slots(
@@ -64,14 +67,16 @@ def chain_of(graph: TrainingGraph, kind_index: int, max_stages: int) -> ChainOfS
     SolverUnsuitableError
         If the graph cannot be cut into stages.
     """
+    found = len(useful_crossings(SegmentedGraph(graph)))
     chain = reduce_to_chain(graph, kind_index=kind_index, max_stages=max_stages)
-    found = 0 if chain is None else len(chain.chain.stages)
-    if chain is None or found < _FEWEST_STAGES:
+    if chain is None or found < FEWEST_STAGES:
+        is_join = reduce_to_join(graph, kind_index=kind_index) is not None
+        joins = "'join' (branches meet), " if is_join else ""
         msg = (
-            f"graph {graph.name!r} is no chain: forward can be cut where one value alone "
-            f"crosses at {found} places, and a chain needs {_FEWEST_STAGES}; for other "
-            "graphs there are the solvers 'join' (branches that meet), 'lower-sets' and "
-            "'min-cut-retention'"
+            f"graph {graph.name!r} is no chain: forward can be cut where one value that "
+            f"backward reads crosses alone at {found} places, and a chain needs "
+            f"{FEWEST_STAGES}; solvers that fit: {joins}'lower-sets', "
+            "'min-cut-retention', 'auto'"
         )
         raise SolverUnsuitableError(msg)
     return chain
