@@ -2,7 +2,9 @@
 
 import random
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import pytest
 from studies.forward_graphs import densenet161, resnet50, resnet152, towers
 from tests.lower_sets.brute_force import lower_sets, random_graph
@@ -127,6 +129,23 @@ def test_the_cap_is_exact() -> None:
             all_lower_sets(graph, cap)
         with pytest.raises(ValueError, match="at least 1"):
             choose_family(graph, cap)
+
+
+@pytest.mark.parametrize("cap", [2.5, 400.0, "400", None, True, np.array([400, 1])])
+def test_a_cap_that_is_no_integer_is_refused(cap: Any) -> None:
+    graph = fork_join(2, 4, 4, 3)
+    for enumerate_sets in (all_lower_sets, choose_family):
+        with pytest.raises(ValueError, match=r"cap on lower sets is .* be an integer"):
+            enumerate_sets(graph, cap)
+
+
+def test_any_integer_is_a_cap() -> None:
+    graph = fork_join(2, 4, 4, 3)
+    cap: Any
+    for cap in (np.int64(302), np.uint16(302), 10**30):
+        assert choose_family(graph, cap).is_complete
+    cap = np.int32(301)
+    assert not choose_family(graph, cap).is_complete
 
 
 def test_beyond_the_cap_another_family_is_chosen() -> None:

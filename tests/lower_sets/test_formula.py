@@ -137,6 +137,7 @@ def test_the_implied_graph_is_the_papers_alone() -> None:
     [
         ((0, 0, 0), "3 segment indices for 4"),
         ((0, 0, 0, 2), "none empty"),
+        ((0, 0, 0, 1.0), "segment of value 3 is 1.0; it must be an integer"),
         ((0, -1, 0, 1), "none empty"),
         ((1, 0, 1, 1), "value 1 in segment 0 follows value 0 in the later segment 1"),
     ],

@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from studies.forward_graphs import (
     densenet161,
@@ -416,6 +417,50 @@ def test_a_budget_too_small_names_the_smallest() -> None:
     assert sweep(graph, complete(graph), [Query(budget_bytes=-5)]) == [None]
     unlimited = solve(graph, complete(graph), Query(budget_bytes=10**30))
     assert unlimited.overhead == 0
+
+
+@pytest.mark.parametrize(
+    ("question", "words"),
+    [
+        ({"budget_bytes": 19.5}, "budget_bytes is 19.5; it must be an integer"),
+        ({"budget_bytes": "19 B"}, "budget_bytes is '19 B'; it must be an integer"),
+        ({"budget_bytes": None}, "budget_bytes is None; it must be an integer"),
+        ({"budget_bytes": True}, "budget_bytes is True; it must be an integer"),
+        (
+            {"budget_bytes": 19, "objective": "fastest"},
+            "objective is 'fastest'; it must be one of 'least overhead', 'most",
+        ),
+        ({"budget_bytes": 19, "objective": 0}, "objective is 0; it must be one of"),
+        ({"budget_bytes": 19, "charge_last": "no"}, "charge_last is 'no'; it must be"),
+    ],
+)
+def test_questions_of_a_wrong_type_are_refused(
+    question: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match="must be") as info:
+        Query(**question)
+    assert words in str(info.value)
+
+
+def test_questions_may_be_put_in_other_words() -> None:
+    words: Any = {"budget_bytes": np.int64(19), "objective": "most overhead"}
+    query = Query(**words, charge_last=True)
+    assert query == Query(
+        budget_bytes=19, objective=Objective.MOST_OVERHEAD, charge_last=True
+    )
+    assert type(query.budget_bytes) is int
+    assert isinstance(query.objective, Objective)
+
+
+def test_refinements_are_counted() -> None:
+    graph = towers(2, 2)
+    family = ancestor_sets(graph)
+    rounds: Any
+    for rounds, words in ((2.5, "2.5; it must be an integer"), (-1, "at least 0")):
+        with pytest.raises(ValueError, match=f"refinements is .*{words}"):
+            sweep(graph, family, [Query(budget_bytes=10**9)], refinements=rounds)
+        with pytest.raises(ValueError, match=f"refinements is .*{words}"):
+            smallest_budget(graph, family, refinements=rounds)
 
 
 def test_a_family_of_another_graph_is_refused() -> None:

@@ -1,6 +1,7 @@
 """The lower-set solvers on training graphs: what they beat, and when they fall back."""
 
 import time
+from typing import Any
 
 import pytest
 from tests.instances import INSTANCES, Network, unet_like
@@ -92,6 +93,9 @@ def test_more_lower_sets_than_the_cap_are_not_enumerated_and_the_answer_says_so(
 def test_the_cap_must_be_positive():
     with pytest.raises(ValueError, match="cap on lower sets is 0"):
         LowerSets(cap=0)
+    some: Any = 2.5
+    with pytest.raises(ValueError, match=r"cap on lower sets is 2\.5; .* an integer"):
+        LowerSets(cap=some)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +104,7 @@ def test_the_cap_must_be_positive():
         ({"max_nodes": 0}, "max_nodes is 0; it must be at least 1"),
         ({"budget_count": 0}, "budget_count is 0; it must be at least 1"),
         ({"bisection_count": -1}, "bisection_count is -1; it must be at least 0"),
+        ({"executed_ops": 1e4}, "executed_ops is 10000.0; it must be an integer"),
     ],
 )
 def test_impossible_efforts_are_refused(effort: dict[str, int], words: str):

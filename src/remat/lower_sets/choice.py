@@ -29,7 +29,7 @@ def choose_family(graph: ForwardGraph, cap: int = DEFAULT_CAP) -> Family:
     Raises
     ------
     ValueError
-        If ``cap`` is not positive.
+        If ``cap`` is not a positive integer.
     """
     return all_lower_sets(graph, cap) or approximate_family(graph)
 

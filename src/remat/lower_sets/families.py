@@ -9,6 +9,7 @@ A family is kept as bit sets: row ``i`` of ``rows`` is a lower set, value ``v`` 
 the first is empty, the last is all of ``V``.
 """
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remat.lower_sets.forward_graph import ForwardGraph
+from remat.lower_sets.integers import checked_integer
 from remat.native import native
 
 
@@ -150,11 +152,10 @@ def all_lower_sets(graph: ForwardGraph, cap: int) -> Family | None:
     Raises
     ------
     ValueError
-        If ``cap`` is not positive.
+        If ``cap`` is not a positive integer.
     """
-    if cap < 1:
-        msg = f"the cap on lower sets is {cap}; it must be at least 1"
-        raise ValueError(msg)
+    # More do not fit in any memory, nor their number in a word.
+    cap = min(checked_integer("the cap on lower sets", cap, least=1), sys.maxsize)
     rows = enumerate_lower_sets(graph.node_count, list(graph.all_edges), cap)
     if rows is None:
         return None

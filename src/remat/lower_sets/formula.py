@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from remat.lower_sets.forward_graph import ForwardGraph, Owed
+from remat.lower_sets.integers import checked_integer
 
 
 def check_segmentation(graph: ForwardGraph, segment_of: Sequence[int]) -> int:
@@ -18,12 +19,14 @@ def check_segmentation(graph: ForwardGraph, segment_of: Sequence[int]) -> int:
     Raises
     ------
     ValueError
-        If there is not one index a value, a segment is empty, or an edge leads back
+        If there is not one integer a value, a segment is empty, or an edge leads back
         to an earlier segment.
     """
     if len(segment_of) != graph.node_count:
         msg = f"{len(segment_of)} segment indices for {graph.node_count} values"
         raise ValueError(msg)
+    for v, segment in enumerate(segment_of):
+        checked_integer(f"the segment of {graph.node_name(v)}", segment)
     count = max(segment_of) + 1
     if set(segment_of) != set(range(count)):
         empty = sorted(set(range(count)) ^ set(segment_of))

@@ -8,12 +8,14 @@ order without passing data, and another charge for a segment than the paper's ``
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import NoReturn, cast
 
 from remat.errors import InvalidGraphError
+from remat.lower_sets.integers import integer_of
 
 MOST_TOTAL = 2**60
 """Largest sum of sizes (as charged) or of costs; four of them fit in 64 bits."""
@@ -36,6 +38,8 @@ class Owed(StrEnum):
 @dataclass(frozen=True, kw_only=True)
 class ForwardGraph:
     """A directed acyclic graph of forward values.
+
+    Any integers will do, such as numpy's; they are kept as ``int``.
 
     Parameters
     ----------
@@ -65,8 +69,8 @@ class ForwardGraph:
     ------
     InvalidGraphError
         If there is no value, a list has another length, a size or cost is negative or
-        not an integer, sums do not fit in 64 bits, or the edges name unknown values,
-        repeat, join a value to itself, or close a cycle.
+        not an integer, sums do not fit in 64 bits, or the edges are no pairs of
+        integers, name unknown values, repeat, join a value to itself, or close a cycle.
     """
 
     memory_bytes: tuple[int, ...]
@@ -79,14 +83,24 @@ class ForwardGraph:
     name: str = "forward graph"
 
     def __post_init__(self) -> None:
+        for label in ("memory_bytes", "cost", "segment_bytes", "edges", "order_edges"):
+            entries = getattr(self, label)
+            if label != "segment_bytes" or entries is not None:
+                self._keep(label, self._listed(label, entries))
+        if self.owed not in list(Owed):
+            known = ", ".join(map(repr, map(str, Owed)))
+            self._fail(f"owed is {self.owed!r}; need one of {known}")
+        self._keep("owed", Owed(self.owed))
         if not self.memory_bytes:
             self._fail("there is no value; a forward graph has at least one")
-        self._check_numbers("memory_bytes", self.memory_bytes)
-        self._check_numbers("cost", self.cost)
-        if self.segment_bytes is not None:
-            self._check_numbers("segment_bytes", self.segment_bytes)
         if self.names and len(self.names) != self.node_count:
             self._fail(f"{len(self.names)} names for {self.node_count} values")
+        self._keep("memory_bytes", self._numbers("memory_bytes", self.memory_bytes))
+        self._keep("cost", self._numbers("cost", self.cost))
+        if self.segment_bytes is not None:
+            self._keep(
+                "segment_bytes", self._numbers("segment_bytes", self.segment_bytes)
+            )
         total = sum(self.charged_bytes) + 3 * sum(self.memory_bytes)
         if total > MOST_TOTAL:
             self._fail(
@@ -98,7 +112,8 @@ class ForwardGraph:
                 f"the costs add up to {sum(self.cost):_}, more than {MOST_TOTAL:_}; "
                 "give costs in a larger unit"
             )
-        self._check_edges()
+        self._keep("edges", self._pairs("edges", self.edges))
+        self._keep("order_edges", self._pairs("order_edges", self.order_edges))
         if len(self.topological_order) < self.node_count:
             stuck = sorted(set(range(self.node_count)) - set(self.topological_order))
             shown = ", ".join(map(self.node_name, stuck[:5]))
@@ -107,37 +122,56 @@ class ForwardGraph:
                 f"{', ...' if len(stuck) > 5 else ''}; a forward pass has none"
             )
 
-    def _fail(self, message: str) -> None:
+    def _fail(self, message: str) -> NoReturn:
         msg = f"{self.name}: {message}"
         raise InvalidGraphError(msg)
 
-    def _check_numbers(self, label: str, numbers: Sequence[int]) -> None:
+    def _keep(self, label: str, value: object) -> None:
+        # The class is frozen for everyone else.
+        object.__setattr__(self, label, value)
+
+    def _listed(self, label: str, entries: object) -> tuple[object, ...]:
+        found = _entries(entries)
+        if found is None:
+            self._fail(f"{label} is {entries!r}; need a list")
+        return found
+
+    def _numbers(self, label: str, numbers: Sequence[object]) -> tuple[int, ...]:
         if len(numbers) != self.node_count:
             self._fail(f"{label} has {len(numbers)} entries for {self.node_count}")
-        for node, number in enumerate(numbers):
-            if isinstance(number, bool) or not isinstance(number, int):
+        found: list[int] = []
+        for node, entry in enumerate(numbers):
+            number = integer_of(entry)
+            if number is None:
                 self._fail(
-                    f"{label} of {self.node_name(node)} is {number!r}; need an integer"
+                    f"{label} of {self.node_name(node)} is {entry!r}; need an integer"
                 )
             if number < 0:
                 self._fail(
                     f"{label} of {self.node_name(node)} is {number:_}; need 0 or more"
                 )
+            found.append(number)
+        return tuple(found)
 
-    def _check_edges(self) -> None:
-        for label, edges in (("edges", self.edges), ("order_edges", self.order_edges)):
-            seen: set[tuple[int, int]] = set()
-            for u, v in edges:
-                if not (0 <= u < self.node_count and 0 <= v < self.node_count):
-                    self._fail(
-                        f"{label} has {u}->{v}, but the values are "
-                        f"0..{self.node_count - 1}"
-                    )
-                if u == v:
-                    self._fail(f"{label} joins {self.node_name(u)} to itself")
-                if (u, v) in seen:
-                    self._fail(f"{label} has {u}->{v} twice; give each pair once")
-                seen.add((u, v))
+    def _pairs(
+        self, label: str, edges: Sequence[object]
+    ) -> tuple[tuple[int, int], ...]:
+        seen: dict[tuple[int, int], None] = {}
+        for edge in edges:
+            ends = [integer_of(end) for end in _entries(edge) or ()]
+            if len(ends) != 2 or ends[0] is None or ends[1] is None:
+                self._fail(f"{label} has {edge!r}; need pairs of integers (u, v)")
+            u, v = ends[0], ends[1]
+            if not (0 <= u < self.node_count and 0 <= v < self.node_count):
+                self._fail(
+                    f"{label} has {u}->{v}, but the values are 0..{self.node_count - 1}"
+                )
+            if u == v:
+                self._fail(f"{label} joins {self.node_name(u)} to itself")
+            if (u, v) in seen:
+                self._fail(f"{label} has {u}->{v} twice; give each pair once")
+            seen[u, v] = None
+        return tuple(seen)
 
     @classmethod
     def of_values(
@@ -157,9 +191,10 @@ class ForwardGraph:
             that it belongs to another value or is missing its size.
         """
         graph = cls(
-            memory_bytes=tuple(memory_bytes),
-            cost=tuple(cost),
-            edges=tuple((u, v) for u, v in edges),
+            # The constructor makes tuples of them, or says what is wrong.
+            memory_bytes=cast("tuple[int, ...]", memory_bytes),
+            cost=cast("tuple[int, ...]", cost),
+            edges=cast("tuple[tuple[int, int], ...]", edges),
             name=name,
         )
         for node, size in enumerate(graph.memory_bytes):
@@ -225,6 +260,13 @@ class ForwardGraph:
                 if waiting[later] == 0:
                     heapq.heappush(ready, later)
         return tuple(order)
+
+
+def _entries(given: object) -> tuple[object, ...] | None:
+    """Return the entries of a list of any kind; ``None`` for what is none."""
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        return None
+    return tuple(cast("Iterable[object]", given))
 
 
 def _neighbours(

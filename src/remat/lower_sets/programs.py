@@ -32,6 +32,7 @@ from remat.lower_sets.formula import (
     peak_bytes,
 )
 from remat.lower_sets.forward_graph import MOST_TOTAL, ForwardGraph, Owed
+from remat.lower_sets.integers import checked_integer
 from remat.lower_sets.recurrences import (
     Answer,
     Found,
@@ -116,11 +117,30 @@ class Query:
     charge_last
         Whether the last segment's recomputation counts, as in the paper. It never has
         to happen, so that by default it does not count.
+
+    Raises
+    ------
+    ValueError
+        If the budget is no integer, the objective unknown, or ``charge_last`` not true
+        or false.
     """
 
     budget_bytes: int
     objective: Objective = Objective.LEAST_OVERHEAD
     charge_last: bool = False
+
+    def __post_init__(self) -> None:
+        budget_bytes = checked_integer("budget_bytes", self.budget_bytes)
+        object.__setattr__(self, "budget_bytes", budget_bytes)
+        if self.objective not in list(Objective):
+            known = ", ".join(map(repr, map(str, Objective)))
+            msg = f"objective is {self.objective!r}; it must be one of {known}"
+            raise ValueError(msg)
+        object.__setattr__(self, "objective", Objective(self.objective))
+        if self.charge_last not in (True, False):
+            msg = f"charge_last is {self.charge_last!r}; it must be True or False"
+            raise ValueError(msg)
+        object.__setattr__(self, "charge_last", bool(self.charge_last))
 
 
 def sweep(
@@ -149,7 +169,7 @@ def sweep(
     Raises
     ------
     ValueError
-        If the family is of another graph.
+        If the family is of another graph, or ``refinements`` is not 0, 1, 2, ...
 
     Notes
     -----
@@ -157,6 +177,7 @@ def sweep(
     length F, at most the sum of the costs; in practice far less.
     """
     _check_family(graph, family)
+    refinements = checked_integer("refinements", refinements, least=0)
     planner = _Planner(graph, deadline_s)
     if family.is_complete:
         known = planner.scout(family, queries) if len(family) > _SCOUT_ABOVE else []
@@ -190,7 +211,7 @@ def solve(
     TimeoutError
         If the deadline came before any sequence was found.
     ValueError
-        If the family is of another graph.
+        If the family is of another graph, or ``refinements`` is not 0, 1, 2, ...
     """
     (found,) = sweep(
         graph, family, [query], refinements=refinements, deadline_s=deadline_s
@@ -244,9 +265,10 @@ def smallest_budget(
     Raises
     ------
     ValueError
-        If the family is of another graph.
+        If the family is of another graph, or ``refinements`` is not 0, 1, 2, ...
     """
     _check_family(graph, family)
+    refinements = checked_integer("refinements", refinements, least=0)
     planner = _Planner(graph, deadline_s)
     if family.is_complete:
         known: list[Sequence[int]] = []

@@ -39,6 +39,7 @@ from typing import ClassVar
 from remat.eviction import EvictionRule, evicting_order
 from remat.lower_sets.choice import DEFAULT_CAP, approximate_family, choose_family
 from remat.lower_sets.families import Family
+from remat.lower_sets.integers import checked_integer
 from remat.lower_sets.programs import (
     Objective,
     Query,
@@ -87,7 +88,7 @@ class LowerSetsEffort:
     Raises
     ------
     ValueError
-        If a number is smaller than that.
+        If a number is smaller than that, or no integer.
     """
 
     max_nodes: int = 128
@@ -99,10 +100,10 @@ class LowerSetsEffort:
     def __post_init__(self) -> None:
         least = {"max_nodes": 1, "budget_count": 1}
         for field in fields(self):
-            number, lowest = getattr(self, field.name), least.get(field.name, 0)
-            if number < lowest:
-                msg = f"{field.name} is {number}; it must be at least {lowest}"
-                raise ValueError(msg)
+            number = checked_integer(
+                field.name, getattr(self, field.name), least.get(field.name, 0)
+            )
+            object.__setattr__(self, field.name, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +261,7 @@ class LowerSets:
     Raises
     ------
     ValueError
-        If the cap is not positive.
+        If the cap is not a positive integer.
     """
 
     schedule_class: ClassVar[str] = (
@@ -272,9 +273,8 @@ class LowerSets:
     cap: int = DEFAULT_CAP
 
     def __post_init__(self) -> None:
-        if self.cap < 1:
-            msg = f"the cap on lower sets is {self.cap}; it must be at least 1"
-            raise ValueError(msg)
+        cap = checked_integer("the cap on lower sets", self.cap, least=1)
+        object.__setattr__(self, "cap", cap)
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback
