@@ -221,10 +221,11 @@ def test_without_a_link_it_is_rotor(chain: StageChain, budget: int) -> None:
 
 
 @settings(max_examples=60)
-@given(stage_chains(max_stages=6, max_options=1), st.integers(1, 40))
+@given(stage_chains(max_stages=6, max_options=3), st.integers(1, 40))
 def test_with_unlimited_speed_there_is_no_overhead(
     chain: StageChain, budget: int
 ) -> None:
+    # Every stage runs the quickest option that fits the budget on its own.
     # A copy takes a nanosecond at least: times are made large beside that.
     chain = replace(
         chain,
@@ -247,22 +248,82 @@ def test_with_unlimited_speed_there_is_no_overhead(
         ),
     )
     values, gradients = chain.value_bytes, chain.gradient_bytes
-    needs = [values[-1] + gradients[-1] + chain.turn_workspace_bytes]
-    for i, stage in enumerate(chain.stages):
-        (o,) = stage.options
-        inside = o.saved_bytes + o.forward_workspace_bytes
-        forward = values[i] + values[i + 1]
-        needs.append(forward + max(stage.forward_workspace_bytes, inside))
-        back = values[i] + gradients[i] + gradients[i + 1] + o.backward_workspace_bytes
-        needs.append(back + o.saved_bytes + (values[i + 1] if o.needs_output else 0))
+    turn = values[-1] + gradients[-1] + chain.turn_workspace_bytes
+    needs = [
+        [
+            max(
+                values[i] + values[i + 1] + stage.forward_workspace_bytes,
+                values[i] + values[i + 1] + o.saved_bytes + o.forward_workspace_bytes,
+                values[i]
+                + gradients[i]
+                + gradients[i + 1]
+                + o.backward_workspace_bytes
+                + o.saved_bytes
+                + (values[i + 1] if o.needs_output else 0),
+            )
+            for o in stage.options
+        ]
+        for i, stage in enumerate(chain.stages)
+    ]
+    budget = max(budget, turn, *map(min, needs))
+    least = chain.turn_ns + sum(
+        min(
+            (stage.forward_ns if o.forward_ns is None else o.forward_ns) + o.backward_ns
+            for o, need in zip(stage.options, those, strict=True)
+            if need <= budget
+        )
+        for stage, those in zip(chain.stages, needs, strict=True)
+    )
     plan = plan_offload(
-        chain,
-        max(budget, *needs),
-        Bandwidth(out_bytes_per_s=10**30, in_bytes_per_s=10**30),
+        chain, budget, Bandwidth(out_bytes_per_s=10**30, in_bytes_per_s=10**30)
     )
     assert plan is not None
-    assert plan.rotor.cost_ns == chain.least_ns
-    assert plan.time_ns - chain.least_ns <= 2 * len(plan.paged.pages)
+    assert plan.rotor.cost_ns == least
+    assert plan.time_ns - least <= 2 * len(plan.paged.pages)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_dominated_option_does_no_harm(is_first: bool) -> None:
+    def option(saved: int, workspace: int, *, needs_output: bool) -> StageOption:
+        return StageOption(
+            forward_ns=10**6,
+            backward_ns=10**6,
+            saved_bytes=saved,
+            needs_output=needs_output,
+            backward_workspace_bytes=workspace,
+        )
+
+    def chain(*, is_dominated: bool) -> StageChain:
+        stages: list[Stage] = []
+        for saved, workspace, size in ((3, 2, 2), (0, 1, 3)):
+            options = [option(saved, workspace, needs_output=False)]
+            if is_dominated:
+                worse = option(saved + 1, workspace, needs_output=True)
+                options.insert(0 if is_first else 1, worse)
+            stages.append(
+                Stage(forward_ns=10**6, output_bytes=size, options=tuple(options))
+            )
+        return StageChain(
+            stages=tuple(stages),
+            input_bytes=1,
+            input_gradient_bytes=1,
+            turn_workspace_bytes=1,
+        )
+
+    for speed in (10**15, 10**6):
+        link = Bandwidth(out_bytes_per_s=speed, in_bytes_per_s=speed)
+        for budget in (9, 12, 15):
+            alone = plan_offload(chain(is_dominated=False), budget, link)
+            both = plan_offload(chain(is_dominated=True), budget, link)
+            assert alone is not None
+            assert both is not None
+            assert both.time_ns == alone.time_ns
+            judge_serially(both, budget, link)
+    fast = Bandwidth(out_bytes_per_s=10**15, in_bytes_per_s=10**15)
+    best = plan_offload(chain(is_dominated=True), 9, fast)
+    assert best is not None
+    assert best.time_ns == 4_000_001
+    assert plan_offload(chain(is_dominated=True), 3, fast) is None
 
 
 def test_a_faster_link_helps_by_hand() -> None:

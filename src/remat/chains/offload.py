@@ -9,7 +9,8 @@ recomputation and more copies.
 What it is: a search over one parameter, each point an exact program (Rotor) and an
 exact timing, after the model of PoFo [1]_; not that paper's dynamic program, whose
 states are transfers in flight. Without a link it is Rotor; with links of unlimited
-speed it has no overhead wherever each operation fits on its own.
+speed it has no overhead wherever each operation fits on its own: every stage runs the
+quickest of its options that do.
 
 References
 ----------
@@ -17,12 +18,14 @@ References
    rematerialization and offloading for training DNNs. NeurIPS 2021.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
+from remat.chains.operations import Backward, Forward, Operation
 from remat.chains.paging import Bandwidth, PagedSchedule, page
 from remat.chains.rotor import DEFAULT_SLOTS, ChainPlan, plan_rotor
 from remat.chains.stage_graph import StageGraph
-from remat.chains.stages import StageChain
+from remat.chains.stages import Stage, StageChain, StageOption
 from remat.errors import InvalidGraphError
 from remat.graph import TrainingGraph
 
@@ -95,7 +98,20 @@ def plan_offload(
     if candidates < 1:
         msg = f"need at least one candidate; got {candidates}"
         raise InvalidGraphError(msg)
-    most = max(2 * sum(chain.all_sizes), budget_bytes)
+    ways = [
+        _options_within(chain, index, budget_bytes)
+        for index, _ in enumerate(chain.stages)
+    ]
+    if not all(ways):
+        return None
+    able = replace(
+        chain,
+        stages=tuple(
+            _with_options(stage, numbers)
+            for stage, numbers in zip(chain.stages, ways, strict=True)
+        ),
+    )
+    most = max(2 * sum(able.all_sizes), budget_bytes)
     budgets = [budget_bytes]
     if link.is_usable:
         budgets += [
@@ -105,10 +121,11 @@ def plan_offload(
     best: OffloadPlan | None = None
     seen: set[tuple[object, ...]] = set()
     for virtual in dict.fromkeys(budgets):
-        rotor = plan_rotor(chain, virtual, slots=slots)
+        rotor = plan_rotor(able, virtual, slots=slots)
         if rotor is None or rotor.operations in seen:
             continue
         seen.add(rotor.operations)
+        rotor = replace(rotor, operations=_renamed(rotor.operations, ways))
         form = StageGraph(chain, rotor.operations)
         paged = page(form.graph, form.schedule, budget_bytes, link)
         if paged is None:
@@ -125,3 +142,49 @@ def plan_offload(
                 paged=paged,
             )
     return best
+
+
+def _options_within(chain: StageChain, index: int, budget_bytes: int) -> list[int]:
+    """Return the options of a stage that a budget allows, those that hold least first.
+
+    What Rotor plans for more memory is of no use if an operation alone is too large;
+    and of equally quick options it takes the first.
+    """
+    values, gradients = chain.value_bytes, chain.gradient_bytes
+    stage = chain.stages[index]
+
+    def held(option: StageOption) -> int:
+        output = values[index + 1] if option.needs_output else 0
+        return option.saved_bytes + output
+
+    def forward(option: StageOption) -> int:
+        inside = option.saved_bytes + option.forward_workspace_bytes
+        most = max(stage.forward_workspace_bytes, inside)
+        return values[index] + values[index + 1] + most
+
+    def backward(option: StageOption) -> int:
+        around = values[index] + gradients[index] + gradients[index + 1]
+        return around + held(option) + option.backward_workspace_bytes
+
+    needs = {
+        number: max(forward(option), backward(option))
+        for number, option in enumerate(stage.options)
+    }
+    able = [number for number, need in needs.items() if need <= budget_bytes]
+    return sorted(able, key=lambda n: (held(stage.options[n]), needs[n]))
+
+
+def _with_options(stage: Stage, numbers: Iterable[int]) -> Stage:
+    return replace(stage, options=tuple(stage.options[number] for number in numbers))
+
+
+def _renamed(
+    operations: Iterable[Operation], ways: list[list[int]]
+) -> tuple[Operation, ...]:
+    """Return operations with the numbers that options have in the chain as given."""
+    return tuple(
+        replace(operation, option=ways[operation.stage][operation.option])
+        if isinstance(operation, Forward | Backward) and operation.option is not None
+        else operation
+        for operation in operations
+    )

@@ -314,16 +314,6 @@ class ForwardStructure:
         return owner[before[-1]] if before else None
 
 
-def stage_count(series: Series) -> int:
-    """Return the number of stages of a series, those of branches included."""
-    return sum(
-        1
-        if isinstance(item, Leaf)
-        else sum(stage_count(branch) for branch in item.branches)
-        for item in series
-    )
-
-
 def most_branches(segmented: SegmentedGraph, *, kind_index: int = 0) -> int:
     """Return the most branches that meet in a graph's forward pass; 0 if none do.
 
