@@ -12,6 +12,7 @@ from torch.fx.graph import _BoxedCodeGen
 from remat.capture.autocast import Autocast, autocast_now
 from remat.capture.joint_program import InputSpec, JointProgram, analyse
 from remat.capture.norm_statistics import correct_statistics
+from remat.capture.real_layouts import real_layouts
 from remat.capture.surroundings import describe_input
 from remat.capture.whole_operators import whole_operators
 from remat.errors import CaptureError, RematError
@@ -115,7 +116,7 @@ class PlannedBackend:
             inference_compiler=self.compile_pass,
             partition_fn=partition,
         )
-        with whole_operators():
+        with whole_operators(), real_layouts():
             compiled = compiler(module, example_inputs)
 
         def run(*values: Any) -> Any:
