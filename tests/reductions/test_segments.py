@@ -128,6 +128,73 @@ def test_backward_follows_the_segments():
     assert (by_segment, by_graph) == (11, 19)
 
 
+def ladder() -> TrainingGraph:
+    """Four forward ops in a row, the first read by the third and the fourth as well.
+
+    Sizes 16, 8, 4, 2 bytes, gradients 1 byte; backward of an op reads the op before it.
+    """
+
+    def op(name: str, reads: tuple[int, ...], write: int, phase: Phase) -> Op:
+        return Op(
+            name=name,
+            reads=reads,
+            writes=(write,),
+            cost_ns=(1,),
+            workspace_bytes=(0,),
+            phase=phase,
+        )
+
+    sizes = [16, 8, 4, 2, *[1] * 5]
+    return TrainingGraph(
+        name="ladder",
+        storages=tuple(
+            Storage(name=f"s{i}", size_bytes=size) for i, size in enumerate(sizes)
+        ),
+        ops=(
+            op("a", (), 0, Phase.FORWARD),
+            op("b", (0,), 1, Phase.FORWARD),
+            op("c", (0, 1), 2, Phase.FORWARD),
+            op("d", (0, 2), 3, Phase.FORWARD),
+            # Storage 4 is the tangent.
+            op("grad d", (2, 4), 5, Phase.BACKWARD),
+            op("grad c", (1, 5), 6, Phase.BACKWARD),
+            op("grad b", (0, 6), 7, Phase.BACKWARD),
+            op("grad a", (7,), 8, Phase.BACKWARD),
+        ),
+        forward_outputs=(3,),
+        tangents=(4,),
+        final_outputs=(8,),
+    )
+
+
+@pytest.mark.parametrize(
+    ("segments", "kept", "recomputed", "peak_bytes"),
+    [
+        # The segment right behind reads each: all are kept, beside the tangent at last.
+        ((0, 1, 2, 3), {0, 1, 2, 3}, [], 31),
+        ((0, 0, 1, 1), {0, 1, 2, 3}, [], 31),
+        ((0, 1, 2, 2), {0, 1, 2, 3}, [], 31),
+        # Only its own segment reads b: gone before d, and computed again from a.
+        ((0, 1, 1, 2), {0, 2, 3}, [1], 28),
+        ((0, 0, 0, 1), {0, 2, 3}, [1], 28),
+    ],
+)
+def test_what_any_later_segment_reads_is_kept(
+    segments: tuple[int, ...], kept: set[int], recomputed: list[int], peak_bytes: int
+):
+    graph = ladder()
+    segmented = SegmentedGraph(graph)
+    segment_of = dict(enumerate(segments))
+    forward_values = {0, 1, 2, 3}
+    assert segmented.kept(segment_of) & forward_values == kept
+    order = segmented.order(segment_of)
+    after = order[order.index(BOUNDARY) :]
+    assert [op for op in after if 0 <= op < graph.forward_count] == recomputed
+    trace = judged(graph, order)
+    assert trace.recomputed_ns == len(recomputed)
+    assert trace.peak_bytes == (peak_bytes,)
+
+
 def test_work_of_the_caller_comes_last():
     graph = two_towers()
     note = Op(
