@@ -4,14 +4,23 @@ import time
 from typing import Any
 
 import pytest
-from tests.instances import INSTANCES, Network, unet_like
+from tests.instances import (
+    INSTANCES,
+    Network,
+    joined_towers,
+    mlp_chain,
+    transformer_like,
+    unet_like,
+)
 
 from remat.errors import BudgetError, SolverUnsuitableError
 from remat.graph import TrainingGraph
 from remat.graph_planning import plan_graph
+from remat.lower_sets.choice import approximate_family
 from remat.planning import solve
 from remat.platform import single_device
 from remat.problem import Limits, Problem, Result, Status, StopReason
+from remat.reductions.forward_values import reduce_to_forward_values
 from remat.solvers.chen import ChenGreedy, ChenLowerSets
 from remat.solvers.lower_sets import (
     LowerSets,
@@ -51,6 +60,40 @@ def towers(count: int, length: int) -> TrainingGraph:
     return net.instance(net.one("join", ends, 1000, 50_000, saves_inputs=True)).graph
 
 
+def branches() -> TrainingGraph:
+    """Branches of several lengths, two of which begin with one value."""
+    net = Network("branches")
+    x = net.input("x", 64)
+
+    def layer(
+        name: str, reads: list[int], size: int, cost_us: int, *, saves_output: bool
+    ) -> int:
+        return net.one(
+            name,
+            reads,
+            size * 1000,
+            cost_us * 1000,
+            saves_inputs=not saves_output,
+            saves_outputs=[0] if saves_output else [],
+            parameter_bytes=10,
+        )
+
+    a = layer("a", [x], 1, 10, saves_output=True)
+    b = layer("b", [a], 1, 5, saves_output=False)
+    c = layer("c", [x], 1, 2, saves_output=True)
+    d = layer("d", [x], 1, 1, saves_output=False)
+    e = layer("e", [a], 8, 2, saves_output=False)
+    f = layer("f", [c], 2, 5, saves_output=False)
+    g = layer("g", [e, f], 2, 2, saves_output=True)
+    h = layer("h", [d], 1, 10, saves_output=False)
+    i = layer("i", [h], 4, 5, saves_output=True)
+    return net.instance(layer("join", [b, g, i], 1, 1, saves_output=False)).graph
+
+
+SEGMENTS_ALONE = LowerSetsEffort(executed_ops=0)
+"""As few executions with eviction as there can be, so that they do not stand in."""
+
+
 @pytest.mark.parametrize("name", ["resnet", "unet"])
 @pytest.mark.parametrize(
     "solver", [LowerSets(), LowerSetsApprox()], ids=["all", "some"]
@@ -73,6 +116,88 @@ def test_exact_family_is_used_where_it_can_be_enumerated():
     result = solved(graph, store_all_peak_bytes(graph) * 7 // 10, LowerSets())
     assert result.status is Status.FEASIBLE
     assert result.message.endswith("all there are")
+
+
+def test_the_approximate_solver_takes_the_approximate_family():
+    graph = branches()
+    values = reduce_to_forward_values(graph)
+    assert values is not None
+    count = len(approximate_family(values.graph))
+    exact = solved(graph, 16_386, LowerSets()).message
+    approximate = solved(graph, 16_386, LowerSetsApprox()).message
+    assert "10 forward values, 69 lower sets: all there are" in exact
+    assert count < 69
+    expected = f"10 forward values, {count} lower sets: an approximate family"
+    assert expected in approximate
+
+
+# Recomputation in ns; more if the program was asked for the least overhead alone.
+@pytest.mark.parametrize(
+    ("graph", "budget", "recomputed_ns", "least_overhead_alone_ns"),
+    [
+        (towers(2, 8), 7_557, 600_000, 650_000),
+        (mlp_chain(12).graph, 651_264, 5_242_880, 5_570_560),
+    ],
+    ids=["towers", "chain"],
+)
+def test_coarser_segments_than_those_of_least_overhead_may_be_cheaper(
+    graph: TrainingGraph,
+    budget: int,
+    recomputed_ns: int,
+    least_overhead_alone_ns: int,
+):
+    trace = solved(graph, budget, LowerSets(effort=SEGMENTS_ALONE)).trace
+    assert trace is not None
+    assert trace.recomputed_ns <= recomputed_ns < least_overhead_alone_ns
+
+
+def test_gradients_owed_across_a_boundary_are_charged():
+    # One layer more is recomputed if the program does not know of them.
+    trace = solved(mlp_chain().graph, 480_597, LowerSets(effort=SEGMENTS_ALONE)).trace
+    assert trace is not None
+    layer_ns = 327_680
+    assert trace.recomputed_ns <= 5 * layer_ns
+
+
+@pytest.mark.parametrize("solver", [LowerSets(), LowerSetsApprox()])
+@pytest.mark.parametrize("budget", [16_386, 16_992])
+def test_backward_in_the_order_of_the_graph_may_be_cheaper(
+    solver: LowerSets | LowerSetsApprox, budget: int
+):
+    # 13_000 with backward segment by segment alone.
+    trace = solved(branches(), budget, solver).trace
+    assert trace is not None
+    assert trace.recomputed_ns <= 12_000
+
+
+def test_bisection_finds_budgets_of_the_program_between_those_of_the_sweep():
+    graph = joined_towers((3, 5), stem=2, trunk=2).graph
+    costs = [
+        solved(graph, 511_658, LowerSets(effort=effort)).cost_ns
+        for effort in (
+            LowerSetsEffort(budget_count=2, executed_ops=0),
+            LowerSetsEffort(budget_count=2, executed_ops=0, bisection_count=0),
+        )
+    ]
+    with_bisection, without = costs
+    assert with_bisection is not None
+    assert without is not None
+    assert with_bisection < without
+
+
+def test_segmentations_are_improved_where_memory_is_left_over():
+    graph = transformer_like().graph
+    costs = [
+        solved(graph, 9_206_445, LowerSets(effort=effort)).cost_ns
+        for effort in (
+            SEGMENTS_ALONE,
+            LowerSetsEffort(executed_ops=0, improved_count=0),
+        )
+    ]
+    improved, as_they_are = costs
+    assert improved is not None
+    assert as_they_are is not None
+    assert improved < as_they_are
 
 
 def test_more_lower_sets_than_the_cap_are_not_enumerated_and_the_answer_says_so():
