@@ -8,7 +8,7 @@ discarded at any time.
 import heapq
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -125,6 +125,75 @@ def best_join(  # noqa: C901 - a search is read in one piece
     if units((None, start)) > memory_units:
         return None
     return cheapest((None, start), moves, lambda s: s[0] is not None and not any(s[0]))
+
+
+TurnsState = tuple[int, tuple[int, ...], frozenset[int], frozenset[tuple[int, int]]]
+"""Turns so far (2: two or more), stages of each branch whose backward has not run,
+branches whose gradient is live, and live values."""
+
+
+def best_join_of_turns(  # noqa: C901 - as above
+    costs: Sequence[Sequence[int]], memory_units: int, convention: MemoryConvention
+) -> int | None:
+    """Return the least forward cost of a join with two or more turns, by search.
+
+    Every backward stage runs once, so that only the gradient of a whole branch can be
+    brought back; and the turn runs again only when a branch is done.
+    """
+    tops = [(branch, len(c)) for branch, c in enumerate(costs)]
+    gradient = int(convention.counts_gradients)
+
+    def units(state: TurnsState) -> int:
+        _, _, with_gradient, live = state
+        pinned = not convention.counts_inputs
+        values = sum(not (pinned and stage == 0) for _, stage in live)
+        return values + gradient * len(with_gradient)
+
+    def allowed(before: TurnsState, extra: int, after: TurnsState) -> bool:
+        during = 0 if convention.overwrites_inputs else units(before) + extra
+        return max(during, units(before), units(after)) <= memory_units
+
+    def moves(state: TurnsState) -> Iterator[tuple[int, TurnsState]]:  # noqa: C901
+        turns, left, held, live = state
+        for value in live:
+            if value[1] > 0 or convention.counts_inputs:
+                yield 0, (turns, left, held, live - {value})
+        for branch in held:
+            yield 0, (turns, left, held - {branch}, live)
+        for branch, stage in live:
+            output = (branch, stage + 1)
+            if stage == len(costs[branch]) or output in live:
+                continue
+            for kept in {live, live - {(branch, stage)}}:
+                is_lost = stage == 0 and not convention.counts_inputs
+                after = (turns, left, held, kept | {output})
+                if not (is_lost and kept != live) and allowed(state, 1, after):
+                    yield costs[branch][stage], after
+        if not held and live.issuperset(tops) and (turns == 0 or not all(left)):
+            for kept in product((False, True), repeat=len(tops)):
+                lost = {top for top, stays in zip(tops, kept, strict=True) if not stays}
+                after = (
+                    min(turns + 1, 2),
+                    left,
+                    frozenset(range(len(costs))),
+                    live - lost,
+                )
+                if allowed(state, gradient * len(costs), after):
+                    whole = (b for b, length in tops if left[b] == length)
+                    yield 0, (*after[:2], frozenset(whole), after[3])
+        for branch in held:
+            stage = left[branch] - 1
+            if (branch, stage) in live:
+                rest = (*left[:branch], stage, *left[branch + 1 :])
+                after = (turns, rest, held if stage else held - {branch}, live)
+                if allowed(state, gradient, after):
+                    yield 0, after
+
+    inputs = frozenset((branch, 0) for branch in range(len(costs)))
+    start = (0, tuple(map(len, costs)), frozenset[int](), inputs)
+    if units(start) > memory_units:
+        return None
+    return cheapest(start, moves, lambda s: s[0] == 2 and not any(s[1]))
 
 
 StageState = tuple[

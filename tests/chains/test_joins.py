@@ -1,5 +1,7 @@
 """Joins: oracle table, exhaustive search, properties, the judge, counterexamples."""
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -242,6 +244,27 @@ def test_bad_input_is_refused() -> None:
         plan_join([[1]], -5, STRICT)
     with pytest.raises(InvalidGraphError, match="at worst"):
         plan_join([[2**60, 2**60]], 5, STRICT)
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS, ids=label)
+@pytest.mark.parametrize(
+    "lengths",
+    [[1], [2], [3], [5], [1, 1], [2, 1], [3, 3], [4, 1], [1, 1, 1], [3, 1, 2]],
+)
+def test_smallest_units_are_the_first_that_fit(
+    lengths: list[int], convention: MemoryConvention
+) -> None:
+    least = smallest_units(lengths, convention)
+    costs = unit_costs(*lengths)
+    assert plan_join(costs, least, convention) is not None
+    assert all(plan_join(costs, units, convention) is None for units in range(least))
+
+
+def test_too_many_branches_for_smallest_units_are_refused_at_once() -> None:
+    with pytest.raises(SolverUnsuitableError, match="12 branches") as caught:
+        smallest_units([3] * 12, IN_PLACE)
+    needed, limit = re.findall(r"\d[\d_]{9,}", str(caught.value))
+    assert int(needed) > int(limit) == 2**30
 
 
 def test_a_table_that_is_too_large_is_refused_before_it_is_made() -> None:

@@ -1,7 +1,7 @@
 """Joins that turn twice: exhaustive values, counterexamples, the judge, bad input."""
 
 import pytest
-from tests.chain_oracles import CONVENTIONS, label, oracle_table
+from tests.chain_oracles import CONVENTIONS, best_join_of_turns, label, oracle_table
 
 from remat.chains.conventions import IN_PLACE, STRICT, MemoryConvention
 from remat.chains.joins import plan_join
@@ -72,6 +72,34 @@ def test_feasible_where_one_turn_is_not() -> None:
     plan = plan_two_turns([[1] * 10] * 2, 4, IN_PLACE)
     assert plan is not None
     assert plan.forward_cost == 98
+
+
+@pytest.mark.parametrize(
+    ("costs", "units"),
+    [
+        ([[0], [5, 6, 6, 5]], 9),
+        ([[0], [5, 6, 6, 5]], 5),
+        ([[4, 1], [2, 3]], 4),
+        ([[4, 1], [2, 3]], 6),
+        ([[1, 5, 2], [3, 1]], 4),
+        ([[1, 5, 2], [3, 1]], 5),
+        ([[6, 0, 1], [2, 2, 2]], 5),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("convention", [IN_PLACE, STRICT], ids=label)
+def test_two_turns_are_the_exhaustive_optimum(
+    costs: list[list[int]], units: int, convention: MemoryConvention
+) -> None:
+    plan = plan_two_turns(costs, units, convention)
+    found = None if plan is None else plan.forward_cost
+    assert found == best_join_of_turns(costs, units, convention)
+
+
+def test_a_last_value_may_be_kept_from_turn_to_turn() -> None:
+    plan = plan_two_turns([[0], [5, 6, 6, 5]], 9, IN_PLACE)
+    assert plan is not None
+    assert plan.forward_cost == 22
 
 
 def test_unequal_costs_and_comfortable_memory() -> None:

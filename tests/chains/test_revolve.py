@@ -156,6 +156,8 @@ def test_long_chains_replay_with_the_predicted_count(
     "call",
     [
         lambda: extra_forwards(-1, 3),
+        lambda: revolve_forwards(-1, 3),
+        lambda: revolve_forwards(0, -1),
         lambda: chain_forwards(0, 3, STRICT),
         lambda: plan_chain(3, -1, STRICT),
         lambda: plan_chain(3, 3, MemoryConvention(counts_gradients=False)),

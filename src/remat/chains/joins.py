@@ -90,9 +90,9 @@ def plan_join(
         lengths = [len(branch) for branch in costs]
         msg = (
             f"the table of a join of branches of {lengths} stages in {memory_units} "
-            f"units takes {format_bytes(needed)}, more than the limit of "
-            f"{format_bytes(max_table_bytes)}; plan branch by branch, merge stages, or "
-            "raise the limit"
+            f"units takes {needed:_} bytes, more than the limit of {max_table_bytes:_} "
+            f"({format_bytes(max_table_bytes)}); plan branch by branch, merge stages, "
+            "or raise the limit"
         )
         raise SolverUnsuitableError(msg)
     found = join_plan(
@@ -147,6 +147,14 @@ def smallest_units(lengths: Sequence[int], convention: MemoryConvention) -> int:
     ------
     InvalidGraphError
         If there is no branch or a branch is empty.
+    SolverUnsuitableError
+        If there are so many branches that the table of :func:`plan_join` would take
+        more than :data:`MAX_TABLE_BYTES`; with three stages or more each, from twelve.
+
+    Notes
+    -----
+    Asks :func:`plan_join` for growing numbers of units, from what the turn takes, on
+    branches cut to three stages: for k branches time O(k^2 4^k) each.
 
     Examples
     --------
@@ -155,18 +163,29 @@ def smallest_units(lengths: Sequence[int], convention: MemoryConvention) -> int:
     (5, 6)
     """
     costs = checked_costs([[1] * length for length in lengths], 0)
-    # No schedule needs more than everything at once.
-    for units in range(2 * sum(lengths) + 2 * len(lengths) + 2):
-        if _fits(costs, units, convention):
+    # Feasibility does not depend on lengths beyond a few stages.
+    short = [branch[:3] for branch in costs]
+    # At the turn every branch has its last value and one to start again from, and
+    # after it, or with it, its gradient. No schedule needs more than everything.
+    stored, gradients = int(convention.counts_inputs), convention.gradient_units
+    if convention.overwrites_inputs:
+        least = len(lengths) * (stored + max(1, gradients))
+    else:
+        least = len(lengths) * (stored + 1 + gradients)
+    needed = join_table_bytes([len(branch) for branch in short], least)
+    if needed > MAX_TABLE_BYTES:
+        msg = (
+            f"the smallest number of units for a join of {len(lengths)} branches is "
+            f"found by tables of {needed:_} bytes or more, above the limit of "
+            f"{MAX_TABLE_BYTES:_} ({format_bytes(MAX_TABLE_BYTES)}); ask for fewer "
+            "branches, or try plan_join_by_branch"
+        )
+        raise SolverUnsuitableError(msg)
+    for units in range(least, 2 * sum(lengths) + 2 * len(lengths) + 2):
+        if plan_join(short, units, convention) is not None:
             return units
     msg = "no number of units is enough; this contradicts what all values take"
     raise AssertionError(msg)
-
-
-def _fits(costs: list[list[int]], units: int, convention: MemoryConvention) -> bool:
-    # Feasibility does not depend on lengths beyond a few stages.
-    short = [branch[:3] for branch in costs]
-    return plan_join(short, units, convention) is not None
 
 
 def join_table_bytes(lengths: Sequence[int], memory_units: int) -> int:

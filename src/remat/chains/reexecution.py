@@ -15,8 +15,9 @@ one turn needs, and cheaper at the tightest budgets for branches of six or more 
 
 It is optimal among schedules of these three phases that reverse segments without
 interruption (the value kept in phase 2 may lie inside a segment). No backward stage
-runs twice. Exhaustive search has found nothing better on any pair of branches looked
-at; more branches, more turns and repeated backward stages are not considered.
+runs twice. Exhaustive search has found nothing better than the better of this and one
+turn (:func:`plan_join_any_turns`) on any pair of branches looked at; more branches,
+more turns and repeated backward stages are not considered.
 """
 
 from collections.abc import Iterator, Sequence

@@ -129,15 +129,22 @@ def revolve_forwards(length: int, slots: int) -> int | None:
     length
         Number of forward stages, at least 0.
     slots
-        Checkpoint slots, the one of ``x_0`` included; the running value has none.
+        Checkpoint slots, at least 0, the one of ``x_0`` included; the running value
+        has none.
+
+    Raises
+    ------
+    InvalidGraphError
+        If either is negative.
 
     Examples
     --------
     >>> [revolve_forwards(l, 2) for l in range(8)]
     [0, 1, 2, 4, 6, 8, 11, 14]
     """
-    if length == 0:
-        return 0
+    if length < 0:
+        msg = f"a chain has 0 stages or more; got {length}"
+        raise InvalidGraphError(msg)
     return extra_forwards(length + 1, slots)
 
 
