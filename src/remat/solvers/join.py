@@ -19,6 +19,7 @@ References
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import ClassVar
 
@@ -36,7 +37,7 @@ from remat.solvers.rotor import FEWEST_STAGES
 
 _TRANSITIONS = 4 * 10**8
 _FEWEST_SLOTS = 32
-_COARSE_SLOTS = 64
+_COARSE_SLOTS = (120, 100, 80, 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,14 +112,15 @@ class Join:
             whole = forms.join.join()
             slots = _affordable_slots(whole, self.slots)
             yield from search.sweep_budgets(
-                lambda budget: plan_stage_join(whole, budget, slots=slots),
+                partial(plan_stage_join, whole, slots=slots),
                 forms.join.order,
                 whole.all_sizes,
                 count=self.budget_count,
                 bisection_count=self.bisection_count,
-                coarse=lambda budget: plan_stage_join(
-                    whole, budget, slots=min(slots, _COARSE_SLOTS)
-                ),
+                coarser=[
+                    partial(plan_stage_join, whole, slots=min(slots, coarse))
+                    for coarse in _COARSE_SLOTS
+                ],
             )
         if forms.series is not None and not search.is_over:
             chain = forms.series.chain()
