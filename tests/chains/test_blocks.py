@@ -1,6 +1,7 @@
 """Blocks: joins with a trunk and a stem, nested; judged, against exhaustive values."""
 
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 from hypothesis import given, settings
@@ -73,6 +74,23 @@ def test_options_are_what_the_judge_measures(block: Block) -> None:
             peak,
             option.saved_bytes + block.output_bytes + block.output_gradient_bytes,
         )
+
+
+@settings(max_examples=60)
+@given(blocks())
+def test_no_option_is_worse_than_another_in_every_respect(block: Block) -> None:
+    options = block_stage(block).stage.options
+
+    def respects(option: StageOption) -> list[int]:
+        return [
+            (option.forward_ns or 0) + option.backward_ns,
+            option.saved_bytes,
+            option.forward_workspace_bytes,
+            option.saved_bytes + option.backward_workspace_bytes,
+        ]
+
+    for one, other in permutations(map(respects, options), 2):
+        assert one == other or any(a < b for a, b in zip(one, other, strict=True))
 
 
 @settings(max_examples=30)

@@ -1,5 +1,6 @@
 """A training graph as a join of stages: the structure, plans of it, and back."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -281,6 +282,25 @@ def test_random_numbers_are_drawn_in_the_order_of_the_graph():
     judged(forms.join, tuple(operations))
     order = forms.join.order(operations)
     assert order[: order.index(BOUNDARY)] == list(range(graph.forward_count))
+
+
+def test_forward_runs_in_the_order_of_the_plan():
+    forms = reduce_to_join(joined_towers((3, 3), is_shared=False).graph)
+    assert forms is not None
+    assert forms.join is not None
+    form = forms.join
+    plan = plan_stage_join(form.join(), 10**9)
+    assert plan is not None
+    # The branches are equal: they may change places.
+    flipped = [
+        replace(o, branch=1 - o.branch) if isinstance(o, Forward | Backward) else o
+        for o in plan.operations
+    ]
+    firsts = {
+        form.graph.ops[form.order(operations)[0]].name
+        for operations in (plan.operations, flipped)
+    }
+    assert firsts == {"tower0.0.linear", "tower1.0.linear"}
 
 
 def test_the_meeting_place_of_places():

@@ -251,7 +251,7 @@ class ForwardStructure:
         """Return the noticeable components without some ops, and all other ops.
 
         Ops of other components go to the first branch that reads what they make, or
-        else to the branch around them.
+        else after the branches.
         """
         inside = [op for op in ops if op not in after]
         owner = self._owners(inside)
@@ -310,8 +310,7 @@ class ForwardStructure:
                 return None
             if owner.get(reader) in names:
                 return owner[reader]
-        before = [op for op in owner if op < ops[0] and owner[op] in names]
-        return owner[before[-1]] if before else None
+        return None
 
 
 def most_branches(segmented: SegmentedGraph, *, kind_index: int = 0) -> int:
