@@ -149,7 +149,8 @@ def smallest_units(lengths: Sequence[int], convention: MemoryConvention) -> int:
         If there is no branch or a branch is empty.
     SolverUnsuitableError
         If there are so many branches that the table of :func:`plan_join` would take
-        more than :data:`MAX_TABLE_BYTES`; with three stages or more each, from twelve.
+        more than :data:`MAX_TABLE_BYTES`; with three stages or more each, from eleven
+        or twelve.
 
     Notes
     -----
@@ -178,7 +179,7 @@ def smallest_units(lengths: Sequence[int], convention: MemoryConvention) -> int:
             f"the smallest number of units for a join of {len(lengths)} branches is "
             f"found by tables of {needed:_} bytes or more, above the limit of "
             f"{MAX_TABLE_BYTES:_} ({format_bytes(MAX_TABLE_BYTES)}); ask for fewer "
-            "branches, or try plan_join_by_branch"
+            "branches"
         )
         raise SolverUnsuitableError(msg)
     for units in range(least, 2 * sum(lengths) + 2 * len(lengths) + 2):
