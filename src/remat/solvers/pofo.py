@@ -79,7 +79,7 @@ class PoFo:
 
     max_stages: int = 64
     budget_count: int = 16
-    slots: int = 400
+    slots: int = 160
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback
