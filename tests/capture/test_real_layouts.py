@@ -1,6 +1,6 @@
 """Fake tensors laid out as the real kernels do it, for every layout of the inputs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import permutations, product
 from typing import Any
 
@@ -37,8 +37,17 @@ def backward(gradient: Tensor, x: Tensor) -> Any:
     )
 
 
+def gradient_of_log_softmax(gradient: Tensor, output: Tensor) -> Any:
+    return aten._log_softmax_backward_data(gradient, output, 1, torch.float32)
+
+
+def gradient_of_dropout(gradient: Tensor, mask: Tensor) -> Any:
+    return aten.native_dropout_backward(gradient, mask > 0, 2.0)
+
+
 def strides(results: Any) -> list[tuple[int, ...]]:
-    return [each.stride() for each in results]
+    each = [results] if isinstance(results, Tensor) else results
+    return [tensor.stride() for tensor in each]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -51,6 +60,37 @@ def test_batch_norm_is_laid_out_as_its_kernels_do_it(shape: tuple[int, ...]):
                 found = strides(forward(fake)), strides(backward(fake_gradient, fake))
             assert found[0] == strides(forward(x))
             assert found[1] == strides(backward(gradient, x))
+
+
+def gradient_of_layer_norm(gradient: Tensor, values: Tensor) -> Any:
+    moment = values.new_ones(*values.shape[:-1], 1)
+    return aten.native_layer_norm_backward(
+        gradient,
+        values,
+        [values.shape[-1]],
+        moment,
+        moment,
+        None,
+        None,
+        [True, False, False],
+    )[:1]
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [gradient_of_log_softmax, gradient_of_dropout, gradient_of_layer_norm],
+)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_are_laid_out_as_their_kernels_do_it(
+    operator: Callable[[Tensor, Tensor], Any], shape: tuple[int, ...]
+):
+    with real_layouts():
+        for gradient, other in product(layouts(shape), repeat=2):
+            with FakeTensorMode() as mode:
+                found = strides(
+                    operator(mode.from_tensor(gradient), mode.from_tensor(other))
+                )
+            assert found == strides(operator(gradient, other))
 
 
 def test_the_tracer_is_left_as_it_was():
