@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 from remat.capture.joint_program import JointProgram
 from remat.device_graph import CostColumn as Column
 from remat.device_graph import arrange, fully_linked, with_columns
-from remat.device_planning import held_outputs
 from remat.fitting import FittedModel
 from remat.graph import TrainingGraph
 from remat.liveness import BOUNDARY, insert_discards, store_all_order
@@ -63,7 +62,7 @@ class Builder:
     def __init__(self, graph: TrainingGraph, platform: Platform, seed: int = 0) -> None:
         self.graph, self.platform = graph, platform
         self.chance = random.Random(seed)
-        self.held = held_outputs(graph)
+        self.held = graph.held_outputs
         self.steps: list[Step] = []
         self.where: list[set[int]] = [
             {s.home} if s.is_resident else set() for s in graph.storages

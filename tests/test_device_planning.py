@@ -13,7 +13,6 @@ from remat.device_graph import arrange, fully_linked, place_graph
 from remat.device_planning import (
     budget_of,
     check_held_outputs,
-    held_outputs,
     kept_in_place,
 )
 from remat.errors import (
@@ -413,7 +412,7 @@ class TestHeldOutputs:
     )
 
     def test_are_those_of_the_boundary_and_the_end(self) -> None:
-        assert held_outputs(self.GRAPH) == {0}
+        assert self.GRAPH.held_outputs == {0}
 
     def test_stay_in_place(self) -> None:
         kept = kept_in_place(self.GRAPH, self.AWAY)

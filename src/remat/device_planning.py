@@ -79,16 +79,6 @@ def budget_of(plan: Plan) -> Budget:
     return plan.budget_bytes or 0
 
 
-def held_outputs(graph: TrainingGraph) -> frozenset[int]:
-    """Return the storages that the caller holds at home from the boundary to the end.
-
-    These are outputs of the model and the loss, which backward returns to nobody: what
-    is live at the boundary and has to be live at the end.
-    """
-    appearing = {*graph.forward_outputs, *graph.tangents}
-    return frozenset(appearing.intersection(graph.final_outputs))
-
-
 def check_held_outputs(graph: TrainingGraph, schedule: Schedule) -> None:
     """Check that no schedule counts on room that the caller's references take.
 
@@ -112,7 +102,7 @@ def kept_in_place(graph: TrainingGraph, schedule: Schedule) -> Schedule:
     Copies that bring it back go as well. What is left is valid if the schedule was,
     except that it may need more memory.
     """
-    held = held_outputs(graph)
+    held = graph.held_outputs
     steps: list[Step] = []
     is_backward = False
     kept: set[int] = set()

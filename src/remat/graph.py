@@ -311,6 +311,16 @@ class TrainingGraph:
         return sum(op.phase is Phase.FORWARD for op in self.ops)
 
     @cached_property
+    def held_outputs(self) -> frozenset[int]:
+        """Storages that the caller holds at home from the boundary to the end.
+
+        These are outputs of the model and the loss, which backward returns to nobody:
+        what is live at the boundary and has to be live at the end.
+        """
+        appearing = {*self.forward_outputs, *self.tangents}
+        return frozenset(appearing.intersection(self.final_outputs))
+
+    @cached_property
     def producers(self) -> tuple[int | None, ...]:
         """Index of the op writing each storage; ``None`` for residents and tangents."""
         producers: list[int | None] = [None] * len(self.storages)

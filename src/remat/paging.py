@@ -36,7 +36,6 @@ class _Pager:
     used: list[int] = field(default_factory=list[int])
     # Per storage the positions in the order at which it must be at home, last first.
     uses: list[list[int]] = field(default_factory=list[list[int]])
-    held: frozenset[int] = frozenset()
 
     def run(self) -> Schedule:
         order = store_all_order(self.graph)
@@ -62,8 +61,6 @@ class _Pager:
             reads = graph.forward_outputs if op == BOUNDARY else graph.ops[op].reads
             for storage in reads:
                 self.uses[storage].append(position)
-        leaving = {*graph.forward_outputs, *graph.tangents}
-        self.held = frozenset(leaving.intersection(graph.final_outputs))
 
     def size(self, storage: int) -> int:
         return self.graph.storages[storage].size_bytes
@@ -99,7 +96,7 @@ class _Pager:
         limit = self.platform.devices[0].budget_bytes
         needed = added_bytes + sum(map(self.size, missing))
         candidates = sorted(
-            self.at_home - wanted - self.held,
+            self.at_home - wanted - self.graph.held_outputs,
             key=lambda s: (-self.next_use(s, position), -self.size(s), s),
         )
         for storage in candidates:

@@ -325,9 +325,6 @@ def _labelled(label: str, lines: Sequence[str]) -> list[str]:
     ]
 
 
-_NUMBER = re.compile(r"(_\d+)?(\.\d+)?\Z")
-
-
 def plan_settings(
     settings: Mapping[str, Any] | None, solver: str, seed: int, result: Result
 ) -> dict[str, Any]:
@@ -339,6 +336,9 @@ def plan_settings(
         "candidates": list(result.candidates),
         "solve_s": round(result.elapsed_s, 3),
     }
+
+
+_NUMBER = re.compile(r"(_\d+)?(\.\d+)?\Z")
 
 
 def contributors(

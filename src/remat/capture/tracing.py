@@ -157,12 +157,15 @@ def _user_source_line(text: str) -> str:
     """Return the innermost line of the user's code, else of the code it calls."""
     after = text.rsplit("from user code:", maxsplit=1)[-1]
     lines = after.splitlines()
-    found = {True: "", False: ""}
+    users = others = ""
     for position, line in enumerate(lines):
         match = _USER_FRAME.search(line)
-        if match:
-            is_users = not any(part in match["file"] for part in _NOT_THE_USERS)
-            code = lines[position + 1].strip() if position + 1 < len(lines) else ""
-            where = f"{match['file']}:{match['line']} in {match['where']}: {code}"
-            found[is_users] = where
-    return found[True] or found[False] or "a line that is not known"
+        if match is None:
+            continue
+        code = lines[position + 1].strip() if position + 1 < len(lines) else ""
+        where = f"{match['file']}:{match['line']} in {match['where']}: {code}"
+        if any(part in match["file"] for part in _NOT_THE_USERS):
+            others = where
+        else:
+            users = where
+    return users or others or "a line that is not known"

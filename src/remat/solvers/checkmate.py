@@ -44,15 +44,14 @@ from remat.solvers.backends.mathopt import (
     Solution,
 )
 from remat.solvers.backends.mathopt import solve as solve_model
+from remat.solvers.backends.tolerances import RELATIVE_TOLERANCE, safe_bound_ns
 from remat.solvers.base import ProgressCallback
 from remat.solvers.frontier import Frontier, frontier
 from remat.solvers.frontier_model import ONE, FrontierModel, Rows, build_model
 from remat.solvers.frontier_search import (
-    RELATIVE_TOLERANCE,
     FrontierSearch,
     best_start,
     incumbent_report,
-    safe_bound_ns,
     stop_reason,
     with_deadline,
 )

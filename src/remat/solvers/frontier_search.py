@@ -13,6 +13,7 @@ from remat.problem import Limits, Problem, Proposal, Status, StopReason
 from remat.retention import RetentionTable, improve_order
 from remat.schedule import Boundary, Compute, Schedule
 from remat.solvers.backends.mathopt import Incumbent, IncumbentCallback
+from remat.solvers.backends.tolerances import RELATIVE_TOLERANCE
 from remat.solvers.base import (
     ProgressCallback,
     ignore_progress,
@@ -22,9 +23,6 @@ from remat.solvers.frontier import Frontier
 from remat.solvers.greedy_eviction import GreedyEviction
 from remat.solvers.min_cut_retention import MinCutRetention
 from remat.units import format_bytes, format_ns
-
-RELATIVE_TOLERANCE = 1e-6
-"""A bound within this share of the cost counts as met: solvers work in floats."""
 
 _KNOWN = ((GreedyEviction(), 0.1), (MinCutRetention(effort_ops=1_000_000), 0.15))
 """The heuristics that the search starts from, and the share of the time each gets."""
@@ -184,30 +182,6 @@ def _order(schedule: Schedule) -> list[int]:
         for step in schedule.steps
         if isinstance(step, Compute | Boundary)
     ]
-
-
-def safe_bound_ns(raw_ns: float, divisor_ns: int, tolerance_ns: float) -> int:
-    """Return a bound in whole costs: what a solver proved, less its tolerance.
-
-    Parameters
-    ----------
-    raw_ns
-        The solver's bound; minus infinity if it has none.
-    divisor_ns
-        Every cost is a multiple of this, at least 1.
-    tolerance_ns
-        What the solver may be wrong by.
-
-    Examples
-    --------
-    >>> safe_bound_ns(20.2, 5, 0.001), safe_bound_ns(20.0000001, 5, 0.001)
-    (25, 20)
-    >>> safe_bound_ns(float("-inf"), 5, 0.001)
-    0
-    """
-    if raw_ns <= tolerance_ns:
-        return 0
-    return -int(-(raw_ns - tolerance_ns) // divisor_ns) * divisor_ns
 
 
 def with_deadline(limits: Limits, time_limit_s: float) -> Limits:

@@ -33,13 +33,13 @@ from remat.problem import Limits, Problem, Proposal
 from remat.solvers.backends.cp_sat import CpModel
 from remat.solvers.backends.highs_process import Settings
 from remat.solvers.backends.mathopt import Outcome, Solution
+from remat.solvers.backends.tolerances import safe_bound_ns
 from remat.solvers.base import ProgressCallback
 from remat.solvers.frontier import Frontier, frontier
 from remat.solvers.frontier_search import (
     FrontierSearch,
     best_start,
     incumbent_report,
-    safe_bound_ns,
     stop_reason,
     with_deadline,
 )

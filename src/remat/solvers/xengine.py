@@ -37,6 +37,7 @@ from remat.solvers.backends.mathopt import (
     Solution,
 )
 from remat.solvers.backends.mathopt import solve as solve_model
+from remat.solvers.backends.tolerances import RELATIVE_TOLERANCE, safe_bound_ns
 from remat.solvers.base import ProgressCallback, ignore_progress
 from remat.solvers.device_search import DeviceSearch, Objective
 from remat.solvers.devices.alone import answer_for_one_device
@@ -56,7 +57,6 @@ _WARM_START_SHARE = 0.25
 _WARM_CANDIDATES = 200
 _REPAIRS = 6
 _SAFETY = 1e-7
-_TOLERANCE = 1e-6
 _ROWS_PER_SLOT = 30
 
 
@@ -92,25 +92,26 @@ class _Search:
         return trace
 
     def proposal(self) -> Proposal:
+        notes = list(self.notes)
         if self.best is not None and self.trace is not None:
             cost_ns, bound_ns = self.trace.serial_ns, max(self.bound_ns, self.floor_ns)
-            if cost_ns < bound_ns * (1 - _TOLERANCE):
+            if cost_ns < bound_ns * (1 - RELATIVE_TOLERANCE):
                 # The search that it starts from is bound to no class.
-                self.notes.append("what is given leaves the class and is cheaper")
+                notes.append("what is given leaves the class and is cheaper")
                 bound_ns = self.floor_ns
             return Proposal(
                 status=Status.OPTIMAL if bound_ns >= cost_ns else Status.FEASIBLE,
                 schedule=self.best,
                 bound_ns=min(bound_ns, cost_ns),
                 stop_reason=self.stop_reason,
-                message="; ".join(self.notes),
+                message="; ".join(notes),
             )
         status = Status.INFEASIBLE if self.is_infeasible else Status.UNKNOWN
         return Proposal(
             status=status,
             bound_ns=self.floor_ns,
             stop_reason=self.stop_reason,
-            message="; ".join(self.notes) or "found nothing in time",
+            message="; ".join(notes) or "found nothing in time",
         )
 
 
@@ -333,9 +334,8 @@ class XEngine:
             return
         bound = found.bound * model.cost_unit_ns
         step = _cost_step(search.instance)
-        # Costs are multiples of the step, so a bound just above one rounds up.
-        steps = math.ceil(bound * (1 - _SAFETY) / step - 0.05)
-        search.bound_ns = max(search.bound_ns, steps * step)
+        tolerance = _SAFETY * bound + 0.05 * step
+        search.bound_ns = max(search.bound_ns, safe_bound_ns(bound, step, tolerance))
 
 
 def _cost_step(instance: DeviceInstance) -> int:

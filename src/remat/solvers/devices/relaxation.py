@@ -8,17 +8,15 @@ a lower bound on the serial time of every schedule. With ample memory it is the 
 """
 
 from dataclasses import dataclass
-from math import ceil
 
 from remat.multidevice.feasibility import runnable_devices
 from remat.multidevice.instance import DeviceInstance
 from remat.solvers.backends.mathopt import MipSolver, Settings, solve
+from remat.solvers.backends.tolerances import RELATIVE_TOLERANCE, safe_bound_ns
 from remat.solvers.devices.rows import ONE, ZERO, Program, Sum, term
 
 _HALF = 0.5
 _SCALE = 1e6
-# What a solver of linear programs may be wrong by, of the whole and per variable.
-_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +83,9 @@ def relaxed_placement(
         program.at_least(there.get((storage, home), ZERO), ONE)
     found = solve(model, MipSolver.HIGHS, settings)
     bound_ns = 0
-    if not pressure and found.bound > 0:
-        tolerance = _TOLERANCE * (found.bound + model.variable_count)
-        bound_ns = max(0, ceil((found.bound - tolerance) * unit))
+    if not pressure:
+        tolerance = RELATIVE_TOLERANCE * (max(found.bound, 0.0) + model.variable_count)
+        bound_ns = safe_bound_ns(found.bound * unit, 1, tolerance * unit)
     if not len(found.values):
         return RelaxedPlacement(placement=None, bound_ns=bound_ns)
     placement = tuple(
