@@ -67,9 +67,9 @@ def chain_of(graph: TrainingGraph, kind_index: int, max_stages: int) -> ChainOfS
     SolverUnsuitableError
         If the graph cannot be cut into stages.
     """
-    found = len(useful_crossings(SegmentedGraph(graph)))
     chain = reduce_to_chain(graph, kind_index=kind_index, max_stages=max_stages)
-    if chain is None or found < FEWEST_STAGES:
+    if chain is None or len(chain.chain.stages) < min(FEWEST_STAGES, max_stages):
+        found = len(useful_crossings(SegmentedGraph(graph)))
         is_join = reduce_to_join(graph, kind_index=kind_index) is not None
         joins = "'join' (branches meet), " if is_join else ""
         msg = (
