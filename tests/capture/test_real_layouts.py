@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import remat
@@ -163,3 +164,33 @@ def test_batch_norm_of_a_transposed_value_runs(solver: str):
     )
     assert report.is_exact
     assert report.is_within_budget
+
+
+class Pyramid(nn.Module):
+    """A map beside itself pooled to one pixel and resized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 32, 3, padding=1)
+        self.deep = nn.ModuleList(nn.Conv2d(32, 32, 3, padding=1) for _ in range(3))
+        self.pooled = nn.Conv2d(32, 32, 1)
+        self.last = nn.Conv2d(64, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for convolution in self.deep:
+            x = convolution(x).relu()
+        pooled = self.pooled(functional.adaptive_avg_pool2d(x, 1)).relu()
+        size = x.shape[-2:]
+        pooled = functional.interpolate(pooled, size=size, mode="bilinear")
+        return self.last(torch.cat([x, pooled], 1)).square().mean()
+
+
+@pytest.mark.parametrize("budget", ["100%", "70%"])
+def test_a_channels_last_pyramid_stays_within_its_budget(budget: str):
+    model = Pyramid().to(memory_format=torch.channels_last)
+    x = torch.randn(4, 3, 64, 64).to(memory_format=torch.channels_last)
+    report = remat.verify(model, x, budget=budget, solver="lower-sets", repeats=1)
+    assert report.is_exact
+    assert report.is_within_budget
+    assert abs(report.prediction_error) < 0.01
