@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 
 import remat
 from remat.capture.real_layouts import real_layouts
