@@ -13,6 +13,8 @@ from remat.errors import FileFormatError, PlanMismatchError, SolverFault
 from remat.graph import Op, Phase, Storage, TrainingGraph
 from remat.graph_planning import plan_graph
 from remat.liveness import schedule_from_order, store_all_order
+from remat.multidevice.execution import execute
+from remat.multidevice.instance import DeviceInstance
 from remat.paging import paged
 from remat.planning import solve
 from remat.platform import Device, Link, Platform
@@ -138,6 +140,10 @@ def test_the_program_itself_keeps_it(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_search_keeps_it():
     assert solve(PROBLEM, DeviceSearch()).cost_ns == OPTIMUM_NS
+    everything_at_home = [(0,)] * len(GRAPH.ops)
+    assert execute(DeviceInstance.of(PROBLEM), everything_at_home) is None
+    free = replace(PROBLEM, graph=replace(GRAPH, final_outputs=(G,)))
+    assert execute(DeviceInstance.of(free), everything_at_home) is not None
 
 
 def test_a_solver_that_moves_it_is_found_out(monkeypatch: pytest.MonkeyPatch):
