@@ -79,6 +79,28 @@ def test_a_plan_and_its_schedule_are_drawn(files: Path, capsys: Any) -> None:
     assert "--graph plan.json" in error
 
 
+@pytest.mark.parametrize("source", [["--graph", "graph.json"], [SCRIPT, "--estimated"]])
+def test_a_curve_is_of_the_first_device(
+    files: Path, source: list[str], capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(files)
+    save_platform("two.json", logical("cpu", "host", budgets_bytes=(None, 10**8)))
+    words = ["curve", *source, "--platform", "two.json", "--points", "2"]
+    assert main([*words, "--plot", "curve.svg", "--quiet"]) == 0
+    text = capsys.readouterr().out
+    assert "on cpu" in text
+    assert "on host" in text
+    assert "at once" in text
+    assert "peak memory on cpu" in Path("curve.svg").read_text(encoding="utf-8")
+    assert main([*words, "--budget", "host=1B", "--json", "--quiet"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    devices = [point["devices"] for point in facts["points"]]
+    assert [[d["name"] for d in each] for each in devices] == [["cpu", "host"]] * 2
+    assert {each[1]["budget_bytes"] for each in devices} == {1}
+    assert facts["points"][0]["peak_bytes"] < facts["points"][1]["peak_bytes"]
+    assert facts["points"][1]["overlapped_ns"] == facts["baseline_cost_ns"]
+
+
 def test_a_model_is_fitted_and_measured(files: Path, capsys: Any) -> None:
     saved = str(files / "plan.json")
     assert main(["fit", SCRIPT, *BUDGETS, "--save", saved, "--json"]) == 0
@@ -129,6 +151,12 @@ def test_a_platform_is_measured_and_written(tmp_path: Path, capsys: Any) -> None
         (["plan", SCRIPT], "give --budget SIZE"),
         (["verify", SCRIPT], "give --budget SIZE"),
         (["fit", SCRIPT], "give --budget SIZE or --plan FILE"),
+        (["curve", SCRIPT, "--budget", "host=1MB"], "the budgets of the curve are"),
+        (["curve", SCRIPT, "--platform", "machine.json", "--budget", "5"], "--budgets"),
+        (
+            ["curve", "--graph", "graph.json", "--platform", "machine.json"],
+            "device 'cpu:1' of the platform has no budget",
+        ),
         (["profile-platform", "--budget", "1GB"], "names no device"),
         (["profile-platform", "--device", "x"], "unknown device 'x'"),
         (["profile-platform", "--time-percent", "cpu"], "is not DEVICE=PERCENT"),

@@ -216,7 +216,13 @@ def trade_off_curve(plans: Sequence[Plan], ax: Axes | None = None) -> Axes:
         color=_BLUE,
         linewidth=1.3,
     )
-    ax.plot(peaks, slowdowns, "o", color=_BLUE, label="planned")
+    is_for_several = baseline.has_several_devices
+    label = "planned, one thing at a time" if is_for_several else "planned"
+    ax.plot(peaks, slowdowns, "o", color=_BLUE, label=label)
+    if is_for_several:
+        at_once = [p.overlapped_ns / (p.baseline_cost_ns or 1) for p in plans]
+        ax.plot(peaks, at_once, "^--", color=_GREEN, label="devices and links at once")
+        slowdowns += at_once
     ax.plot(plain, 1.0, "s", color=_GREY, label="without remat")
     smallest = baseline.smallest_budget_bytes
     if smallest is not None:
@@ -228,7 +234,10 @@ def trade_off_curve(plans: Sequence[Plan], ax: Axes | None = None) -> Axes:
         )
     ax.set_xlim(0, 1.05 * max(plain, *peaks))
     ax.set_ylim(bottom=min(0.98, *slowdowns))
-    ax.set_xlabel(f"peak memory of the whole step ({unit})")
+    where = (
+        f"on {baseline.platform.names[0]}" if is_for_several else "of the whole step"
+    )
+    ax.set_xlabel(f"peak memory {where} ({unit})")
     ax.set_ylabel("time of operators / without remat")
     ax.set_title(f"{baseline.graph.name}: time against memory")
     _legend_below(ax)
