@@ -221,7 +221,14 @@ def trade_off_curve(plans: Sequence[Plan], ax: Axes | None = None) -> Axes:
     ax.plot(peaks, slowdowns, "o", color=_BLUE, label=label)
     if is_for_several:
         at_once = [p.overlapped_ns / (p.baseline_cost_ns or 1) for p in plans]
-        ax.plot(peaks, at_once, "^--", color=_GREEN, label="devices and links at once")
+        ax.step(
+            peaks,
+            at_once,
+            "^--",
+            where="post",
+            color=_GREEN,
+            label="devices and links at once",
+        )
         slowdowns += at_once
     ax.plot(plain, 1.0, "s", color=_GREY, label="without remat")
     smallest = baseline.smallest_budget_bytes

@@ -57,7 +57,7 @@ def _device_curve_table(plans: Sequence[Plan]) -> Table:
     home, *others = first.platform.names
     table = _table(
         *(f"on {home}", "", "peak", *(f"on {name}" for name in others)),
-        *("time", "x plain", "at once", "recomputed", "copied"),
+        *("x plain", "at once", "again", "copied"),
     )
     for plan in plans:
         budget_bytes = plan.budget_bytes or plan.baseline_peak_bytes
@@ -66,7 +66,6 @@ def _device_curve_table(plans: Sequence[Plan]) -> Table:
             format_bytes(budget_bytes),
             f"{budget_bytes / (plan.baseline_peak_bytes or 1):.1%}",
             *(format_bytes(peak) for peak in plan.trace.peak_bytes),
-            format_ns(plan.cost_ns),
             f"{1 + plan.overhead:.3f}",
             f"{at_once:.3f}",
             f"{plan.recomputed_op_count} ops",
@@ -75,8 +74,8 @@ def _device_curve_table(plans: Sequence[Plan]) -> Table:
     table.title = f"{first.graph.name}: time against memory on {home}"
     table.caption = (
         f"without remat, on {home} alone: {format_bytes(first.baseline_peak_bytes)}, "
-        f"{format_ns(first.baseline_cost_ns)}; at once: devices and links beside each "
-        "other, x plain"
+        f"{format_ns(first.baseline_cost_ns)}; at once: with devices and links beside "
+        "each other; again: runs of ops that repeat one"
     )
     return table
 
