@@ -275,6 +275,16 @@ def test_the_limit_holds_for_everything_together():
     assert nothing.stop_reason is StopReason.TIME_LIMIT
 
 
+def test_stages_that_are_too_large_are_left_as_they_are():
+    chain = chain_of(INSTANCES["unet"]().graph)
+    sizes = [len(part.options[0].saving) for part in chain.parts[:-1]]
+    largest = sizes.index(max(sizes))
+    counting = Counting()
+    enriched = Enrichment(chain, StagePrograms(counting)).run()
+    assert enriched.parts[largest] == chain.parts[largest]
+    assert all(len(graph.ops) < 60 for graph, _ in counting.asked)
+
+
 def test_programs_stop_when_time_is_over():
     chain = chain_of(transformer_like(2).graph)
     counting = Counting()

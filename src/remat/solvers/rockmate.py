@@ -140,8 +140,12 @@ class Rockmate:
     Of the lifted order nothing is proved beyond the judge's bytes and the bound on
     every schedule.
 
+    Programs that end at their time limit depend on how busy the machine is, and so
+    does then the answer.
+
     **Complexity** up to 30 integer programs for each distinct stage, then O(slots x
-    stages^2 x (stages + options)) for each budget of the chain's program.
+    stages^2 x (stages + options)) for each budget of the chain's program. Stages whose
+    programs would have more than 3000 rows, about 50 ops, keep their own options.
 
     Parameters
     ----------

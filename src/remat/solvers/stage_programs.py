@@ -19,7 +19,7 @@ from remat.liveness import BOUNDARY, store_all_order
 from remat.problem import Limits, Problem
 from remat.reductions.stage_problems import StageProblem
 from remat.retention import RetentionTable
-from remat.solvers.backends.mathopt import Settings
+from remat.solvers.backends.mathopt import Outcome, Settings
 from remat.solvers.backends.mathopt import solve as solve_model
 from remat.solvers.frontier import frontier
 from remat.solvers.frontier_model import ONE, Rows, build_model
@@ -39,6 +39,12 @@ what the cheapest run takes."""
 
 _PEAKS_EVERY = 4
 """These are asked for with every so many of the limits on what is saved."""
+
+MOST_ROWS = 3_000
+"""Stages whose programs have more rows are left as they are: few end in seconds."""
+
+_ABOUT_ALL = SAVED_LEVELS + 1 + 2 * (SAVED_LEVELS // _PEAKS_EVERY + 1)
+"""Programs of a stage, with one for each limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +96,18 @@ def _saved_bytes(problem: StageProblem, order: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageAnswer:
-    """What one program has found: an order, or none, and whether Ctrl-C ended it."""
+    """What one program has found.
+
+    Parameters
+    ----------
+    order
+        Ops of the stage's graph, and the boundary; ``None`` if none was found.
+    is_proved_empty, is_interrupted
+        Whether it is proved that there is none, and whether Ctrl-C ended the program.
+    """
 
     order: tuple[int, ...] | None
+    is_proved_empty: bool = False
     is_interrupted: bool = False
 
 
@@ -112,7 +127,7 @@ def solve_stage(problem: Problem, limits: Limits) -> StageAnswer:
         If the library of the program is not there.
     """
     if peak_bound_bytes(problem.graph) > (problem.budget_bytes or 0):
-        return StageAnswer(order=None)
+        return StageAnswer(order=None, is_proved_empty=True)
     staged = frontier(problem, 1)
     built = build_model(staged, Rows.TIGHT)
     gap_ns = max(0.5 * built.divisor_ns, TOLERANCE * staged.first_runs_ns)
@@ -138,6 +153,7 @@ def solve_stage(problem: Problem, limits: Limits) -> StageAnswer:
         )
     return StageAnswer(
         order=None if order is None else tuple(order),
+        is_proved_empty=found.outcome is Outcome.INFEASIBLE,
         is_interrupted=found.is_interrupted,
     )
 
@@ -208,22 +224,25 @@ class _StageSearch:
     )
 
     def run(self, known: Sequence[StageRun]) -> None:
-        graph = self.problem.graph
-        plain = stage_run(self.problem, store_all_order(graph))
+        """Ask for the grid of limits, and for those that known runs keep."""
+        problem = self.problem
+        plain = stage_run(problem, store_all_order(problem.graph))
         self.found.append(plain)
-        self.asked.append((plain.saved_bytes, self.problem.all_bytes, plain))
-        low = max(peak_bound_bytes(graph), self.problem.given_bytes)
+        everything = problem.problem(plain.saved_bytes, problem.all_bytes)
+        if frontier(everything, 1).row_count > MOST_ROWS:
+            return
+        self.asked.append((plain.saved_bytes, problem.all_bytes, plain))
+        low = max(peak_bound_bytes(problem.graph), problem.given_bytes)
         unit = SAVED_LEVELS * LEAST_SAVED_PART
         parts = [p * LEAST_SAVED_PART for p in range(SAVED_LEVELS, 0, -1)]
         for index, part in enumerate([*parts, SAVED_LEVELS]):
             saved_bytes = plain.saved_bytes * part // unit
-            cheapest = self.cheapest(saved_bytes, self.problem.all_bytes)
-            if cheapest is None:
-                break
-            for share in () if index % _PEAKS_EVERY else PEAK_SHARES:
+            cheapest = self.cheapest(saved_bytes, problem.all_bytes)
+            if cheapest is None or index % _PEAKS_EVERY:
+                continue
+            for share in PEAK_SHARES:
                 peak_bytes = low + int((cheapest.peak_bytes - low) * share)
-                if self.cheapest(saved_bytes, peak_bytes) is None:
-                    break
+                self.cheapest(saved_bytes, peak_bytes)
         for run in known:
             self.cheapest(run.saved_bytes, run.peak_bytes)
 
@@ -238,13 +257,9 @@ class _StageSearch:
         programs = self.programs
         if self.limits.is_over or programs.is_interrupted:
             return None
-        remaining_s = self.limits.remaining_s
-        limit_s = programs.time_limit_s
-        if remaining_s is not None:
-            limit_s = min(limit_s, remaining_s)
         answer = programs.program(
             self.problem.problem(saved_bytes, peak_bytes),
-            Limits.after(limit_s, programs.seed),
+            Limits.after(self._limit_s(), programs.seed),
         )
         programs.solved_count += 1
         programs.is_interrupted = answer.is_interrupted
@@ -253,5 +268,14 @@ class _StageSearch:
             run = stage_run(self.problem, answer.order)
             if run not in self.found:
                 self.found.append(run)
-        self.asked.append((saved_bytes, peak_bytes, run))
+        if run is not None or answer.is_proved_empty:
+            self.asked.append((saved_bytes, peak_bytes, run))
         return run
+
+    def _limit_s(self) -> float:
+        """Return the seconds of the next program: twice its share of what is left."""
+        most_s, remaining_s = self.programs.time_limit_s, self.limits.remaining_s
+        if remaining_s is None:
+            return most_s
+        left = max(2, _ABOUT_ALL - len(self.asked))
+        return min(most_s, 2 * remaining_s / left)
