@@ -51,6 +51,16 @@ class DeviceSearch:
         block = self.graph.storages[storage]
         return block.is_resident and block.home == device
 
+    def is_handed_over(self, place: Place, storage: int, device: int) -> bool:
+        """Whether the caller has the storage there, and keeps it to the end."""
+        graph = self.graph
+        return (
+            place.is_backward
+            and graph.storages[storage].home == device
+            and (storage in graph.forward_outputs or storage in graph.tangents)
+            and storage in graph.final_outputs
+        )
+
     def is_live(self, place: Place, storage: int, device: int) -> bool:
         return self.stays(storage, device) or storage in place.live[device]
 
@@ -67,7 +77,9 @@ class DeviceSearch:
         candidates = sorted(
             s
             for s in place.live[device]
-            if s not in pinned and self.graph.storages[s].size_bytes
+            if s not in pinned
+            and self.graph.storages[s].size_bytes
+            and not self.is_handed_over(place, s, device)
         )
         found: list[set[int]] = []
         for number in range(1, len(candidates) + 1):

@@ -130,6 +130,15 @@ class History:
             for step in self.steps[start:]
         )
 
+    def is_in_callers_hands(self, storage: int, device: int) -> bool:
+        """Whether the caller has what is live there now and asks for it at the end."""
+        graph, home = self.graph, self.graph.storages[storage].home
+        was_handed_over = storage in (*graph.forward_outputs, *graph.tangents)
+        is_asked_for = storage in graph.final_outputs
+        return all(
+            (Boundary() in self.steps, home == device, was_handed_over, is_asked_for)
+        )
+
     def first_runs_of_ordered_ops(self) -> list[int]:
         return [
             op for op in dict.fromkeys(self.runs()) if self.graph.ops[op].is_ordered
@@ -177,6 +186,8 @@ class History:
             yield Rule.DISCARD_RESIDENT
         if not self.is_live(step.storage, step.device):
             yield Rule.DISCARD_NOT_LIVE
+        if self.is_in_callers_hands(step.storage, step.device):
+            yield Rule.DISCARD_HELD
 
     def broken_by_copy(self, step: Copy) -> Iterator[Rule]:
         ends = (step.source, step.target)

@@ -30,10 +30,12 @@ def graphs(
     kind_count: int = 1,
     device_count: int = 1,
     sizes: st.SearchStrategy[int] = sizes_bytes,
+    holds_outputs: bool = False,
 ) -> TrainingGraph:
     """Training graphs of 1 to ``max_ops`` ops that some order of steps can train.
 
-    To those come, in some graphs, a loss and an optimizer step of the caller's.
+    To those come, in some graphs, a loss and an optimizer step of the caller's. With
+    ``holds_outputs`` the caller holds all forward outputs and tangents.
     """
     storages: list[Storage] = []
 
@@ -105,6 +107,15 @@ def graphs(
         )
         available += writes
     final_outputs = some_of(available, 3)
+    if holds_outputs:
+        final_outputs = tuple({*forward_outputs, *tangents, *final_outputs})
+    held = {*forward_outputs}.intersection(final_outputs)
+    ops = [
+        replace(op, non_recomputable="its output is held")
+        if held.intersection(op.writes)
+        else op
+        for op in ops
+    ]
     if has_caller:
         ops.append(callers("optimizer", Phase.BACKWARD, final_outputs))
     return TrainingGraph(
@@ -222,7 +233,13 @@ class Player:
     def forget_some(self) -> None:
         losable = sorted(self.live)
         for key in losable:
-            if self.draw(st.integers(0, 3)) == 0:
+            storage, device = key
+            is_held = (
+                Boundary() in self.steps
+                and storage in self.graph.held_outputs
+                and device == self.graph.storages[storage].home
+            )
+            if not is_held and self.draw(st.integers(0, 3)) == 0:
                 self.steps.append(Discard(*key))
                 self.live.discard(key)
 
@@ -324,12 +341,22 @@ class Case:
 
 @st.composite
 def cases(
-    draw: st.DrawFn, *, max_devices: int = 3, is_mutated: bool | None = None
+    draw: st.DrawFn,
+    *,
+    max_devices: int = 3,
+    is_mutated: bool | None = None,
+    holds_outputs: bool = False,
 ) -> Case:
     """Cases of one to ``max_devices`` devices, damaged or not (``None``: either)."""
     device_count = draw(st.integers(1, max_devices))
     kind_count = draw(st.integers(1, len(KINDS)))
-    graph = draw(graphs(kind_count=kind_count, device_count=device_count))
+    graph = draw(
+        graphs(
+            kind_count=kind_count,
+            device_count=device_count,
+            holds_outputs=holds_outputs,
+        )
+    )
     platform = draw(platforms(device_count=device_count, kind_count=kind_count))
     schedule = draw(schedules(graph, platform))
     if is_mutated or (is_mutated is None and draw(st.booleans())):

@@ -10,11 +10,7 @@ from torch import nn
 import remat
 from remat import solvers
 from remat.device_graph import arrange, fully_linked, place_graph
-from remat.device_planning import (
-    budget_of,
-    check_held_outputs,
-    kept_in_place,
-)
+from remat.device_planning import budget_of
 from remat.errors import (
     BudgetError,
     ExecutionError,
@@ -31,7 +27,7 @@ from remat.graph_planning import plan_graph
 from remat.plan_request import PlanRequest
 from remat.platform import Device, DeviceKind, Link, Platform, single_device
 from remat.problem import Status
-from remat.schedule import Boundary, Compute, Copy, Discard, Schedule
+from remat.schedule import Compute, Copy
 from remat.serialisation import save_platform
 from remat.simulator import simulate
 from tests.device_schedules import HandMade, HandMadeSplit, logical, offloading
@@ -370,74 +366,6 @@ class TestGraphs:
         assert loaded == plan
         assert loaded.platform.kind_of(1).time_percent == 300
         assert loaded.summary()["devices"] == plan.summary()["devices"]
-
-
-class TestHeldOutputs:
-    """The caller's references keep outputs at home during the backward pass."""
-
-    GRAPH = TrainingGraph(
-        name="held",
-        storages=(Storage(name="y", size_bytes=8), Storage(name="g", size_bytes=8)),
-        ops=(
-            Op(
-                name="f",
-                reads=(),
-                writes=(0,),
-                cost_ns=(1,),
-                workspace_bytes=(0,),
-                phase=Phase.FORWARD,
-            ),
-            Op(
-                name="b",
-                reads=(0,),
-                writes=(1,),
-                cost_ns=(1,),
-                workspace_bytes=(0,),
-                phase=Phase.BACKWARD,
-            ),
-        ),
-        forward_outputs=(0,),
-        final_outputs=(0, 1),
-    )
-    AWAY = Schedule(
-        (
-            Compute(0),
-            Boundary(),
-            Copy(0, 0, 1),
-            Compute(1),
-            Discard(0),
-            Copy(0, 1, 0),
-            Discard(0, 1),
-        )
-    )
-
-    def test_are_those_of_the_boundary_and_the_end(self) -> None:
-        assert self.GRAPH.held_outputs == {0}
-
-    def test_stay_in_place(self) -> None:
-        kept = kept_in_place(self.GRAPH, self.AWAY)
-        assert kept.steps == (
-            Compute(0),
-            Boundary(),
-            Copy(0, 0, 1),
-            Compute(1),
-            Discard(0, 1),
-        )
-        assert kept_in_place(self.GRAPH, kept) == kept
-        check_held_outputs(self.GRAPH, kept)
-        with pytest.raises(PlanMismatchError, match="caller still holds"):
-            check_held_outputs(self.GRAPH, self.AWAY)
-
-    def test_are_kept_whatever_a_solver_answers(self, monkeypatch: Any) -> None:
-        class Away(HandMade):
-            def __init__(self) -> None:
-                super().__init__(choose=lambda *_: TestHeldOutputs.AWAY)
-
-        monkeypatch.setattr(solvers, "AUTO_DEVICES", (Away,))
-        plan = plan_graph(
-            self.GRAPH, budget={"cpu": 16, "host": 8}, platform=logical("cpu", "host")
-        )
-        assert Discard(0) not in plan.schedule.steps
 
 
 class TestInstalled:

@@ -192,6 +192,22 @@ def test_graphs_that_cannot_be(changes: dict[str, Any], words: str):
     assert "graph 'small': " in str(caught.value)
 
 
+def test_what_writes_an_output_that_the_caller_holds_runs_once():
+    words = "op 0 'f' that writes it may run again: say in its non_recomputable why not"
+    with pytest.raises(InvalidGraphError, match=words) as caught:
+        graph(final_outputs=(G, Y))
+    assert "storage 2 'y' is both a forward and a final output" in str(caught.value)
+    once = (replace(OPS[0], non_recomputable="the caller holds y"), *OPS[1:])
+    assert graph(final_outputs=(G, Y), ops=once).held_outputs == {Y}
+
+
+def test_the_caller_holds_what_is_handed_over_and_asked_for_at_the_end():
+    assert graph().held_outputs == frozenset()
+    assert graph(final_outputs=(G, T)).held_outputs == {T}
+    both = graph(forward_outputs=(W,), final_outputs=(G, W))
+    assert both.held_outputs == {W}
+
+
 def test_a_forward_output_must_exist_even_without_a_backward():
     with pytest.raises(InvalidGraphError, match="does not exist at the boundary"):
         graph(

@@ -400,7 +400,8 @@ def test_each_rule_is_named_with_its_step(
 
 def test_every_rule_has_a_case():
     tested = {rule for rule, *_ in BROKEN}
-    assert tested | {Rule.OVER_BUDGET, Rule.AFTER_CALLER} == set(Rule)
+    elsewhere = {Rule.OVER_BUDGET, Rule.AFTER_CALLER, Rule.DISCARD_HELD}
+    assert tested | elsewhere == set(Rule)
 
 
 LOSS, BACK_OF_LOSS, OPTIMIZER = 3, 4, 5
@@ -455,6 +456,43 @@ def test_a_pass_begins_anew_after_the_boundary():
         Compute(OPTIMIZER),
     ]
     assert run(steps, graph=CALLED).violation is None
+
+
+# The caller holds y, which is handed over, and t, which it made.
+HELD = replace(
+    GRAPH,
+    ops=(
+        GRAPH.ops[EMBED],
+        replace(GRAPH.ops[DROP], non_recomputable="the caller holds its output"),
+        *GRAPH.ops[COUNT:],
+    ),
+    final_outputs=(G, Y, T),
+)
+
+
+@pytest.mark.parametrize("storage", [Y, T])
+def test_what_the_caller_holds_stays_where_it_was_handed_over(storage: int):
+    away = (Copy(storage, 0, 1), Discard(storage), Copy(storage, 1, 0))
+    steps = [*FORWARD, Boundary(), *away, Compute(BACK)]
+    violation = run(steps, graph=HELD).violation
+    assert violation is not None
+    assert violation.rule is Rule.DISCARD_HELD
+    assert (violation.step, violation.storage, violation.device) == (5, storage, 0)
+    assert "keeps its 20 bytes on device 0 until the end" in violation.message
+    # What nobody asks for at the end is nobody's: the same steps are allowed.
+    assert run(steps).is_valid
+
+
+def test_before_it_is_handed_over_an_output_may_leave():
+    away = (Copy(Y, 0, 1), Discard(Y), Copy(Y, 1, 0))
+    assert run([*FORWARD, *away, Boundary(), Compute(BACK)], graph=HELD).is_valid
+
+
+def test_copies_on_other_devices_are_not_the_caller_s():
+    steps = [*FORWARD, Boundary(), Copy(Y, 0, 1), Discard(Y, 1), Compute(BACK)]
+    trace = run(steps, graph=HELD)
+    assert trace.is_valid
+    assert trace.live_after == (frozenset({A, Y, T, G}), frozenset(), frozenset())
 
 
 def test_every_rule_is_in_the_written_semantics():

@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 from remat.errors import (
     BudgetError,
     InvalidPlatformError,
-    PlanMismatchError,
     UnitError,
 )
 from remat.floor import Floor, smallest_budget
@@ -18,7 +17,6 @@ from remat.paging import paged, smallest_paged
 from remat.planning import solve_portfolio
 from remat.platform import Platform, single_device
 from remat.problem import Limits, Problem, Result, Status
-from remat.schedule import Boundary, Copy, Discard, Schedule, Step
 from remat.simulator import simulate
 from remat.solvers import chosen_solvers
 from remat.solvers.base import ProgressCallback, ignore_progress
@@ -77,71 +75,6 @@ def budget_of(plan: Plan) -> Budget:
     if plan.has_several_devices:
         return {device.name: device.budget_bytes for device in plan.platform.devices}
     return plan.budget_bytes or 0
-
-
-def check_held_outputs(graph: TrainingGraph, schedule: Schedule) -> None:
-    """Check that no schedule counts on room that the caller's references take.
-
-    Raises
-    ------
-    PlanMismatchError
-        If what the caller holds is discarded at home after the boundary, to be copied
-        back later.
-    """
-    if kept_in_place(graph, schedule) != schedule:
-        msg = (
-            "the plan discards outputs of the model after the forward pass, which the "
-            "caller still holds then, so their bytes would not be free; make a new plan"
-        )
-        raise PlanMismatchError(msg)
-
-
-def kept_in_place(graph: TrainingGraph, schedule: Schedule) -> Schedule:
-    """Return the schedule without discards, at home, of what the caller holds.
-
-    Copies that bring it back go as well. What is left is valid if the schedule was,
-    except that it may need more memory.
-    """
-    held = graph.held_outputs
-    steps: list[Step] = []
-    is_backward = False
-    kept: set[int] = set()
-    for step in schedule.steps:
-        is_backward = is_backward or isinstance(step, Boundary)
-        match step:
-            case Discard() if is_backward and step.storage in held:
-                if step.device == graph.storages[step.storage].home:
-                    kept.add(step.storage)
-                    continue
-            case Copy() if step.storage in kept:
-                if step.target == graph.storages[step.storage].home:
-                    continue
-            case _:
-                pass
-        steps.append(step)
-    return Schedule(tuple(steps))
-
-
-def _keep_outputs(problem: Problem, result: Result) -> Result:
-    """Return a result whose schedule leaves in place what the caller holds.
-
-    The judge knows no callers: to it, an output may spend the backward pass elsewhere.
-    """
-    if result.schedule is None:
-        return result
-    schedule = kept_in_place(problem.graph, result.schedule)
-    if schedule == result.schedule:
-        return result
-    trace = simulate(problem.graph, problem.platform, schedule)
-    if trace.violation is None:
-        return replace(result, schedule=schedule, trace=trace, status=Status.FEASIBLE)
-    return replace(
-        result,
-        schedule=None,
-        trace=None,
-        status=Status.UNKNOWN,
-        message="its schedule moves outputs away that the caller holds",
-    )
 
 
 def check_budgets(platform: Platform, budgets: DeviceBudgets | None) -> None:
@@ -241,7 +174,6 @@ def plan_on_devices(  # noqa: PLR0913 - every option that a user has
         chosen_solvers(solver, has_several_devices=True),
         limits=limits,
         on_progress=progress,
-        amend=lambda found: _keep_outputs(problem, found),
     )
     if result.schedule is None and solver == "auto":
         result = _paging(problem, result)

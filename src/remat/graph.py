@@ -11,7 +11,9 @@ Invariants (checked on construction of :class:`TrainingGraph`):
 * ops are listed in a topological order, all forward ops before all backward ops;
 * forward ops read nothing that exists only after the boundary;
 * external ops come last in their pass and, between them, read what leaves with it: the
-  forward or final outputs, as far as an op that may run again writes them.
+  forward or final outputs, as far as an op that may run again writes them;
+* ops that write what the caller holds from the boundary on (:attr:`held_outputs
+  <TrainingGraph.held_outputs>`) run once: a second run would write a second block.
 """
 
 from dataclasses import dataclass
@@ -187,6 +189,7 @@ class TrainingGraph:
         self._check_ops()
         self._check_external(Phase.FORWARD, self.forward_outputs)
         self._check_external(Phase.BACKWARD, self.final_outputs)
+        self._check_held()
 
     def _fail(self, message: str) -> None:
         msg = f"graph {self.name!r}: {message}"
@@ -273,6 +276,18 @@ class TrainingGraph:
                     f"{phase} pass, but no external op of that pass reads it"
                 )
 
+    def _check_held(self) -> None:
+        for storage in sorted(self.held_outputs):
+            producer = self.producers[storage]
+            if producer is not None and self.ops[producer].is_recomputable:
+                self._fail(
+                    f"storage {storage} {self.storages[storage].name!r} is both a forward "
+                    "and a final output, so the caller holds it in between, but op "
+                    f"{producer} {self.ops[producer].name!r} that writes it may run again: "
+                    "say in its non_recomputable why not, or leave the storage out of one "
+                    "of the two"
+                )
+
     def _check_forward_outputs(self, available: set[int]) -> None:
         for storage in self.forward_outputs:
             if storage not in available:
@@ -314,8 +329,10 @@ class TrainingGraph:
     def held_outputs(self) -> frozenset[int]:
         """Storages that the caller holds at home from the boundary to the end.
 
-        These are outputs of the model and the loss, which backward returns to nobody:
-        what is live at the boundary and has to be live at the end.
+        What is handed over at the boundary (forward outputs, and tangents, which the
+        caller made) and has to be live at the end: the loss, the outputs of the model.
+        The caller's references keep these blocks alive, whatever a schedule does, so no
+        schedule may count on their bytes; see :mod:`remat.simulator`.
         """
         appearing = {*self.forward_outputs, *self.tangents}
         return frozenset(appearing.intersection(self.final_outputs))

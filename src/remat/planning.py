@@ -1,7 +1,7 @@
 """Choose and run solvers, judge every answer, return the best."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from remat.bounds import cost_bound_ns
@@ -74,13 +74,11 @@ def solve_portfolio(
     *,
     limits: Limits | None = None,
     on_progress: ProgressCallback = ignore_progress,
-    amend: Callable[[Result], Result] = lambda result: result,
 ) -> Result:
     """Run several solvers and return the best judged answer.
 
     The cheapest schedule wins, then the smaller peak, then the earlier solver. The
-    portfolio stops early when a schedule meets the bound on every schedule. What
-    ``amend`` makes of a judged answer, also judged, takes its place.
+    portfolio stops early when a schedule meets the bound on every schedule.
 
     Raises
     ------
@@ -98,7 +96,7 @@ def solve_portfolio(
         name = type(solver).__name__
         on_progress(name, index / len(solvers))
         try:
-            result = amend(solve(problem, solver, limits=limits))
+            result = solve(problem, solver, limits=limits)
         except SolverUnsuitableError as error:
             unsuitable = error
             lines.append(f"{name}: unsuitable: {error}")

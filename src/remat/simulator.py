@@ -8,6 +8,10 @@ A device's memory while a step runs is: resident bytes, plus every live storage,
 what the step itself adds. ``Compute`` adds all its outputs and its workspace while the
 inputs are still held; an output that was already live is replaced by the fresh copy
 after the op, so both count during it. ``Copy`` adds the storage on the target.
+
+What the caller holds (:attr:`remat.graph.TrainingGraph.held_outputs`) stays where it
+was handed over, on its home, from the boundary to the end. Copies of it on other
+devices are the schedule's own: they may be made and discarded at any time.
 """
 
 from dataclasses import dataclass, field
@@ -32,6 +36,7 @@ class Rule(StrEnum):
     AFTER_CALLER = "something runs after the caller's own work in the same pass"
     DISCARD_NOT_LIVE = "a discarded storage is not live on that device"
     DISCARD_RESIDENT = "a resident storage is discarded"
+    DISCARD_HELD = "what the caller holds since the boundary is discarded on its home"
     COPY_NOT_LIVE = "a copied storage is not live on the source"
     COPY_ALREADY_LIVE = "a copied storage is already live on the target"
     NO_LINK = "no link joins the two devices of a copy"
@@ -329,6 +334,19 @@ class _Replay:
             self.fail(
                 Rule.DISCARD_NOT_LIVE,
                 f"{self.name(step.storage)} is not live on device {step.device}",
+                storage=step.storage,
+                device=step.device,
+            )
+        if (
+            self.is_backward
+            and block.home == step.device
+            and step.storage in self.graph.held_outputs
+        ):
+            self.fail(
+                Rule.DISCARD_HELD,
+                f"{self.name(step.storage)} was handed over at the boundary, and the "
+                f"caller's reference keeps its {block.size_bytes:_} bytes on device "
+                f"{step.device} until the end",
                 storage=step.storage,
                 device=step.device,
             )

@@ -225,6 +225,21 @@ def test_predicted_time_is_that_of_the_lifted_order():
     assert compared >= 5
 
 
+def test_only_adding_the_gradients_of_a_stem_is_in_no_stage():
+    graph = joined_towers((4, 4), stem=3, is_shared=False).graph
+    forms = reduce_to_join(graph)
+    assert forms is not None
+    (form,) = [form for form in (forms.join, forms.series) if form is not None]
+    assert not form.is_join
+    chain = form.chain()
+    plan = plan_rotor(chain, sum(chain.all_sizes))
+    assert plan is not None
+    sums_ns = sum(op.cost_ns[0] or 0 for op in graph.ops if op.name.startswith("sum "))
+    left_out_ns = judged(form, plan.operations).serial_ns - plan.cost_ns
+    # Beside it there is what merges scalars.
+    assert sums_ns <= left_out_ns < sums_ns + 10
+
+
 def test_gradients_of_shared_parameters_are_added_at_once():
     graph = joined_towers((5, 5)).graph
     forms = reduce_to_join(graph)

@@ -106,6 +106,14 @@ def test_a_curve_of_nothing_is_refused() -> None:
         trade_off_curve([])
 
 
+@pytest.mark.parametrize("suffix", ["svg", "pdf", "png"])
+def test_the_same_picture_is_the_same_file(tmp_path: Path, suffix: str) -> None:
+    paths = [tmp_path / f"{name}.{suffix}" for name in "ab"]
+    for path in paths:
+        save_figure(memory_timeline(PLAN), path)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
 @pytest.mark.parametrize("suffix", ["png", "pdf", "svg"])
 def test_each_format_is_written(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"memory.{suffix}"

@@ -201,10 +201,10 @@ def test_below_the_bound_it_says_what_every_schedule_needs():
 
 def test_just_above_the_bound_it_may_give_up_but_not_loop():
     graph = densenet_like(2, 6).graph
-    started = time.monotonic()
+    started = time.process_time()
     result = ask(graph, peak_bound_bytes(graph))
     assert result.status in {Status.UNKNOWN, Status.FEASIBLE}
-    assert time.monotonic() - started < 60
+    assert time.process_time() - started < 60
 
 
 def test_no_time_means_unknown_with_the_reason_why():
@@ -245,8 +245,8 @@ def test_a_candidate_that_is_given_up_is_skipped():
 def test_two_thousand_ops_take_seconds():
     graph = transformer_like(80, dropout=False).graph
     assert len(graph.ops) > 1_500
-    started = time.monotonic()
+    started = time.process_time()
     result = ask(graph, store_all_peak_bytes(graph) // 2)
     assert result.status is Status.FEASIBLE
     # Five on a quiet machine.
-    assert time.monotonic() - started < 40
+    assert time.process_time() - started < 40

@@ -203,9 +203,9 @@ def test_segmentations_are_improved_where_memory_is_left_over():
 def test_more_lower_sets_than_the_cap_are_not_enumerated_and_the_answer_says_so():
     graph = towers(8, 6)  # 5.7 million lower sets
     budget = store_all_peak_bytes(graph) // 2
-    started = time.monotonic()
+    started = time.process_time()
     result = solved(graph, budget, LowerSets(cap=2000))
-    assert time.monotonic() - started < 60
+    assert time.process_time() - started < 60
     assert result.status is Status.FEASIBLE
     assert (
         "an approximate family, as there are more than 2_000 in all" in result.message

@@ -385,9 +385,9 @@ class TestAnswers:
 
     def test_deadline_in_the_past_is_kept(self):
         graph = transformer_like(6).graph
-        started = time.monotonic()
+        started = time.process_time()
         found = ask(graph, store_all_peak_bytes(graph) // 2, Limits.after(0))
-        assert time.monotonic() - started < 2
+        assert time.process_time() - started < 2
         assert found.stop_reason is StopReason.TIME_LIMIT
 
     def test_progress_is_between_nothing_and_all(self):

@@ -300,10 +300,22 @@ def test_copies_that_stay_cost_no_more_than_transient_ones():
 
 
 @st.composite
-def problems(draw: st.DrawFn, max_ops: int = 6, *, copies_wait: bool = True) -> Problem:
+def problems(
+    draw: st.DrawFn,
+    max_ops: int = 6,
+    *,
+    copies_wait: bool = True,
+    holds_outputs: bool = False,
+) -> Problem:
     """Two devices with budgets near what the largest op needs; some links missing."""
     graph = draw(
-        graphs(max_ops=max_ops, kind_count=2, device_count=2, sizes=st.integers(0, 5))
+        graphs(
+            max_ops=max_ops,
+            kind_count=2,
+            device_count=2,
+            sizes=st.integers(0, 5),
+            holds_outputs=holds_outputs,
+        )
     )
     assume(required_ops(graph))
     # Next to 10^12, a nanosecond is below what floating-point solvers tell apart.

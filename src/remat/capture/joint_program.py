@@ -606,10 +606,12 @@ class _Analysis:
     def pin_held_outputs(self) -> None:
         """Let no op run again that wrote what the caller holds from the boundary on.
 
-        A schedule could otherwise discard an output, whose bytes the caller's own
-        reference keeps, and compute it again before the end.
+        These are the graph's ``held_outputs``: the caller's own reference keeps their
+        blocks, so another run would write others beside them.
         """
-        held = set(self.transient_storages(self.held_outputs()))
+        final = [*self.held_outputs(), *self.backward_values]
+        held = set(self.transient_storages(self.forward_values))
+        held.intersection_update(self.transient_storages(final))
         self.forward_ops = [
             (replace(op, non_recomputable="the caller holds its output"), node)
             if held.intersection(op.writes)

@@ -3,15 +3,12 @@
 A step is traced on fake tensors, whose strides should be those of real ones: they say
 whether a later reshape is a view or a copy, and with what strides later operators are
 measured. For some operators the tracer's formula lays its result out otherwise than the
-CPU's kernel does:
-
-- batch norm and its gradient lay their result out contiguously, or channels-last, and
-  not as the input is;
-- the gradients of log-softmax and of layer norm are contiguous, whatever the input is;
-- the gradient of dropout is laid out as a product of its inputs.
+CPU's kernel does; the table below says how.
 
 Strides of dimensions of size 1 say nothing about addresses, but kernels look at them to
-tell channels-last from contiguous, and there the tracer can still be wrong.
+tell channels-last from contiguous: a channels-last map of one pixel, or of one channel,
+is contiguous too, and each kernel settles that its own way. There the kernel itself is
+asked, on zeros, once for each such operator.
 """
 
 from collections.abc import Callable, Generator
@@ -21,14 +18,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import decomposition_table
-from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._prims_common import make_contiguous_strides_for, suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 _aten = torch.ops.aten
 
 Layout = Callable[..., Tensor]
-"""From the formula's result and the operator's arguments to a tensor laid out right."""
+"""From the tracer's result and the operator's arguments to a tensor laid out right."""
+
+
+def _contiguous(result: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(result, memory_format=torch.contiguous_format)
 
 
 def _after_input(result: Tensor, values: Tensor, *_: Any) -> Tensor:
@@ -39,53 +41,135 @@ def _after_second_input(result: Tensor, _first: Tensor, *rest: Any) -> Tensor:
     return _after_input(result, *rest)
 
 
-def _contiguous(result: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(result, memory_format=torch.contiguous_format)
-
-
-def _product(_result: Tensor, gradient: Tensor, mask: Tensor, *_: Any) -> Tensor:
-    return gradient * mask
+def _as_a_product(_result: Tensor, *args: Any) -> Tensor:
+    first, second = (arg for arg in args if isinstance(arg, Tensor))
+    return first * second
 
 
 _LAYOUTS: dict[Any, Layout] = {
-    _aten.native_batch_norm.default: _after_input,
+    # Contiguous whatever the inputs are.
+    _aten._log_softmax_backward_data.default: _contiguous,
+    _aten.glu_backward.default: _contiguous,
+    _aten.huber_loss_backward.default: _contiguous,
+    _aten.mse_loss_backward.default: _contiguous,
+    _aten.native_layer_norm_backward.default: _contiguous,
+    _aten.smooth_l1_loss_backward.default: _contiguous,
+    # Channels-last if the values are, and contiguous otherwise.
     _aten._native_batch_norm_legit.default: _after_input,
     _aten._native_batch_norm_legit.no_stats: _after_input,
     _aten._native_batch_norm_legit_functional.default: _after_input,
+    _aten.native_batch_norm.default: _after_input,
     _aten.native_batch_norm_backward.default: _after_second_input,
-    _aten._log_softmax_backward_data.default: _contiguous,
-    _aten.native_dropout_backward.default: _product,
-    _aten.native_layer_norm_backward.default: _contiguous,
+    _aten.native_group_norm_backward.default: _after_second_input,
+    _aten.reflection_pad2d_backward.default: _after_second_input,
+    _aten.replication_pad2d_backward.default: _after_second_input,
+    _aten.roll.default: _after_input,
+    # As the elementwise product of its two inputs.
+    _aten.binary_cross_entropy.default: _as_a_product,
+    _aten.elu_backward.default: _as_a_product,
+    _aten.hardsigmoid_backward.default: _as_a_product,
+    _aten.hardswish_backward.default: _as_a_product,
+    _aten.hardtanh_backward.default: _as_a_product,
+    _aten.native_dropout_backward.default: _as_a_product,
+    _aten.softplus_backward.default: _as_a_product,
 }
 """Operator -> how the CPU's kernel lays out its first result."""
 
 
 @contextmanager
 def real_layouts() -> Generator[None]:
-    """Trace these operators with the layouts of the CPU's kernels."""
-    formulas = {operator: decomposition_table[operator] for operator in _LAYOUTS}
+    """Trace with the layouts of the CPU's kernels."""
+    dispatch = FakeTensorMode._dispatch_impl
     # What was found for fake tensors before is remembered across traces.
     FakeTensorMode.cache_clear()
-    for operator, layout in _LAYOUTS.items():
-        decomposition_table[operator] = _laid_out(formulas[operator], layout)
+    FakeTensorMode._dispatch_impl = _with_real_layouts(dispatch)
     try:
         yield
     finally:
-        decomposition_table.update(formulas)
+        FakeTensorMode._dispatch_impl = dispatch
         FakeTensorMode.cache_clear()
 
 
-def _laid_out(formula: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
-    """Return the tracer's formula with its result laid out as a real kernel does."""
+def _with_real_layouts(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the tracer's dispatch with its results laid out as real kernels do it."""
 
-    # The tracer looks at where a formula comes from.
-    @wraps(formula)
-    def laid_out(*args: Any, **kwargs: Any) -> Any:
-        results = formula(*args, **kwargs)
-        is_one = isinstance(results, Tensor)
-        first, *others = [results] if is_one else results
-        if first is not None and first.device.type == "cpu":
-            first = layout(first, *args)
-        return first if is_one else (first, *others)
+    @wraps(dispatch)
+    def dispatch_impl(
+        mode: FakeTensorMode, operator: Any, types: Any, args: Any, kwargs: Any
+    ) -> Any:
+        results = dispatch(mode, operator, types, args, kwargs)
+        layout = _LAYOUTS.get(operator)
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        is_asked = _makes_new_values(operator) and any(map(_is_ambiguous, inputs))
+        if not (layout or is_asked):
+            return results
+        leaves, structure = tree_flatten(results)
+        if not all(map(_is_known, (*inputs, leaves[0]))):
+            return results
+        with mode:
+            if is_asked:
+                reals = _run_on_zeros(operator, args, kwargs)
+                leaves = [
+                    _laid_out_as(*pair) for pair in zip(leaves, reals, strict=True)
+                ]
+            elif layout:
+                leaves[0] = layout(leaves[0], *args)
+        return tree_unflatten(leaves, structure)
 
-    return laid_out
+    return dispatch_impl
+
+
+def _makes_new_values(operator: Any) -> bool:
+    """Return whether zeros will do to see how a result is laid out.
+
+    Matrices of zeros are refused by the factorisations, and nothing is known of what
+    other libraries' operators do.
+    """
+    if not isinstance(operator, torch._ops.OpOverload) or operator.namespace != "aten":
+        return False
+    schema = operator._schema
+    return not (
+        any(a.alias_info for a in (*schema.arguments, *schema.returns))
+        or "linalg" in schema.name
+        or "cholesky" in schema.name
+    )
+
+
+def _is_ambiguous(tensor: Tensor) -> bool:
+    """Return whether the map can be read as contiguous and as something else."""
+    return (
+        tensor.dim() in (4, 5)
+        and _is_known(tensor)
+        and tensor.is_contiguous()
+        and tensor.stride() != make_contiguous_strides_for(tensor.shape)
+    )
+
+
+def _is_known(value: Any) -> bool:
+    """Return whether it is an ordinary tensor on the CPU, its sizes being numbers."""
+    return (
+        isinstance(value, Tensor)
+        and value.device.type == "cpu"
+        and value.layout == torch.strided
+        and all(isinstance(size, int) for size in value.shape)
+    )
+
+
+def _run_on_zeros(operator: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return the operator's real results for such arguments that are all zero."""
+    with no_dispatch(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        args, kwargs = tree_map_only(Tensor, _zeros_like, (args, kwargs))
+        return tree_leaves(operator(*args, **kwargs))
+
+
+def _zeros_like(tensor: Tensor) -> Tensor:
+    shape, strides, dtype = tensor.shape, tensor.stride(), tensor.dtype
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu").zero_()
+
+
+def _laid_out_as(leaf: Any, real: Any) -> Any:
+    if not isinstance(leaf, FakeTensor) or not isinstance(real, Tensor):
+        return leaf
+    return torch.empty_strided(
+        leaf.shape, real.stride(), dtype=leaf.dtype, device=leaf.device
+    )

@@ -25,7 +25,7 @@ from itertools import accumulate
 
 from remat.errors import InvalidGraphError
 from remat.graph import TrainingGraph
-from remat.schedule import Compute, Copy, Discard, Schedule, Step
+from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +128,8 @@ class _Line:
     def read(self, schedule: Schedule) -> None:
         held = self.graph.resident_bytes()
         last_use: dict[int, int] = {}
+        # What may not leave: once handed over, what the caller holds.
+        staying: frozenset[int] = frozenset()
         for step in schedule.steps:
             if isinstance(step, Discard):
                 if last_use.pop(step.storage, None) is not None:
@@ -147,13 +149,16 @@ class _Line:
             self.used_bytes.append(held + workspace + sum(map(self.size, writes)))
             for storage in (*reads, *writes):
                 before = last_use.get(storage)
-                if before is not None and here - before > 1:
+                is_idle = before is not None and here - before > 1
+                if before is not None and is_idle and storage not in staying:
                     size = self.size(storage)
                     self.gaps.append(Page(storage, size, before, here))
                 if before is None and storage in writes:
                     held += self.size(storage)
                 if before is not None or storage in writes:
                     last_use[storage] = here
+            if isinstance(step, Boundary):
+                staying = self.graph.held_outputs
 
     def size(self, storage: int) -> int:
         return self.graph.storages[storage].size_bytes

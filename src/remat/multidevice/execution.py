@@ -114,12 +114,11 @@ class _Execution:
         placement: Placement,
         rule: ExecutionRule,
         *,
-        held: frozenset[int],
         run_limit: int,
         limits: Limits,
     ) -> None:
         self.instance, self.graph = instance, instance.graph
-        self.placement, self.rule, self.held = placement, rule, held
+        self.placement, self.rule = placement, rule
         self.limits = limits
         self.run_limit = run_limit
         self.routes = _Routes(instance)
@@ -241,7 +240,7 @@ class _Execution:
         for storage in self.graph.tangents:
             self.add(storage, self.home[storage])
         self.steps.append(Boundary())
-        for storage in self.held:
+        for storage in self.graph.held_outputs:
             self.pins[self.home[storage]][storage] += 1
         for storage in outputs:
             self.uses[self.home[storage]][storage].pop()
@@ -327,7 +326,8 @@ class _Execution:
                 self.make_room(there, self.size[storage])
                 self.steps.append(Copy(storage, here, there))
                 self.add(storage, there)
-            if here != source and not self.uses[here][storage]:
+            is_idle = not self.uses[here][storage] and not self.pins[here][storage]
+            if here != source and is_idle:
                 self.drop(storage, here)
             here = there
         if pinned:
@@ -503,7 +503,6 @@ def execute(
     placement: Placement,
     rule: ExecutionRule | None = None,
     *,
-    held: frozenset[int] = frozenset(),
     runs_per_op: int = 12,
     limits: Limits | None = None,
 ) -> list[Step] | None:
@@ -517,8 +516,6 @@ def execute(
         Where each op runs for the first time; at least one device each.
     rule
         How victims are chosen.
-    held
-        Forward outputs and tangents that stay at home from the boundary on.
     runs_per_op
         Give up once the runs exceed this multiple of the ops.
     limits
@@ -538,7 +535,6 @@ def execute(
         instance,
         placement,
         rule or ExecutionRule(),
-        held=held,
         run_limit=runs_per_op * len(instance.graph.ops),
         limits=limits or Limits(),
     ).run()

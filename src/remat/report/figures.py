@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -216,7 +217,13 @@ def save_figure(ax: Axes, path: str | os.PathLike[str]) -> None:
         msg = "the axes belong to no figure"
         raise UsageError(msg)
     picture = BytesIO()
-    figure.savefig(picture, format=Path(path).suffix[1:].lower(), dpi=150)
+    kind = Path(path).suffix[1:].lower()
+    # The same picture makes the same file: no dates in it, and no random names.
+    date = {"svg": "Date", "pdf": "CreationDate"}.get(kind)
+    with rc_context({"svg.hashsalt": "remat"}):
+        figure.savefig(
+            picture, format=kind, dpi=150, metadata={date: None} if date else None
+        )
     write_bytes(path, picture.getvalue())
 
 

@@ -12,7 +12,7 @@ It ends at the time limit or after so many candidates.
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import ClassVar
 
@@ -98,12 +98,8 @@ class DeviceSearchRun:
     nearest: Candidate | None = None
     bound_ns: int = 0
     tried: int = 0
-    held: frozenset[int] = field(default=frozenset())
 
     def __post_init__(self) -> None:
-        graph = self.problem.graph
-        leaving = {*graph.forward_outputs, *graph.tangents}
-        self.held = frozenset(leaving.intersection(graph.final_outputs))
         self.bound_ns = cost_bound_ns(self.problem)
 
     def cost_ns(self, candidate: Candidate) -> int:
@@ -151,9 +147,7 @@ class DeviceSearchRun:
         for _ in range(_RESERVES):
             self.tried += 1
             careful = replace(rule, reserve_bytes=tuple(reserve))
-            steps = execute(
-                self.instance, placement, careful, held=self.held, limits=self.limits
-            )
+            steps = execute(self.instance, placement, careful, limits=self.limits)
             if steps is None:
                 return Outcome.UNFIT
             schedule = insert_discards(self.problem.graph, steps)

@@ -101,6 +101,16 @@ def test_start_is_used(monkeypatch: pytest.MonkeyPatch):
     assert found.is_over_time
 
 
+@pytest.mark.parametrize("solver", INSTALLED)
+def test_solvers_are_silent(solver: MipSolver, capfd: pytest.CaptureFixture[str]):
+    told: list[Incumbent] = []
+    found = solve(knapsack(10, 4), solver, on_incumbent=told.append)
+    assert found.outcome is Outcome.OPTIMAL
+    # They did talk, to who listens.
+    assert told
+    assert capfd.readouterr() == ("", "")
+
+
 def test_products_are_minimised_by_scip():
     # Of two of three, the pair with the least product.
     model = Model()

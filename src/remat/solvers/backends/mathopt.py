@@ -20,6 +20,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from remat.errors import MissingDependencyError, SolverFault
+from remat.solvers.backends.error_stream import HeldErrorStream
 from remat.solvers.backends.highs_process import Settings as Settings
 from remat.solvers.backends.highs_process import (
     call_highs,
@@ -37,6 +38,10 @@ INTEGRALITY_TOLERANCE = 1e-4
 
 IN_PROCESS_ROWS = 1500
 """HiGHS solves models of up to this many rows in this process, in seconds."""
+
+# The library asks SCIP for a kind of event that SCIP has not, before the search begins.
+# The others, which are asked for before it, are all that stopping the search needs.
+_SCIP_IS_FINE = ("SCIPcatchEvent does not support", "gscip_event_handler.cc")
 
 _LOOK_S = 0.5
 """Seconds between two looks at whether a solver has ended."""
@@ -524,14 +529,21 @@ def _call_mathopt(
     options.threads = settings.threads
     try:
         opened = mathopt.Model.from_model_proto(proto)
-        result = mathopt.solve(
-            opened,
-            kinds[solver],
-            params=options,
-            model_params=hints(opened, start),
-            msg_cb=log.take,
-            interrupter=interrupter,
-        )
+        harmless = _SCIP_IS_FINE if solver is MipSolver.SCIP else ()
+        with HeldErrorStream(*harmless) as held:
+
+            def take(lines: Iterable[str]) -> None:
+                held.release()
+                log.take(lines)
+
+            result = mathopt.solve(
+                opened,
+                kinds[solver],
+                params=options,
+                model_params=hints(opened, start),
+                msg_cb=take,
+                interrupter=interrupter,
+            )
     except RuntimeError as error:
         if solver is MipSolver.GUROBI:
             msg = (

@@ -19,7 +19,8 @@ while the inputs are still held, are within the budget of each device.
 What is corrected compared with the published rows [1]_: each device has its own bytes
 and its own discards; copies occupy memory on their target, last until discarded, and
 are paid once; a copy comes from whichever device holds the storage, the cheapest first;
-a storage stays while a copy still has to read it.
+a storage stays while a copy still has to read it. What the caller holds stays at home
+from the boundary on: ``P`` is 1 there.
 
 References
 ----------
@@ -99,6 +100,8 @@ class SweepModel:
     # Of each device: what of each storage its bytes count, and those bytes.
     counted: list[dict[int, Sum]] = field(default_factory=list[dict[int, Sum]])
     held: list[Sum] = field(default_factory=list[Sum])
+    # What stays at home from here on: once handed over, what the caller holds.
+    staying: frozenset[int] = frozenset()
 
     clock: ClockRows | None = None
 
@@ -202,6 +205,7 @@ class SweepModel:
             self._arrive(storage, graph.storages[storage].home, ONE)
         for device in self.instance.devices:
             self._within(device, self.held[device])
+        self.staying = graph.held_outputs
         self._keep((*graph.forward_outputs, *graph.tangents))
         self.events.append((-1, Boundary()))
 
@@ -218,7 +222,7 @@ class SweepModel:
                     origin = self.live[source].get(storage, ZERO)
                     if (not hops_left and target not in goals) or origin == ZERO:
                         continue
-                    if instance.is_home(storage, target):
+                    if self._stays(storage, target):
                         continue
                     step = Copy(storage, source, target)
                     copy = term(self._choice(step, times[storage]))
@@ -258,6 +262,12 @@ class SweepModel:
     def _must_be_live(self, storage: int, device: int) -> None:
         self.program.at_least(self.live[device].get(storage, ZERO), ONE)
 
+    def _stays(self, storage: int, device: int) -> bool:
+        """Return whether a storage is on a device for good."""
+        block = self.instance.graph.storages[storage]
+        is_held = block.is_resident or storage in self.staying
+        return is_held and block.home == device
+
     def _forget(self, before: "_Snapshot") -> None:
         """Take back what arrived for a run."""
         self.live, self.counted, self.held = before
@@ -286,7 +296,9 @@ class SweepModel:
                 now = self.live[device].get(storage, ZERO)
                 if now == ZERO or self.instance.is_home(storage, device):
                     continue
-                kept = term(self.program.model.add_variable())
+                kept = ONE
+                if not self._stays(storage, device):
+                    kept = term(self.program.model.add_variable())
                 self.program.at_most(kept, now)
                 size = self._size(self.instance.sizes_bytes[storage])
                 counted = self.counted[device].get(storage, ZERO)
