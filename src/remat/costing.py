@@ -265,6 +265,7 @@ def _calls(program: JointProgram) -> list[OperatorCall]:
             cast("Callable[..., Any]", node.target),
             *_fake_arguments(program, node),
             source=program.graph.ops[index].source,
+            outputs=node.meta.get("val"),
         )
         for index, node in program.calls()
     ]

@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
 from remat.capture.joint_program import JointProgram
+from remat.capture.returned import note_tensor
 from remat.capture.surroundings import tensors_in
 from remat.capture.tracing import (
     check_batch,
@@ -99,7 +100,7 @@ class FittedModel:
             self.entries[gradient_bytes] = (
                 planner,
                 backend,
-                compiled_entry(self.model, backend),
+                compiled_entry(self.model, backend, note_tensor(backend.note_returned)),
             )
         return self.entries[gradient_bytes]
 

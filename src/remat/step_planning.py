@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from remat.capture.autocast import autocast_again
 from remat.capture.example_batch import example_batch
 from remat.capture.joint_program import JointProgram
-from remat.capture.outputs import FakeOutputs, fake_outputs
+from remat.capture.outputs import FakeOutputs, fake_output, fake_outputs
 from remat.capture.surroundings import (
     Surroundings,
     add_surroundings,
@@ -184,7 +184,12 @@ class Planner:
         """Return what the caller's loss may need beyond the outputs."""
         if self.loss is not None and self.model is not None:
             with autocast_again(program.autocast):
-                return self.loss.memory(self.example_outputs(self.model))
+                outputs = (
+                    self.example_outputs(self.model)
+                    if program.returned is None
+                    else fake_output(program.returned)
+                )
+                return self.loss.memory(outputs)
         # Only outputs that take a gradient have one.
         return assumed_loss_bytes(
             program.base_nodes[tangent][0].meta["val"]

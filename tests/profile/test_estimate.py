@@ -126,3 +126,17 @@ def test_rates_of_nothing_are_refused(field):
 def test_an_operator_without_shapes_is_named():
     with pytest.raises(ProfileError, match=r"aten\.nonzero\.default"):
         estimate(aten.nonzero.default, fake(10))
+
+
+def test_a_call_whose_outputs_are_known_is_not_traced():
+    def fails(*_):
+        raise AssertionError("it was called")
+
+    x, w = fake(8, 4), fake(4, 6)
+    with FakeTensorMode():
+        y = torch.empty(8, 6)
+    (traced,) = estimate_operators([OperatorCall(aten.mm.default, (x, w))], RATES)
+    known = OperatorCall(aten.mm.default, (x, w), outputs=y)
+    assert estimate_operators([known], RATES) == [traced]
+    (made,) = estimate_operators([OperatorCall(fails, (x,), outputs=y)], RATES)
+    assert made.output_sizes_bytes == (8 * 6 * 4,)

@@ -18,6 +18,7 @@ from torch._higher_order_ops.effects import with_effects
 from torch.utils._pytree import tree_leaves, tree_map
 
 from remat.capture.autocast import Autocast
+from remat.capture.returned import ReturnedTensor
 from remat.errors import CaptureError
 from remat.graph import Op, Phase, Role, Storage, TrainingGraph
 from remat.platform import Platform
@@ -138,6 +139,8 @@ class JointProgram:
         The storages of the inputs (``InputSpec.storage``), as far as they are known.
     autocast
         What was on when the step was called; the tracer switches it off.
+    returned
+        The tensor that the call returns, if it is known to return one alone.
     platform
         The devices on which the step runs, its own first; ``None`` for its own alone.
     """
@@ -156,6 +159,7 @@ class JointProgram:
     accumulated: frozenset[int] = frozenset()
     given_storages: frozenset[int] = frozenset()
     autocast: tuple[Autocast, ...] = ()
+    returned: ReturnedTensor | None = None
     platform: Platform | None = None
 
     def calls(self) -> Iterator[tuple[int, fx.Node]]:

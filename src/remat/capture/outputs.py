@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from remat.capture.returned import ReturnedTensor
 from remat.capture.tracing import compiled_entry
 
 
@@ -65,12 +66,22 @@ def fake_outputs(
     return FakeOutputs(value=value, tensors=made, mode=mode)
 
 
-def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+def fake_output(returned: ReturnedTensor) -> FakeOutputs:
+    """Return the one tensor that a model was seen to return."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    value = fake_like(returned, mode)
+    return FakeOutputs(value=value, tensors=[value], mode=mode)
+
+
+def fake_like(
+    tensor: torch.Tensor | ReturnedTensor, mode: FakeTensorMode
+) -> torch.Tensor:
     """Return a fake leaf of the tensor's shape, which takes a gradient if it does."""
+    is_noted = isinstance(tensor, ReturnedTensor)
     with mode:
         return torch.empty_strided(
             tensor.shape,
-            tensor.stride(),
+            tensor.stride if is_noted else tensor.stride(),
             dtype=tensor.dtype,
             device=tensor.device,
             requires_grad=tensor.requires_grad,

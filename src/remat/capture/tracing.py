@@ -9,8 +9,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._dynamo.comptime import comptime
 from torch.utils._pytree import tree_leaves
 
+from remat.capture.returned import Note, note_nothing
 from remat.errors import CaptureError, RematError
 
 _RAISED = re.compile(r"Developer debug context: raised exception (.+)")
@@ -26,17 +28,28 @@ _USER_FRAME = re.compile(
 
 
 def compiled_entry(
-    model: nn.Module, compiler: Callable[..., Any]
+    model: nn.Module, compiler: Callable[..., Any], note: Note = note_nothing
 ) -> Callable[..., Any]:
     """Return the model's call compiled by ``compiler``, with a code cache of its own.
 
     The tracer caches by code object, and all modules share that of
     ``nn.Module._call_impl``; a function made here has its own code object, so that
     plans of different models never meet.
+
+    Parameters
+    ----------
+    model
+        What is called.
+    compiler
+        As ``backend`` of ``torch.compile``.
+    note
+        Called in each trace, before the compiler.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return model._call_impl(*args, **kwargs)
+        returned = model._call_impl(*args, **kwargs)
+        comptime(note)
+        return returned
 
     call.__code__ = call.__code__.replace(co_name=f"call_{id(model)}")
     return torch.compile(call, backend=compiler, fullgraph=True, dynamic=False)

@@ -135,7 +135,8 @@ def estimate_operators(
     Parameters
     ----------
     calls
-        Any number of calls; their tensors may be fake or real.
+        Any number of calls; their tensors may be fake or real. Those whose outputs are
+        not known are traced.
     rates
         Of the device that they would run on.
 
@@ -163,7 +164,9 @@ def estimate_operators(
 
 
 def _estimate(call: OperatorCall, rates: Rates) -> OperatorCost:
-    call, outputs = _trace(call)
+    outputs = call.outputs
+    if outputs is None:
+        call, outputs = _trace(call)
     inputs = tensors_in([call.args, dict(call.kwargs)])
     of_inputs = {_identity(tensor) for tensor in inputs}
     seen = set(of_inputs)

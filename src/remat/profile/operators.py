@@ -52,12 +52,15 @@ class OperatorCall:
         Arguments; tensors may be fake, only their shapes and types matter.
     source
         Where the call stands in the user's code, for errors.
+    outputs
+        What the call returns, made of fake tensors, if that is known.
     """
 
     target: Callable[..., Any]
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=lambda: _NO_KWARGS)
     source: str = ""
+    outputs: object = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

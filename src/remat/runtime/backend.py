@@ -13,6 +13,7 @@ from remat.capture.autocast import Autocast, autocast_now
 from remat.capture.joint_program import InputSpec, JointProgram, analyse
 from remat.capture.norm_statistics import correct_statistics
 from remat.capture.real_layouts import real_layouts
+from remat.capture.returned import ReturnedTensor
 from remat.capture.surroundings import describe_input
 from remat.capture.whole_operators import whole_operators
 from remat.errors import CaptureError, RematError
@@ -59,6 +60,8 @@ class PlannedBackend:
         How many training steps were traced.
     is_only_planned
         Whether what is compiled never runs.
+    returned
+        The tensor that the call being traced returns, if it is known to return one.
     """
 
     def __init__(
@@ -72,6 +75,11 @@ class PlannedBackend:
         self.training_step_count = 0
         self.stop_before_running = False
         self.is_only_planned = False
+        self.returned: ReturnedTensor | None = None
+
+    def note_returned(self, returned: ReturnedTensor | None) -> None:
+        """Take what the call that is being traced returns."""
+        self.returned = returned
 
     def __call__(
         self, module: fx.GraphModule, example_inputs: Sequence[Any]
@@ -168,7 +176,7 @@ class PlannedBackend:
                 inputs=inputs,
                 name=self.name,
             )
-            program = replace(program, autocast=autocast)
+            program = replace(program, autocast=autocast, returned=self.returned)
             self.training_step_count += 1
             program, schedule = self.choose_schedule(program)
             if self.is_only_planned and program.platform is not None:
