@@ -158,7 +158,8 @@ def study_measured(name: str, repeats: int, *, tiny: bool) -> Iterator[Line]:
                     ),
                 }
         tight = int(BELOW * peaks[tightest])
-        yield study_budget(subject, tight, method, (eager, captured), None, repeats)
+        for solver in (method, "auto"):
+            yield study_budget(subject, tight, solver, (eager, captured), None, repeats)
 
 
 def study_budget(

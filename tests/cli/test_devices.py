@@ -13,6 +13,7 @@ from remat import solvers
 from remat.cli import main
 from remat.serialisation import load_platform, save_graph, save_platform
 from remat.training_plan import load_plan
+from remat.units import format_bytes
 
 SCRIPT = str(Path(__file__).parent / "workloads.py")
 BUDGETS = ["--budget", "cpu=1MB", "--budget", "cpu:1=none"]
@@ -49,6 +50,55 @@ def test_a_graph_is_planned_on_a_platform(files: Path, capsys: Any) -> None:
     facts = json.loads(capsys.readouterr().out)
     assert [device["name"] for device in facts["devices"]] == ["cpu", "cpu:1", "host"]
     assert facts["copies"][0]["copy_count"] == plan.link_uses[0].copy_count
+
+
+def test_a_plan_and_its_schedule_are_drawn(files: Path, capsys: Any) -> None:
+    plan, steps = str(files / "plan.json"), str(files / "steps.json")
+    words = ["plan", "--graph", str(files / "graph.json"), *BUDGETS]
+    words += ["--platform", str(files / "machine.json"), "--budget", "host=none"]
+    assert main([*words, "--output", plan, "--save-schedule", steps]) == 0
+    drawn = files / "memory.svg"
+    assert main(["show", plan, "--timeline", str(drawn)]) == 0
+    pictured = drawn.read_text(encoding="utf-8")
+    assert all(f"memory on {name} " in pictured for name in ("cpu", "cpu:1", "host"))
+    capsys.readouterr()
+    assert main(["show", steps, "--graph", plan, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    peaks = load_plan(plan).trace.peak_bytes
+    assert list(facts["peak_bytes_by_device"].values()) == list(peaks)
+    assert facts["violation"] is None
+    again = files / "again.svg"
+    assert main(["show", steps, "--graph", plan, "--timeline", str(again)]) == 0
+    assert (
+        f"peak          cpu {format_bytes(peaks[0])}, cpu:1 " in capsys.readouterr().out
+    )
+    assert again.is_file()
+    assert main(["show", steps, "--graph", str(files / "graph.json")]) == 2
+    error = capsys.readouterr().err
+    assert "uses devices 0 to 1" in error
+    assert "--graph plan.json" in error
+
+
+@pytest.mark.parametrize("source", [["--graph", "graph.json"], [SCRIPT, "--estimated"]])
+def test_a_curve_is_of_the_first_device(
+    files: Path, source: list[str], capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(files)
+    save_platform("two.json", logical("cpu", "host", budgets_bytes=(None, 10**8)))
+    words = ["curve", *source, "--platform", "two.json", "--points", "2"]
+    assert main([*words, "--plot", "curve.svg", "--quiet"]) == 0
+    text = capsys.readouterr().out
+    assert "on cpu" in text
+    assert "on host" in text
+    assert "at once" in text
+    assert "peak memory on cpu" in Path("curve.svg").read_text(encoding="utf-8")
+    assert main([*words, "--budget", "host=1B", "--json", "--quiet"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    devices = [point["devices"] for point in facts["points"]]
+    assert [[d["name"] for d in each] for each in devices] == [["cpu", "host"]] * 2
+    assert {each[1]["budget_bytes"] for each in devices} == {1}
+    assert facts["points"][0]["peak_bytes"] < facts["points"][1]["peak_bytes"]
+    assert facts["points"][1]["overlapped_ns"] == facts["baseline_cost_ns"]
 
 
 def test_a_model_is_fitted_and_measured(files: Path, capsys: Any) -> None:
@@ -101,6 +151,12 @@ def test_a_platform_is_measured_and_written(tmp_path: Path, capsys: Any) -> None
         (["plan", SCRIPT], "give --budget SIZE"),
         (["verify", SCRIPT], "give --budget SIZE"),
         (["fit", SCRIPT], "give --budget SIZE or --plan FILE"),
+        (["curve", SCRIPT, "--budget", "host=1MB"], "the budgets of the curve are"),
+        (["curve", SCRIPT, "--platform", "machine.json", "--budget", "5"], "--budgets"),
+        (
+            ["curve", "--graph", "graph.json", "--platform", "machine.json"],
+            "device 'cpu:1' of the platform has no budget",
+        ),
         (["profile-platform", "--budget", "1GB"], "names no device"),
         (["profile-platform", "--device", "x"], "unknown device 'x'"),
         (["profile-platform", "--time-percent", "cpu"], "is not DEVICE=PERCENT"),

@@ -8,17 +8,20 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from tests.device_schedules import logical
 from tests.instances import KIB, mlp_chain
 
 from remat.errors import FileFormatError, UsageError
 from remat.graph_planning import plan_graph, trade_off
 from remat.report.figures import (
     compare_timelines,
+    device_timelines,
     memory_timeline,
     save_figure,
     trade_off_curve,
 )
 from remat.report.timelines import Timeline, measured_timeline
+from remat.units import format_bytes
 
 GRAPH = mlp_chain(6).graph
 PLAN = plan_graph(GRAPH, budget="75%")
@@ -56,6 +59,28 @@ def test_plan_is_drawn_with_its_baseline_and_its_budget() -> None:
     assert ax.get_xlabel() == "time (ms)"
     drawn = ys_of(ax.get_lines()[0])
     assert max(drawn) * KIB == pytest.approx(PLAN.baseline_peak_bytes)
+
+
+def test_each_device_is_drawn_with_its_own_budget() -> None:
+    plan = plan_graph(
+        GRAPH,
+        budget={"cpu": PLAN.budget_bytes, "host": "1 MiB"},
+        platform=logical("cpu", "host"),
+        solver="device-search",
+        time_limit=5,
+    )
+    first, second = device_timelines(plan.graph, plan.platform, plan.schedule)
+    assert first.get_figure() is second.get_figure()
+    assert first.get_title().endswith("predicted memory on cpu")
+    assert second.get_title().endswith("predicted memory on host")
+    assert first.get_xlim() == second.get_xlim()
+    for ax, peak in zip((first, second), plan.trace.peak_bytes, strict=True):
+        plain, planned, _budget = labels(ax)
+        assert plain.startswith("without remat")
+        assert planned == f"planned: peak {format_bytes(peak)}"
+    assert plan.trace.peak_bytes[1] > 0
+    assert labels(second)[0] == "without remat: peak 0 B"
+    assert horizontal_lines(second) == [pytest.approx(1)]
 
 
 def test_graph_is_drawn_alone() -> None:

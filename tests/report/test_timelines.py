@@ -1,5 +1,7 @@
 """The numbers that figures draw."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from tests.instances import mlp_chain
 from tests.strategies import graphs
@@ -12,6 +14,7 @@ from remat.report.timelines import (
     Timeline,
     measured_timeline,
     plain_timeline,
+    plain_timelines,
     planned_timeline,
     replayed_timeline,
 )
@@ -63,6 +66,57 @@ def test_a_copy_takes_the_time_of_its_link() -> None:
     steps = (Compute(0), Copy(1, 0, 1), *STEPS[1:])
     timeline = replayed_timeline(GRAPH, platform, Schedule(steps))
     assert timeline.end_ns == 12 + 2 + 8
+
+
+def test_each_device_has_a_timeline_of_its_own() -> None:
+    platform = Platform(
+        devices=(Device(name="a"), Device(name="b")),
+        links=(
+            Link(source=0, target=1, bytes_per_s=10**9),
+            Link(source=1, target=0, bytes_per_s=10**9),
+        ),
+    )
+    steps = (
+        Compute(0),
+        Copy(1, 0, 1),
+        Discard(1),
+        Boundary(),
+        Copy(1, 1, 0),
+        Discard(1, 1),
+        Compute(1),
+    )
+    here, there = (
+        replayed_timeline(GRAPH, platform, Schedule(steps), device) for device in (0, 1)
+    )
+    assert here.points == (
+        *((0, 111), (5, 108), (13, 108), (13, 100)),
+        *((13, 108), (21, 108), (21, 112)),
+    )
+    assert there.points == (
+        *((0, 0), (5, 8), (13, 8), (13, 8)),
+        *((13, 8), (21, 8), (21, 0)),
+    )
+    assert here.end_ns == there.end_ns == 28
+    assert here.boundary_ns == there.boundary_ns == 13
+
+
+def test_without_remat_everything_is_on_the_first_device() -> None:
+    storages = (*GRAPH.storages, Storage(name="far", size_bytes=9, is_resident=True))
+    graph = replace(GRAPH, storages=(*storages[:3], replace(storages[3], home=1)))
+    platform = Platform(devices=(Device(name="a"), Device(name="b")))
+    timelines = plain_timelines(graph, platform)
+    assert timelines is not None
+    here, there = timelines
+    assert (here.peak_bytes, here.end_ns) == (112, 12)
+    assert (there.peak_bytes, there.end_ns) == (9, 12)
+    # Device 1 can run what device 0 cannot: then there is no such step.
+    ops = tuple(
+        replace(op, cost_ns=(cost, 1), workspace_bytes=(0, 0))
+        for op, cost in zip(GRAPH.ops, (5, None), strict=True)
+    )
+    kinds = replace(GRAPH, ops=ops, device_kinds=("cpu", "gpu"))
+    other = Platform(devices=(Device(kind="cpu"), Device(name="g", kind="gpu")))
+    assert plain_timelines(kinds, other) is None
 
 
 @given(graphs())

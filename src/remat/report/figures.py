@@ -16,7 +16,15 @@ from matplotlib.figure import Figure
 
 from remat.errors import UsageError
 from remat.graph import TrainingGraph
-from remat.report.timelines import Timeline, plain_timeline, planned_timeline
+from remat.platform import Platform
+from remat.report.timelines import (
+    Timeline,
+    plain_timeline,
+    plain_timelines,
+    planned_timeline,
+    replayed_timeline,
+)
+from remat.schedule import Schedule
 from remat.serialisation import write_bytes
 from remat.training_plan import Plan
 from remat.units import format_bytes
@@ -42,6 +50,9 @@ _SUFFIXES = (".png", ".pdf", ".svg")
 def memory_timeline(plan: Plan | TrainingGraph, ax: Axes | None = None) -> Axes:
     """Draw the predicted memory over one step, with and without the plan.
 
+    Of a plan for several devices it draws the first; :func:`device_timelines` draws
+    all.
+
     Parameters
     ----------
     plan
@@ -61,6 +72,48 @@ def memory_timeline(plan: Plan | TrainingGraph, ax: Axes | None = None) -> Axes:
     ax = compare_timelines(timelines, budget_bytes=plan.budget_bytes, ax=ax)
     ax.set_title(f"{plan.graph.name}: predicted memory of one training step")
     return ax
+
+
+def device_timelines(
+    graph: TrainingGraph,
+    platform: Platform,
+    schedule: Schedule,
+    *,
+    label: str = "planned",
+) -> tuple[Axes, ...]:
+    """Draw the predicted memory on each device over one step, one below the other.
+
+    Time is that of the steps one after the other, so that all devices share it.
+
+    Parameters
+    ----------
+    graph, platform, schedule
+        What runs where; each device is drawn with its budget, if it has one.
+    label
+        What the schedule is called.
+
+    Returns
+    -------
+    tuple of Axes
+        One per device, of one new figure. Beside the schedule they show the step
+        without rematerialisation on the first device alone, if all ops can run there.
+    """
+    plain = plain_timelines(graph, platform)
+    count = len(platform.devices)
+    figure = Figure(figsize=(8, 1 + 3.5 * count), layout="constrained")
+    rows: list[Axes] = []
+    for index, device in enumerate(platform.devices):
+        ax = figure.add_subplot(count, 1, index + 1)
+        before = {} if plain is None else {"without remat": plain[index]}
+        timeline = replayed_timeline(graph, platform, schedule, index)
+        ax.spines[["top", "right"]].set_visible(False)
+        compare_timelines(
+            {**before, label: timeline}, budget_bytes=device.budget_bytes, ax=ax
+        )
+        where = "of one training step" if count == 1 else f"on {device.name}"
+        ax.set_title(f"{graph.name}: predicted memory {where}")
+        rows.append(ax)
+    return tuple(rows)
 
 
 def compare_timelines(
@@ -163,7 +216,20 @@ def trade_off_curve(plans: Sequence[Plan], ax: Axes | None = None) -> Axes:
         color=_BLUE,
         linewidth=1.3,
     )
-    ax.plot(peaks, slowdowns, "o", color=_BLUE, label="planned")
+    is_for_several = baseline.has_several_devices
+    label = "planned, one thing at a time" if is_for_several else "planned"
+    ax.plot(peaks, slowdowns, "o", color=_BLUE, label=label)
+    if is_for_several:
+        at_once = [p.overlapped_ns / (p.baseline_cost_ns or 1) for p in plans]
+        ax.step(
+            peaks,
+            at_once,
+            "^--",
+            where="post",
+            color=_GREEN,
+            label="devices and links at once",
+        )
+        slowdowns += at_once
     ax.plot(plain, 1.0, "s", color=_GREY, label="without remat")
     smallest = baseline.smallest_budget_bytes
     if smallest is not None:
@@ -175,7 +241,10 @@ def trade_off_curve(plans: Sequence[Plan], ax: Axes | None = None) -> Axes:
         )
     ax.set_xlim(0, 1.05 * max(plain, *peaks))
     ax.set_ylim(bottom=min(0.98, *slowdowns))
-    ax.set_xlabel(f"peak memory of the whole step ({unit})")
+    where = (
+        f"on {baseline.platform.names[0]}" if is_for_several else "of the whole step"
+    )
+    ax.set_xlabel(f"peak memory {where} ({unit})")
     ax.set_ylabel("time of operators / without remat")
     ax.set_title(f"{baseline.graph.name}: time against memory")
     _legend_below(ax)

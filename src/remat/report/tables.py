@@ -26,6 +26,8 @@ def print_table(table: Table, stream: TextIO | None = None) -> None:
 
 def curve_table(plans: Sequence[Plan]) -> Table:
     """Return time against memory: one row per budget."""
+    if plans[0].has_several_devices:
+        return _device_curve_table(plans)
     table = _table("budget", "", "peak", "time", "x plain", "recomputed", "gap", "by")
     for plan in plans:
         budget_bytes = plan.budget_bytes or plan.baseline_peak_bytes
@@ -45,6 +47,35 @@ def curve_table(plans: Sequence[Plan]) -> Table:
     table.caption = (
         f"without remat: {format_bytes(first.baseline_peak_bytes)}, "
         f"{format_ns(first.baseline_cost_ns)}; gap: at most this far from the best time"
+    )
+    return table
+
+
+def _device_curve_table(plans: Sequence[Plan]) -> Table:
+    """Return time against memory of the first device: one row per budget."""
+    first = plans[0]
+    home, *others = first.platform.names
+    table = _table(
+        *(f"on {home}", "", "peak", *(f"on {name}" for name in others)),
+        *("x plain", "at once", "again", "copied"),
+    )
+    for plan in plans:
+        budget_bytes = plan.budget_bytes or plan.baseline_peak_bytes
+        at_once = plan.overlapped_ns / (plan.baseline_cost_ns or 1)
+        table.add_row(
+            format_bytes(budget_bytes),
+            f"{budget_bytes / (plan.baseline_peak_bytes or 1):.1%}",
+            *(format_bytes(peak) for peak in plan.trace.peak_bytes),
+            f"{1 + plan.overhead:.3f}",
+            f"{at_once:.3f}",
+            f"{plan.recomputed_op_count} ops",
+            format_bytes(sum(use.size_bytes for use in plan.link_uses)),
+        )
+    table.title = f"{first.graph.name}: time against memory on {home}"
+    table.caption = (
+        f"without remat, on {home} alone: {format_bytes(first.baseline_peak_bytes)}, "
+        f"{format_ns(first.baseline_cost_ns)}; at once: with devices and links beside "
+        "each other; again: runs of ops that repeat one"
     )
     return table
 

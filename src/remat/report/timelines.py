@@ -47,17 +47,17 @@ def measured_timeline(points: Sequence[tuple[int, int]]) -> Timeline:
 
 
 def replayed_timeline(
-    graph: TrainingGraph, platform: Platform, schedule: Schedule
+    graph: TrainingGraph, platform: Platform, schedule: Schedule, device: int = 0
 ) -> Timeline:
-    """Return the bytes on the first device over serial time when replayed.
+    """Return the bytes on a device over serial time when replayed.
 
-    Every step of the schedule gives one point, at its start.
+    Every step of the schedule, on whichever device, gives one point, at its start.
     """
     trace = simulate(graph, platform, schedule)
     points: list[tuple[int, int]] = []
     now_ns, boundary_ns = 0, None
     # A broken schedule is followed up to the step that breaks it.
-    for step, size in zip(schedule.steps, trace.timeline_bytes[0], strict=False):
+    for step, size in zip(schedule.steps, trace.timeline_bytes[device], strict=False):
         points.append((now_ns, size))
         if isinstance(step, Boundary):
             boundary_ns = now_ns
@@ -78,12 +78,30 @@ def _duration_ns(graph: TrainingGraph, platform: Platform, step: Step) -> int:
             return 0
 
 
-def planned_timeline(plan: Plan) -> Timeline:
-    """Return the predicted timeline of the planned step."""
-    return replayed_timeline(plan.graph, plan.platform, plan.schedule)
+def planned_timeline(plan: Plan, device: int = 0) -> Timeline:
+    """Return the predicted timeline of the planned step on a device."""
+    return replayed_timeline(plan.graph, plan.platform, plan.schedule, device)
 
 
 def plain_timeline(graph: TrainingGraph) -> Timeline:
     """Return the predicted timeline of the step without rematerialisation."""
     schedule = schedule_from_order(graph, store_all_order(graph))
     return replayed_timeline(graph, single_device(kind=graph.device_kinds[0]), schedule)
+
+
+def plain_timelines(
+    graph: TrainingGraph, platform: Platform
+) -> tuple[Timeline, ...] | None:
+    """Return the timelines of the step without rematerialisation on device 0 alone.
+
+    One per device of the platform; on the others there is what is resident there.
+    ``None`` if some op cannot run on device 0, so that there is no such step.
+    """
+    kind = graph.kind_index(platform.devices[0].kind)
+    if any(op.cost_ns[kind] is None for op in graph.ops):
+        return None
+    schedule = schedule_from_order(graph, store_all_order(graph))
+    return tuple(
+        replayed_timeline(graph, platform, schedule, device)
+        for device in range(len(platform.devices))
+    )

@@ -1,6 +1,7 @@
 """``remat curve``: time against memory, as a table and as a picture."""
 
 import argparse
+from typing import Any
 
 from remat.cli.base import (
     WORKLOAD_HELP,
@@ -8,15 +9,21 @@ from remat.cli.base import (
     ExitCode,
     add_graph,
     add_output,
+    add_platform,
     add_solving,
     add_workload,
     check_size,
+    chosen_budget,
+    chosen_platform,
     note,
     print_json,
 )
 from remat.cli.planning import check_source, load_graph_of, plan_workload
+from remat.device_planning import DeviceBudgets
+from remat.device_trade_off import trade_off_on_devices
 from remat.errors import UsageError
 from remat.graph_planning import trade_off
+from remat.platform import Platform
 from remat.report.progress import progress_bar
 from remat.report.tables import curve_table, print_table
 from remat.solvers import chosen_solvers
@@ -44,6 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"(default: {_POINTS})",
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the curve (png, pdf, svg)")
+    add_platform(parser)
+    parser.add_argument(
+        "--budget",
+        action="append",
+        metavar="DEVICE=SIZE",
+        help="with --platform: the budget of a device other than the first, whose budget "
+        "varies; once for each that has none in the file (none for no limit)",
+    )
     add_solving(parser)
     add_output(parser)
 
@@ -52,6 +67,7 @@ def run(options: argparse.Namespace) -> ExitCode:
     """Capture and profile once, plan for each budget, print the table."""
     check_source(options)
     budgets = _budgets(options)
+    platform, others = _several(options)
     chosen_solvers(options.solver)
     if options.plot:
         # Imports matplotlib; a wrong name shows before the work.
@@ -60,20 +76,33 @@ def run(options: argparse.Namespace) -> ExitCode:
         check_figure_path(options.plot)
     if options.graph is None:
         # One plan without a limit gives the graph with all its costs.
-        plan = plan_workload(options, budget="100%", solver="store-all")
+        plan = plan_workload(
+            options,
+            budget="100%" if platform is None else dict.fromkeys(platform.names),
+            platform=platform,
+            solver="store-all",
+        )
         graph, fingerprint, settings = plan.graph, plan.fingerprint, plan.settings
+        if platform is not None:
+            # In the order in which the graph has costs for its devices, home first.
+            platform = plan.platform.with_budgets(
+                {device.name: device.budget_bytes for device in platform.devices}
+            )
     else:
         graph, fingerprint, settings = load_graph_of(options.graph), "", None
     with progress_bar(is_quiet=options.quiet) as progress:
-        plans = trade_off(
-            graph,
-            budgets,
-            fingerprint=fingerprint,
-            solver=options.solver,
-            time_limit=options.time_limit,
-            seed=options.seed,
-            progress=progress,
-            settings=settings,
+        more: dict[str, Any] = {
+            "fingerprint": fingerprint,
+            "solver": options.solver,
+            "time_limit": options.time_limit,
+            "seed": options.seed,
+            "progress": progress,
+            "settings": settings,
+        }
+        plans = (
+            trade_off(graph, budgets, **more)
+            if platform is None
+            else trade_off_on_devices(graph, platform, budgets, others=others, **more)
         )
     if options.json:
         print_json(_facts(plans))
@@ -85,6 +114,32 @@ def run(options: argparse.Namespace) -> ExitCode:
         save_figure(trade_off_curve(plans), options.plot)
         note(options, f"drew the curve in {options.plot}")
     return ExitCode.OK
+
+
+def _several(
+    options: argparse.Namespace,
+) -> tuple[Platform | None, DeviceBudgets | None]:
+    """Return the platform of several devices and the budgets that stay, if given.
+
+    Raises
+    ------
+    UsageError
+        If there are budgets of devices, but no platform; or one of no device.
+    """
+    platform, budget = chosen_platform(options), chosen_budget(options.budget)
+    if platform is not None and len(platform.devices) < 2:
+        msg = (
+            f"{options.platform}: the platform has the device {platform.names[0]!r} only; "
+            "leave --platform out, and the curve is for that device"
+        )
+        raise UsageError(msg)
+    if budget is not None and (platform is None or not isinstance(budget, dict)):
+        msg = (
+            "--budget is for the other devices of a platform, as in --platform "
+            "machine.json --budget host=20GiB; the budgets of the curve are --budgets"
+        )
+        raise UsageError(msg)
+    return platform, budget
 
 
 def _budgets(options: argparse.Namespace) -> list[str] | int:
@@ -103,7 +158,7 @@ def _budgets(options: argparse.Namespace) -> list[str] | int:
 
 
 def _facts(plans: tuple[Plan, ...]) -> dict[str, object]:
-    keys = (
+    keys: tuple[str, ...] = (
         "budget_bytes",
         "peak_bytes",
         "cost_ns",
@@ -115,6 +170,8 @@ def _facts(plans: tuple[Plan, ...]) -> dict[str, object]:
         "recomputed_op_count",
     )
     first = plans[0]
+    if first.has_several_devices:
+        keys += ("overlapped_ns", "devices", "copies")
     return {
         "name": first.graph.name,
         "baseline_peak_bytes": first.baseline_peak_bytes,
@@ -130,13 +187,15 @@ CURVE = Command(
     description=(
         "Plan a training step, or a graph file, at several budgets from the smallest "
         "that works to the peak without remat, and print what each costs in time. The "
-        "model is traced and its operators are timed once."
+        "model is traced and its operators are timed once. On a platform of several "
+        "devices the budget of the first one varies."
     ),
     details=WORKLOAD_HELP,
     examples=(
         "remat curve train.py --plot curve.png",
         "remat curve project.models:small_gpt --budgets 100%,80%,60%,50%",
         "remat curve --graph graph.json --points 12 --json",
+        "remat curve train.py --platform machine.json --budget host=20GiB",
     ),
     add_arguments=add_arguments,
     run=run,

@@ -9,14 +9,14 @@ from remat.cli.planning import load_graph_of
 from remat.errors import FileFormatError, UsageError
 from remat.graph import Phase, TrainingGraph
 from remat.graph_planning import plain_peak_bytes
-from remat.platform import single_device
+from remat.platform import Platform, single_device
 from remat.report.tables import (
     operators_table,
     print_table,
     recomputed_table,
     roles_table,
 )
-from remat.schedule import Compute, Schedule
+from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
 from remat.serialisation import document_kind, load_graph, load_schedule
 from remat.simulator import simulate
 from remat.training_plan import Plan, contributors, load_plan
@@ -67,15 +67,25 @@ def run(options: argparse.Namespace) -> ExitCode:
 
 def _draw(options: argparse.Namespace, shown: Plan | TrainingGraph) -> None:
     if options.timeline:
-        from remat.report.figures import memory_timeline, save_figure  # noqa: PLC0415
+        from remat.report.figures import (  # noqa: PLC0415
+            device_timelines,
+            memory_timeline,
+            save_figure,
+        )
 
-        save_figure(memory_timeline(shown), options.timeline)
+        if isinstance(shown, Plan) and shown.has_several_devices:
+            ax, *_ = device_timelines(shown.graph, shown.platform, shown.schedule)
+        else:
+            ax = memory_timeline(shown)
+        save_figure(ax, options.timeline)
         note(options, f"drew memory over the step in {options.timeline}")
 
 
 def _show_plan(options: argparse.Namespace, plan: Plan) -> ExitCode:
     if options.json:
-        parts = contributors(plan.graph, plan.schedule, plan.trace.peak_step())
+        parts = contributors(
+            plan.graph, plan.schedule, plan.trace.peak_step(), plan.platform
+        )
         print_json(
             {
                 "kind": "plan",
@@ -154,35 +164,33 @@ def _show_schedule(options: argparse.Namespace, schedule: Schedule) -> ExitCode:
     ]
     code = ExitCode.OK
     if options.graph:
-        graph = load_graph_of(options.graph)
-        trace = simulate(graph, single_device(kind=graph.device_kinds[0]), schedule)
+        graph, platform = _place_of(options, schedule)
+        trace = simulate(graph, platform, schedule)
+        peaks = dict(zip(platform.names, trace.peak_bytes, strict=True))
         facts |= {
             "peak_bytes": trace.peak_bytes[0],
+            "peak_bytes_by_device": peaks,
             "cost_ns": trace.serial_ns,
             "violation": None if trace.violation is None else str(trace.violation),
         }
+        shown = ", ".join(
+            (f"{name} " if len(peaks) > 1 else "") + format_bytes(peak)
+            for name, peak in peaks.items()
+        )
         lines += [
-            f"  peak          {format_bytes(trace.peak_bytes[0])}",
+            f"  peak          {shown}",
             f"  time          {format_ns(trace.serial_ns)}",
             f"  valid         {'yes' if trace.is_valid else trace.violation}",
         ]
         code = ExitCode.OK if trace.is_valid else ExitCode.BROKEN_PROMISE
         if options.timeline:
             from remat.report.figures import (  # noqa: PLC0415
-                compare_timelines,
+                device_timelines,
                 save_figure,
             )
-            from remat.report.timelines import (  # noqa: PLC0415
-                plain_timeline,
-                replayed_timeline,
-            )
 
-            platform = single_device(kind=graph.device_kinds[0])
-            timelines = {
-                "without remat": plain_timeline(graph),
-                "schedule": replayed_timeline(graph, platform, schedule),
-            }
-            save_figure(compare_timelines(timelines), options.timeline)
+            ax, *_ = device_timelines(graph, platform, schedule, label="schedule")
+            save_figure(ax, options.timeline)
             note(options, f"drew memory over the step in {options.timeline}")
     elif options.timeline:
         msg = "a schedule file holds no sizes; add --graph FILE to draw its timeline"
@@ -192,6 +200,42 @@ def _show_schedule(options: argparse.Namespace, schedule: Schedule) -> ExitCode:
     else:
         print("\n".join(lines))
     return code
+
+
+def _place_of(
+    options: argparse.Namespace, schedule: Schedule
+) -> tuple[TrainingGraph, Platform]:
+    """Return the graph of a schedule and its devices, without budgets.
+
+    Raises
+    ------
+    UsageError
+        If the schedule uses several devices, and the file says nothing of devices.
+    """
+    if document_kind(options.graph) == "plan":
+        plan = load_plan(options.graph)
+        platform = plan.platform
+        return plan.graph, platform.with_budgets(dict.fromkeys(platform.names))
+    graph = load_graph_of(options.graph)
+    used = {d for step in schedule.steps for d in _devices_of(step)}
+    if used - {0}:
+        msg = (
+            f"{options.file}: the schedule uses devices {min(used)} to {max(used)}, but "
+            f"{options.graph} is a graph without devices; give the plan that the schedule "
+            "is of: --graph plan.json"
+        )
+        raise UsageError(msg)
+    return graph, single_device(kind=graph.device_kinds[0])
+
+
+def _devices_of(step: Step) -> tuple[int, ...]:
+    match step:
+        case Compute() | Discard():
+            return (step.device,)
+        case Copy():
+            return (step.source, step.target)
+        case Boundary():
+            return ()
 
 
 SHOW = Command(
