@@ -160,7 +160,7 @@ def test_bytes_beyond_what_is_counted_are_refused():
         name="huge",
         storages=storages,
         ops=ops,
-        forward_outputs=(0,),
+        forward_outputs=(),
         final_outputs=(0,),
     )
     with pytest.raises(SolverUnsuitableError, match="counts up to"):
