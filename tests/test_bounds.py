@@ -1,5 +1,7 @@
 """Bounds: by hand on small graphs, and never above what brute force finds."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -120,6 +122,19 @@ def test_peak_bound_counts_all_final_outputs():
     assert peak_bound_bytes(example) == 12
 
 
+def test_peak_bound_counts_what_the_caller_holds_in_the_backward_pass():
+    ops = [
+        replace(op("f", (), (0,)), non_recomputable="the caller holds its output"),
+        op("g", (), (1,), Phase.BACKWARD),
+        op("h", (1,), (2,), Phase.BACKWARD),
+    ]
+    held = graph([4, 30, 2], ops, forward_outputs=(0,), final_outputs=(0, 2))
+    assert peak_bound_bytes(held) == 4 + 30 + 2
+    assert peak_bound_bytes(held) == brute_force_smallest_budget(held)
+    free = replace(held, final_outputs=(2,))
+    assert peak_bound_bytes(free) == 30 + 2
+
+
 def test_peak_bound_ignores_ops_that_nobody_needs():
     example = graph(
         [4, 1_000],
@@ -140,7 +155,11 @@ def test_bounds_are_below_store_all(name: str):
 
 
 @settings(max_examples=40)
-@given(graphs(max_ops=5, sizes=st.integers(0, 9)))
+@given(
+    st.booleans().flatmap(
+        lambda holds: graphs(max_ops=5, sizes=st.integers(0, 9), holds_outputs=holds)
+    )
+)
 def test_peak_bound_never_exceeds_the_smallest_budget(example: TrainingGraph):
     smallest = brute_force_smallest_budget(example)
     assert smallest is not None

@@ -14,6 +14,7 @@ from remat.graph import Op, Phase, Storage, TrainingGraph
 from remat.graph_planning import plan_graph
 from remat.liveness import schedule_from_order, store_all_order
 from remat.multidevice.execution import execute
+from remat.multidevice.feasibility import infeasible_reason
 from remat.multidevice.instance import DeviceInstance
 from remat.paging import paged
 from remat.planning import solve
@@ -23,7 +24,9 @@ from remat.schedule import Boundary, Compute, Copy, Discard, Schedule
 from remat.serialisation import load_graph, save_graph
 from remat.simulator import Rule, simulate
 from remat.solvers import DeviceSearch, XEngine
+from remat.solvers.backends.mathopt import Settings
 from remat.solvers.base import ProgressCallback, Solver
+from remat.solvers.devices.relaxation import relaxed_placement
 from remat.training_plan import Plan, load_plan
 from tests.device_oracles import best_on_devices
 from tests.device_schedules import HandMade
@@ -144,6 +147,19 @@ def test_the_search_keeps_it():
     assert execute(DeviceInstance.of(PROBLEM), everything_at_home) is None
     free = replace(PROBLEM, graph=replace(GRAPH, final_outputs=(G,)))
     assert execute(DeviceInstance.of(free), everything_at_home) is not None
+
+
+def test_what_it_leaves_no_room_for_is_known_without_search():
+    # Backward cannot run at home, so placement alone proves the optimum.
+    instance = DeviceInstance.of(PROBLEM)
+    assert instance.run_bytes(2, 0) == 30
+    assert instance.run_bytes(2, 1) == 20
+    assert relaxed_placement(instance, Settings()).bound_ns == OPTIMUM_NS
+    alone = PLATFORM.with_budgets({"host": 15})
+    reason = infeasible_reason(DeviceInstance.of(replace(PROBLEM, platform=alone)))
+    assert reason is not None
+    assert "op 2 'b' fits on no device: it needs 30 B" in reason
+    assert best_on_devices(GRAPH, alone) is None
 
 
 def test_a_solver_that_moves_it_is_found_out(monkeypatch: pytest.MonkeyPatch):

@@ -1,6 +1,6 @@
 """Lower bounds on peak and on cost, independent of every solver."""
 
-from remat.graph import TrainingGraph
+from remat.graph import Phase, TrainingGraph
 from remat.problem import Problem
 
 
@@ -51,8 +51,9 @@ def peak_bound_bytes(graph: TrainingGraph, kind: str | None = None) -> int:
     """Return bytes that every schedule on one device needs at some moment.
 
     The largest of: resident bytes plus one required op's inputs, outputs and
-    workspace; resident bytes plus what must be live at the boundary; resident bytes
-    plus what must be live at the end.
+    workspace, beside what the caller holds if the op is of the backward pass; resident
+    bytes plus what must be live at the boundary; resident bytes plus what must be live
+    at the end.
     """
     kind_index = 0 if kind is None else graph.kind_index(kind)
 
@@ -68,9 +69,10 @@ def peak_bound_bytes(graph: TrainingGraph, kind: str | None = None) -> int:
         transient({*graph.forward_outputs, *graph.tangents}),
         transient(set(graph.final_outputs)),
     ]
-    needs += [
-        transient({*graph.ops[index].reads, *graph.ops[index].writes})
-        + graph.ops[index].workspace_bytes[kind_index]
-        for index in required_ops(graph)
-    ]
+    for index in required_ops(graph):
+        op = graph.ops[index]
+        live = {*op.reads, *op.writes}
+        if op.phase is Phase.BACKWARD:
+            live |= graph.held_outputs
+        needs.append(transient(live) + op.workspace_bytes[kind_index])
     return resident + max(needs)

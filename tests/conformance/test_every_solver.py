@@ -31,7 +31,7 @@ RECOMPUTES_ALWAYS = {"chen-sqrt", "chen-greedy", "chen-lower-sets"}
 # Solvers for several devices: with one, they store everything or decline.
 FOR_SEVERAL_DEVICES = {"device-search", "pofo", "xengine", "xengine-published"}
 # Solvers for chains or joins, and a graph that they do not decline.
-STRUCTURES = {"rotor": "mlp", "revolve": "mlp", "join": "siamese"}
+STRUCTURES = {"rotor": "mlp", "rockmate": "mlp", "revolve": "mlp", "join": "siamese"}
 # These, too, decline other graphs.
 NEEDS_STRUCTURE = {*STRUCTURES, *FOR_SEVERAL_DEVICES}
 # Solvers that go on until time is over, or the optimum proved: little of it here, and

@@ -39,6 +39,7 @@ def problems(draw: st.DrawFn, max_ops: int = 7) -> Problem:
             kind_count=2,
             device_count=homes,
             sizes=st.integers(0, 5),
+            holds_outputs=draw(st.booleans()),
         )
     )
     # Half the links work in one direction only.

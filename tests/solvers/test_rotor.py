@@ -9,6 +9,7 @@ from remat.planning import solve
 from remat.platform import single_device
 from remat.problem import Limits, Problem, Result, Status, StopReason
 from remat.solvers.chen import ChenGreedy
+from remat.solvers.rockmate import Rockmate
 from remat.solvers.rotor import Revolve, Rotor
 from remat.testing import store_all_peak_bytes
 
@@ -16,7 +17,7 @@ from remat.testing import store_all_peak_bytes
 def solved(
     graph: TrainingGraph,
     budget: int,
-    solver: Rotor | Revolve | ChenGreedy,
+    solver: Rotor | Revolve | Rockmate | ChenGreedy,
     limits: Limits | None = None,
 ) -> Result:
     problem = Problem(graph=graph, platform=single_device(budget))
@@ -52,8 +53,12 @@ def test_a_stage_may_run_more_than_twice():
     assert max(ours.schedule.recompute_counts().values()) >= 2
 
 
-@pytest.mark.parametrize("solver", [Rotor(), Revolve()], ids=["rotor", "revolve"])
-def test_a_graph_that_is_no_chain_is_declined(solver: Rotor | Revolve):
+@pytest.mark.parametrize(
+    "solver",
+    [Rotor(), Revolve(), Rockmate()],
+    ids=["rotor", "revolve", "rockmate"],
+)
+def test_a_graph_that_is_no_chain_is_declined(solver: Rotor | Revolve | Rockmate):
     net = Network("towers")
     x = net.input("x", 64)
     values = [x, x]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from remat.bounds import required_ops
-from remat.graph import TrainingGraph
+from remat.graph import Phase, TrainingGraph
 from remat.problem import Problem
 
 
@@ -71,9 +71,13 @@ class DeviceInstance:
     def run_bytes(self, op: int, device: int) -> int:
         """Return the bytes that a run needs, besides the residents of the device.
 
-        Inputs, outputs and workspace, all at once.
+        Inputs, outputs and workspace, all at once; in the backward pass beside what the
+        caller holds there.
         """
         storages = {*self.graph.ops[op].reads, *self.graph.ops[op].writes}
+        if self.graph.ops[op].phase is Phase.BACKWARD:
+            homes = self.graph.storages
+            storages |= {s for s in self.graph.held_outputs if homes[s].home == device}
         return self.workspace_bytes[op][device] + sum(
             self.sizes_bytes[s] for s in storages if not self.is_home(s, device)
         )

@@ -67,24 +67,52 @@ def stage_part(
     """
     ends = frozenset(ends)
     read = frozenset(s for op in backward for s in graph.ops[op].reads)
-    found: list[PartOption] = []
     drops = _drops(graph, forward, read, ends, kind_index) if has_options else []
-    for dropped in (set[int](), *drops):
-        saving = _closure(graph, forward, ends | (read - dropped))
-        made = {s for op in saving for s in graph.ops[op].writes}
-        kept = frozenset((read & made) - ends - dropped)
-        found.append(
-            PartOption(
-                saving=saving,
-                kept=kept,
-                backward=_with_dropped(graph, forward, backward, frozenset(dropped)),
-            )
-        )
     return StagePart(
         tuple(forward),
         again=_closure(graph, forward, ends),
-        options=tuple(found),
+        options=tuple(
+            part_option(
+                graph,
+                forward,
+                ends,
+                _with_dropped(graph, forward, backward, frozenset(dropped)),
+            )
+            for dropped in (set[int](), *drops)
+        ),
     )
+
+
+def part_option(
+    graph: TrainingGraph,
+    forward: Sequence[int],
+    ends: Iterable[int],
+    backward: Sequence[int],
+) -> PartOption:
+    """Return the option with this backward: what it finds is what it reads first.
+
+    Parameters
+    ----------
+    graph
+        The training graph.
+    forward
+        The forward ops of the part, ascending.
+    ends
+        The storages that are the part's output.
+    backward
+        Ops of backward, and among them forward ops that run again, each before those
+        that read what it writes.
+    """
+    ends = frozenset(ends)
+    found: set[int] = set()
+    made_again: set[int] = set()
+    for op in backward:
+        found.update(s for s in graph.ops[op].reads if s not in made_again)
+        made_again.update(graph.ops[op].writes)
+    saving = _closure(graph, forward, ends | found)
+    made = {s for op in saving for s in graph.ops[op].writes}
+    kept = frozenset((found & made) - ends)
+    return PartOption(saving=saving, kept=kept, backward=tuple(backward))
 
 
 def _drops(
@@ -185,14 +213,11 @@ def scratch_bytes(
 ) -> int:
     """Return the most bytes that running ``ops`` adds, less what stays of them.
 
-    What none of them reads again goes after its last use, unless it stays. So do the
-    storages of ``starts``, which are there before and count as given: what runs after
-    one of them has gone may take its place.
+    What none of them reads before it is written again goes after its use, unless it
+    stays. So do the storages of ``starts``, which are there before and count as given:
+    what runs after one of them has gone may take its place.
     """
-    last: dict[int, int] = {}
-    for position, op in enumerate(ops):
-        for storage in (*graph.ops[op].reads, *graph.ops[op].writes):
-            last[storage] = position
+    leaving = _leaving(graph, ops)
     given = sum(graph.storages[s].size_bytes for s in starts)
     held = most = given
     made: set[int] = set(starts)
@@ -202,18 +227,25 @@ def scratch_bytes(
         held += sum(graph.storages[s].size_bytes for s in writes if s not in made)
         made.update(writes)
         most = max(most, held + graph.ops[op].workspace_bytes[kind_index])
-        for storage in {*graph.ops[op].reads, *writes}:
-            if (
-                storage in made
-                and last[storage] == position
-                and storage not in stays
-                and storage not in final
-            ):
+        for storage in leaving[position]:
+            if storage in made and storage not in stays and storage not in final:
                 held -= graph.storages[storage].size_bytes
                 made.discard(storage)
     written = {s for op in ops for s in graph.ops[op].writes}
     staying = sum(graph.storages[s].size_bytes for s in (stays & written) - starts)
     return max(0, most - given - staying)
+
+
+def _leaving(graph: TrainingGraph, ops: Sequence[int]) -> list[set[int]]:
+    """Return per position of ``ops`` the storages not read after it as they are."""
+    found: list[set[int]] = []
+    is_read: set[int] = set()
+    for op in reversed(ops):
+        reads, writes = graph.ops[op].reads, graph.ops[op].writes
+        found.append({*reads, *writes} - is_read)
+        is_read.difference_update(writes)
+        is_read.update(reads)
+    return found[::-1]
 
 
 def stage_of_part(
@@ -245,15 +277,29 @@ def stage_of_part(
         gradient_bytes=gradient_bytes,
         forward_workspace_bytes=scratch_bytes(graph, part.again, kind_index, ends),
         options=tuple(
-            _stage_option(graph, option, ends, kind_index) for option in part.options
+            stage_option(graph, option, ends, kind_index) for option in part.options
         ),
         name=graph.ops[part.forward[-1]].name if part.forward else "",
     )
 
 
-def _stage_option(
-    graph: TrainingGraph, option: PartOption, ends: frozenset[int], kind_index: int
+def stage_option(
+    graph: TrainingGraph, option: PartOption, outputs: Iterable[int], kind_index: int
 ) -> StageOption:
+    """Return what the programs need to know of one option of a part.
+
+    Parameters
+    ----------
+    graph
+        The training graph.
+    option
+        The option.
+    outputs
+        The storages that are the part's output.
+    kind_index
+        Position of the device's kind in the ops' costs.
+    """
+    ends = frozenset(outputs)
     inside = set(option.backward)
     backward = [op for op in option.backward if op >= graph.forward_count]
 

@@ -23,7 +23,7 @@ says what it takes.
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from remat.chains.operations import Backward, Forward, Operation, Turn
@@ -32,11 +32,13 @@ from remat.graph import TrainingGraph
 from remat.liveness import BOUNDARY
 from remat.reductions.segments import SegmentedGraph
 from remat.reductions.stage_parts import (
+    PartOption,
     StagePart,
     cost_ns,
     never_lost,
     scratch_bytes,
     stage_of_part,
+    stage_option,
     stage_part,
 )
 
@@ -61,11 +63,39 @@ class ChainOfStages:
         What the programs take.
     parts
         The ops of each stage, and of the turn, which comes last.
+    ends
+        The storage that is each stage's output.
+    kind_index
+        Position of the device's kind in the ops' costs.
     """
 
     graph: TrainingGraph
     chain: StageChain
     parts: tuple[StagePart, ...]
+    ends: tuple[int, ...]
+    kind_index: int
+
+    def with_options(self, options: Sequence[Sequence[PartOption]]) -> "ChainOfStages":
+        """Return the chain with these options of each stage, at least one each."""
+        pairs = zip(self.parts[:-1], options, strict=True)
+        parts = [replace(part, options=tuple(given)) for part, given in pairs]
+        stages = [
+            replace(
+                stage,
+                options=tuple(
+                    stage_option(self.graph, option, (end,), self.kind_index)
+                    for option in part.options
+                ),
+            )
+            for stage, part, end in zip(
+                self.chain.stages, parts, self.ends, strict=True
+            )
+        ]
+        return replace(
+            self,
+            chain=replace(self.chain, stages=tuple(stages)),
+            parts=(*parts, self.parts[-1]),
+        )
 
     def order(self, operations: Iterable[Operation]) -> list[int]:
         """Return the order of ops that a plan of the chain stands for.
@@ -170,6 +200,8 @@ def reduce_to_chain(
             turn_workspace_bytes=scratch_bytes(graph, turn_ops, kind_index),
         ),
         parts=parts,
+        ends=tuple(crossing[cut] for cut in cuts),
+        kind_index=kind_index,
     )
 
 

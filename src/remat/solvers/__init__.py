@@ -15,6 +15,7 @@ from remat.solvers.lower_sets import LowerSetsApprox as LowerSetsApprox
 from remat.solvers.min_cut_retention import MinCutRetention as MinCutRetention
 from remat.solvers.moccasin import Moccasin as Moccasin
 from remat.solvers.pofo import PoFo as PoFo
+from remat.solvers.rockmate import Rockmate as Rockmate
 from remat.solvers.rotor import Revolve as Revolve
 from remat.solvers.rotor import Rotor as Rotor
 from remat.solvers.store_all import StoreAll as StoreAll
@@ -31,6 +32,7 @@ SOLVERS: dict[str, type[Solver]] = {
     "lower-sets": LowerSets,
     "lower-sets-approx": LowerSetsApprox,
     "rotor": Rotor,
+    "rockmate": Rockmate,
     "revolve": Revolve,
     "checkmate": Checkmate,
     "checkmate-lp-rounding": CheckmateLpRounding,

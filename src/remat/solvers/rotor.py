@@ -10,9 +10,9 @@ orders that fit are improved (:mod:`remat.retention`).
 Unlike segments that are recomputed once, these run a stage as often as memory makes
 necessary, so that peaks fall well below that of one recomputation.
 
-Known to be improvable: a stage has at most three ways to be saved
-(:mod:`remat.reductions.stage_parts`); what else is chosen within a stage is left to the
-improvement.
+A stage has at most three ways to be saved here (:mod:`remat.reductions.stage_parts`);
+what else is chosen within a stage is left to the improvement, or to integer programs
+(:mod:`remat.solvers.rockmate`).
 
 References
 ----------

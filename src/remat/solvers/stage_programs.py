@@ -1,0 +1,257 @@
+"""Stage programs: options of a stage, found by Checkmate's integer program on it alone.
+
+For a grid of limits on what a stage saves, and on its memory while it runs, the program
+finds the cheapest run of the stage: what is saved, and what is computed again when in
+its backward. Forward is one stage of the program, and each backward op another. Larger
+limits come first: where the run that was found for them keeps smaller ones too, it
+is the cheapest there as well, and no program is solved.
+
+Options that another one beats in every respect are dropped, and where there are more
+than a chain's program takes in its stride, those go that cost least to do without.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from remat.bounds import peak_bound_bytes
+from remat.graph import TrainingGraph
+from remat.liveness import BOUNDARY, store_all_order
+from remat.problem import Limits, Problem
+from remat.reductions.stage_problems import StageProblem
+from remat.retention import RetentionTable
+from remat.solvers.backends.mathopt import Settings
+from remat.solvers.backends.mathopt import solve as solve_model
+from remat.solvers.frontier import frontier
+from remat.solvers.frontier_model import ONE, Rows, build_model
+
+TOLERANCE = 1e-3
+"""How much of a stage's time its run may be above the optimum."""
+
+SAVED_LEVELS = 16
+"""Limits on what is saved: this many equal parts of what keeping everything saves."""
+
+LEAST_SAVED_PART = 32
+"""The smallest limit on what is saved is what keeping everything saves over this."""
+
+PEAK_SHARES = (0.6, 0.3)
+"""Limits on a stage's memory: shares of the way from the least that is conceivable to
+what the cheapest run takes."""
+
+_PEAKS_EVERY = 4
+"""These are asked for with every so many of the limits on what is saved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRun:
+    """One run of a stage alone, with what it takes.
+
+    Parameters
+    ----------
+    order
+        Ops of the stage's graph, and the boundary.
+    cost_ns, saved_bytes, peak_bytes
+        Time, bytes saved from forward to backward besides the output, and the most
+        bytes of the stage's own at any time.
+    """
+
+    order: tuple[int, ...]
+    cost_ns: int
+    saved_bytes: int
+    peak_bytes: int
+
+    def keeps(self, saved_bytes: int, peak_bytes: int) -> bool:
+        """Return whether the run is within two limits."""
+        return self.saved_bytes <= saved_bytes and self.peak_bytes <= peak_bytes
+
+
+def stage_run(problem: StageProblem, order: Sequence[int]) -> StageRun:
+    """Return an order of a stage's step as a run, measured."""
+    graph = problem.graph
+    table = RetentionTable(graph, order)
+    return StageRun(
+        order=tuple(order),
+        cost_ns=table.cost_ns,
+        saved_bytes=_saved_bytes(problem, order),
+        peak_bytes=table.peak_bytes,
+    )
+
+
+def _saved_bytes(problem: StageProblem, order: Sequence[int]) -> int:
+    """Return the bytes that what follows the boundary needs as forward left them."""
+    graph = problem.graph
+    at = list(order).index(BOUNDARY)
+    wanted: set[int] = set(graph.final_outputs)
+    for op in reversed(order[at + 1 :]):
+        wanted.difference_update(graph.ops[op].writes)
+        wanted.update(graph.ops[op].reads)
+    wanted.difference_update(graph.forward_outputs, graph.tangents)
+    return sum(graph.storages[s].size_bytes for s in wanted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageAnswer:
+    """What one program has found: an order, or none, and whether Ctrl-C ended it."""
+
+    order: tuple[int, ...] | None
+    is_interrupted: bool = False
+
+
+StageProgram = Callable[[Problem, Limits], StageAnswer]
+"""Finds the cheapest run of a stage within the budget of a problem."""
+
+
+def solve_stage(problem: Problem, limits: Limits) -> StageAnswer:
+    """Return the cheapest run of a stage, up to :data:`TOLERANCE`, by Checkmate's rows.
+
+    Forward is one stage of the program, and each backward op another: forward ops may
+    run again before each of them, backward ops run once. Sizes are exact.
+
+    Raises
+    ------
+    MissingDependencyError
+        If the library of the program is not there.
+    """
+    if peak_bound_bytes(problem.graph) > (problem.budget_bytes or 0):
+        return StageAnswer(order=None)
+    staged = frontier(problem, 1)
+    built = build_model(staged, Rows.TIGHT)
+    gap_ns = max(0.5 * built.divisor_ns, TOLERANCE * staged.first_runs_ns)
+    found = solve_model(
+        built.model,
+        settings=Settings(
+            time_limit_s=limits.remaining_s,
+            absolute_gap=gap_ns / built.cost_unit_ns,
+            seed=limits.seed,
+        ),
+    )
+    order = None
+    if len(found.values):
+        order = staged.order(
+            [
+                {
+                    k
+                    for k, variable in runs.items()
+                    if variable == ONE or found.integer(variable)
+                }
+                for runs in built.runs
+            ]
+        )
+    return StageAnswer(
+        order=None if order is None else tuple(order),
+        is_interrupted=found.is_interrupted,
+    )
+
+
+@dataclass(slots=True)
+class StagePrograms:
+    """What the programs of distinct stages have found: each stage is solved once.
+
+    Parameters
+    ----------
+    program
+        Solves the problem of one stage.
+    time_limit_s
+        Most seconds for one program.
+    seed
+        Seed of the programs.
+
+    Attributes
+    ----------
+    runs
+        Per distinct stage, the runs found.
+    solved_count
+        Programs solved.
+    is_interrupted
+        Whether Ctrl-C ended one of them; then no more are solved.
+    """
+
+    program: StageProgram = solve_stage
+    time_limit_s: float = 3.0
+    seed: int = 0
+    runs: dict[TrainingGraph, list[StageRun]] = field(
+        default_factory=dict[TrainingGraph, list[StageRun]]
+    )
+    solved_count: int = 0
+    is_interrupted: bool = False
+
+    def explore(
+        self, problem: StageProblem, known: Sequence[StageRun], limits: Limits
+    ) -> list[StageRun]:
+        """Return runs of a stage, those found before if it is like one solved before.
+
+        Parameters
+        ----------
+        problem
+            The stage alone.
+        known
+            Runs of it to do as well as, or better.
+        limits
+            When to stop; what has been found by then is returned.
+        """
+        if problem.graph not in self.runs:
+            search = _StageSearch(self, problem, limits)
+            search.run(known)
+            self.runs[problem.graph] = search.found
+        return self.runs[problem.graph]
+
+
+@dataclass(slots=True)
+class _StageSearch:
+    """The runs of one stage found so far, and the limits asked for."""
+
+    programs: StagePrograms
+    problem: StageProblem
+    limits: Limits
+    found: list[StageRun] = field(default_factory=list[StageRun])
+    asked: list[tuple[int, int, StageRun | None]] = field(
+        default_factory=list[tuple[int, int, StageRun | None]]
+    )
+
+    def run(self, known: Sequence[StageRun]) -> None:
+        graph = self.problem.graph
+        plain = stage_run(self.problem, store_all_order(graph))
+        self.found.append(plain)
+        self.asked.append((plain.saved_bytes, self.problem.all_bytes, plain))
+        low = max(peak_bound_bytes(graph), self.problem.given_bytes)
+        unit = SAVED_LEVELS * LEAST_SAVED_PART
+        parts = [p * LEAST_SAVED_PART for p in range(SAVED_LEVELS, 0, -1)]
+        for index, part in enumerate([*parts, SAVED_LEVELS]):
+            saved_bytes = plain.saved_bytes * part // unit
+            cheapest = self.cheapest(saved_bytes, self.problem.all_bytes)
+            if cheapest is None:
+                break
+            for share in () if index % _PEAKS_EVERY else PEAK_SHARES:
+                peak_bytes = low + int((cheapest.peak_bytes - low) * share)
+                if self.cheapest(saved_bytes, peak_bytes) is None:
+                    break
+        for run in known:
+            self.cheapest(run.saved_bytes, run.peak_bytes)
+
+    def cheapest(self, saved_bytes: int, peak_bytes: int) -> StageRun | None:
+        """Return the cheapest run within two limits that was found or can be."""
+        for saved, peak, run in self.asked:
+            if saved_bytes <= saved and peak_bytes <= peak:
+                if run is None:
+                    return None
+                if run.keeps(saved_bytes, peak_bytes):
+                    return run
+        programs = self.programs
+        if self.limits.is_over or programs.is_interrupted:
+            return None
+        remaining_s = self.limits.remaining_s
+        limit_s = programs.time_limit_s
+        if remaining_s is not None:
+            limit_s = min(limit_s, remaining_s)
+        answer = programs.program(
+            self.problem.problem(saved_bytes, peak_bytes),
+            Limits.after(limit_s, programs.seed),
+        )
+        programs.solved_count += 1
+        programs.is_interrupted = answer.is_interrupted
+        run = None
+        if answer.order is not None:
+            run = stage_run(self.problem, answer.order)
+            if run not in self.found:
+                self.found.append(run)
+        self.asked.append((saved_bytes, peak_bytes, run))
+        return run
