@@ -12,311 +12,78 @@ well. Each accepted change makes the schedule cheaper and keeps it within the bu
 so the improvement is monotone. The judge has the last word on the result.
 """
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from heapq import heapify, heappop, heappush
+from collections.abc import Sequence
 
-import numpy as np
-
+from remat.errors import SolverUnsuitableError
 from remat.graph import TrainingGraph
-from remat.liveness import BOUNDARY
 from remat.problem import Limits
+from remat.retention_table import Numbers, Table, improve_retention
 
-_VALUE_TOLERANCE = 1e-9
-"""Relative drop of a value below the next one that sends a run back to the queue."""
-
-
-@dataclass(slots=True)
-class _Copy:
-    """One copy of a storage: where it is written, and the positions that read it."""
-
-    storage: int
-    birth: int
-    uses: list[int] = field(default_factory=list[int])
-
-    @property
-    def end(self) -> int:
-        return self.uses[-1] if self.uses else self.birth
+_MOST_TOTAL = 2**60
 
 
-class RetentionTable:
-    """The retention intervals of an order of computations on one device.
+def plain_numbers(graph: TrainingGraph, kind_index: int = 0) -> Numbers:
+    """Return what the functions of :mod:`remat.retention_table` need of a graph.
 
-    Positions are indices into the order that the table was made from; the position
-    after the last one stands for the end of the step. Runs that were taken out leave
-    their position empty.
+    Parameters
+    ----------
+    graph
+        The graph that orders are for.
+    kind_index
+        Position of the device's kind in the ops' costs.
+
+    Raises
+    ------
+    SolverUnsuitableError
+        If its bytes or times add up to more than 2**60.
+    """
+    is_resident = [s.is_resident for s in graph.storages]
+
+    def transient(storages: Sequence[int]) -> list[int]:
+        return [s for s in storages if not is_resident[s]]
+
+    sizes = [s.size_bytes for s in graph.storages]
+    costs = [op.cost_ns[kind_index] or 0 for op in graph.ops]
+    workspaces = [op.workspace_bytes[kind_index] for op in graph.ops]
+    if max(sum(sizes) + sum(workspaces), sum(costs)) > _MOST_TOTAL:
+        msg = (
+            f"{graph.name} has {sum(sizes) + sum(workspaces):_} bytes and "
+            f"{sum(costs):_} ns in all; retention counts up to {_MOST_TOTAL:_}"
+        )
+        raise SolverUnsuitableError(msg)
+    return Numbers(
+        # The end and the boundary come last, as -2 and BOUNDARY count from there.
+        reads=[
+            *(transient(op.reads) for op in graph.ops),
+            transient(graph.final_outputs),
+            transient(graph.forward_outputs),
+        ],
+        writes=[*(op.writes for op in graph.ops), (), graph.tangents],
+        sizes=sizes,
+        costs=costs,
+        workspaces=workspaces,
+        stays_once=[op.is_ordered or not op.writes for op in graph.ops],
+        resident_bytes=sum(s.size_bytes for s in graph.storages if s.is_resident),
+    )
+
+
+class RetentionTable(Table):
+    """The retention intervals of an order of computations of a graph.
 
     Parameters
     ----------
     graph
         The graph that the order is for.
     order
-        Op indices, possibly repeated, and :data:`remat.liveness.BOUNDARY` exactly
-        once; every read must be preceded by a run that writes it.
+        As for :class:`~remat.retention_table.Table`.
     kind_index
         Position of the device's kind in the ops' costs.
-
-    Notes
-    -----
-    Construction takes time and memory O(reads and writes of the order).
     """
 
     def __init__(
         self, graph: TrainingGraph, order: Sequence[int], kind_index: int = 0
     ) -> None:
-        self._graph = graph
-        self._ops = list(order)
-        self._kind = kind_index
-        self._is_in = [True] * len(self._ops)
-        self._size = [s.size_bytes for s in graph.storages]
-        self._is_resident = [s.is_resident for s in graph.storages]
-        self._runs_of: list[list[int]] = [[] for _ in graph.ops]
-        self._made: list[list[_Copy]] = []
-        self._read: list[list[_Copy]] = []
-        self._undo: list[Callable[[], None]] = []
-        self._collect()
-        self._used_bytes = self._timeline()
-
-    def _collect(self) -> None:
-        graph = self._graph
-        latest: dict[int, _Copy] = {}
-        for position, index in enumerate(self._ops):
-            if index == BOUNDARY:
-                reads, writes = graph.forward_outputs, graph.tangents
-            else:
-                reads, writes = graph.ops[index].reads, graph.ops[index].writes
-                self._runs_of[index].append(position)
-            self._read.append(self._note_reads(latest, reads, position))
-            made = [_Copy(storage, position) for storage in writes]
-            self._made.append(made)
-            latest.update((copy.storage, copy) for copy in made)
-        self._note_reads(latest, graph.final_outputs, len(self._ops))
-
-    def _note_reads(
-        self, latest: dict[int, _Copy], storages: Sequence[int], position: int
-    ) -> list[_Copy]:
-        copies = [latest[s] for s in storages if not self._is_resident[s]]
-        for copy in copies:
-            copy.uses.append(position)
-        return copies
-
-    def _timeline(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        changes = np.zeros(len(self._ops) + 2, dtype=np.int64)
-        workspaces = np.zeros(len(self._ops) + 1, dtype=np.int64)
-        for position, index in enumerate(self._ops):
-            if index != BOUNDARY:
-                workspaces[position] = self._workspace(index)
-            for copy in self._made[position]:
-                changes[copy.birth] += self._size[copy.storage]
-                changes[copy.end + 1] -= self._size[copy.storage]
-        resident = sum(s.size_bytes for s in self._graph.storages if s.is_resident)
-        return np.cumsum(changes)[:-1] + workspaces + resident
-
-    def _workspace(self, op: int) -> int:
-        return self._graph.ops[op].workspace_bytes[self._kind]
-
-    def _cost(self, op: int) -> int:
-        return self._graph.ops[op].cost_ns[self._kind] or 0
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes that are live at any position, resident bytes included."""
-        return int(self._used_bytes.max())
-
-    @property
-    def cost_ns(self) -> int:
-        """Sum of the costs of all runs, in nanoseconds."""
-        return sum(self._cost(op) for op in self.order() if op != BOUNDARY)
-
-    def order(self) -> list[int]:
-        """Return the ops, and the boundary, that are still in the order."""
-        return [op for op, is_in in zip(self._ops, self._is_in, strict=True) if is_in]
-
-    def drop_unread_runs(self) -> None:
-        """Take out every run whose outputs nobody reads and no rule demands.
-
-        Never raises the bytes at any position.
-        """
-        for position in range(len(self._ops) - 1, -1, -1):
-            if self._is_in[position] and self._is_unread(position):
-                self._take_out(position)
-        self._undo.clear()
-
-    def keep_instead_of_recompute(
-        self, budget_bytes: int, limits: Limits, length_exponent: float = 1.0
-    ) -> bool:
-        """Keep copies over recomputing them, best value first, within the budget.
-
-        Parameters
-        ----------
-        budget_bytes
-            Most bytes at any position whose bytes grow; positions already above it
-            are not made worse.
-        limits
-            When to stop.
-        length_exponent
-            The value of keeping is the time saved over bytes x length to this power,
-            where the length is the number of positions for which more is kept.
-
-        Returns
-        -------
-        bool
-            Whether any run was taken out.
-        """
-        # Taking a run out changes what others save (their inputs may now be kept, or
-        # nobody's), so a value is computed anew when its turn comes.
-        queue = [
-            (-self._value(position, length_exponent), position)
-            for runs in self._runs_of
-            for position in self._repeats(runs)
-        ]
-        heapify(queue)
-        has_changed = False
-        while queue and not limits.is_over:
-            _, position = heappop(queue)
-            if not self._is_in[position]:
-                continue
-            value = self._value(position, length_exponent)
-            if queue and value < -queue[0][0] * (1 - _VALUE_TOLERANCE):
-                heappush(queue, (-value, position))
-            elif self._try_without(position, budget_bytes):
-                has_changed = True
-        return has_changed
-
-    def _repeats(self, runs: list[int]) -> list[int]:
-        return [p for p in runs if self._is_in[p]][1:]
-
-    def _previous_run(self, position: int) -> int | None:
-        runs = self._runs_of[self._ops[position]]
-        for index in range(bisect_left(runs, position) - 1, -1, -1):
-            if self._is_in[runs[index]]:
-                return runs[index]
-        return None
-
-    def _value(self, position: int, length_exponent: float) -> float:
-        """Return the time saved per byte and length of what would be kept."""
-        previous = self._previous_run(position)
-        if previous is None:
-            return 0.0
-        kept = sum(
-            self._size[new.storage] * (position - old.end) ** length_exponent
-            for old, new in zip(self._made[previous], self._made[position], strict=True)
-            if new.uses
-        )
-        return self._saved_ns(position) / max(kept, 1)
-
-    def _saved_ns(self, position: int) -> int:
-        """Return the time of a run and of the runs that only it needs."""
-        gone = {position}
-        pending = [position]
-        saved_ns = 0
-        while pending:
-            current = pending.pop()
-            saved_ns += self._cost(self._ops[current])
-            for copy in self._read[current]:
-                birth = copy.birth
-                if birth not in gone and self._is_needed_only_by(birth, gone):
-                    gone.add(birth)
-                    pending.append(birth)
-        return saved_ns
-
-    def _is_needed_only_by(self, position: int, readers: set[int]) -> bool:
-        index = self._ops[position]
-        if index == BOUNDARY:
-            return False
-        op = self._graph.ops[index]
-        if (op.is_ordered or not op.writes) and self._previous_run(position) is None:
-            return False
-        return all(readers.issuperset(copy.uses) for copy in self._made[position])
-
-    def _try_without(self, position: int, budget_bytes: int) -> bool:
-        """Take a run out if the bytes stay within the budget; else change nothing."""
-        previous = self._previous_run(position)
-        if previous is None:
-            return False
-        self._undo.clear()
-        grown: list[tuple[int, int]] = []
-        for old, new in zip(self._made[previous], self._made[position], strict=True):
-            if not new.uses:
-                continue
-            grown.append((old.end + 1, position))
-            # The position counts it already, but taking the run out uncounts it.
-            self._add(old.end + 1, position + 1, self._size[new.storage])
-            old.uses.extend(new.uses)
-            for use in new.uses:
-                self._redirect(use, new, old)
-            self._undo.append(partial(self._split, old, new, new.uses))
-            new.uses = []
-        self._take_out(position)
-        bytes_ = self._used_bytes
-        if all(
-            start >= stop or bytes_[start:stop].max() <= budget_bytes
-            for start, stop in grown
-        ):
-            return True
-        self._roll_back()
-        return False
-
-    def _redirect(self, use: int, source: _Copy, target: _Copy) -> None:
-        if use < len(self._ops):
-            read = self._read[use]
-            for index, copy in enumerate(read):
-                if copy is source:
-                    read[index] = target
-
-    def _add(self, start: int, stop: int, size_bytes: int) -> None:
-        if start < stop and size_bytes:
-            self._used_bytes[start:stop] += size_bytes
-            self._undo.append(partial(self._shrink, start, stop, size_bytes))
-
-    def _is_unread(self, position: int) -> bool:
-        """Whether no output of the run is read, and it is not there for an effect."""
-        index = self._ops[position]
-        if index == BOUNDARY or any(copy.uses for copy in self._made[position]):
-            return False
-        op = self._graph.ops[index]
-        if op.is_ordered or not op.writes:
-            return self._previous_run(position) is not None
-        return True
-
-    def _take_out(self, position: int) -> None:
-        """Take out an unread run, and the runs that nobody reads once it is gone."""
-        pending = [position]
-        while pending:
-            current = pending.pop()
-            if not self._is_in[current]:
-                continue
-            self._is_in[current] = False
-            self._undo.append(partial(self._put_back, current))
-            size = sum(self._size[copy.storage] for copy in self._made[current])
-            size += self._workspace(self._ops[current])
-            self._add(current, current + 1, -size)
-            for copy in self._read[current]:
-                end = copy.end
-                copy.uses.pop(bisect_left(copy.uses, current))
-                self._undo.append(partial(insort, copy.uses, current))
-                self._add(copy.end + 1, end + 1, -self._size[copy.storage])
-                if self._is_in[copy.birth] and self._is_unread(copy.birth):
-                    pending.append(copy.birth)
-
-    def _roll_back(self) -> None:
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-
-    def _shrink(self, start: int, stop: int, size_bytes: int) -> None:
-        self._used_bytes[start:stop] -= size_bytes
-
-    def _put_back(self, position: int) -> None:
-        self._is_in[position] = True
-
-    def _split(self, old: _Copy, new: _Copy, uses: list[int]) -> None:
-        del old.uses[len(old.uses) - len(uses) :]
-        new.uses = uses
-        for use in uses:
-            self._redirect(use, old, new)
+        super().__init__(plain_numbers(graph, kind_index), order)
 
 
 def improve_order(
@@ -341,7 +108,8 @@ def improve_order(
     limits
         When to stop; the order reached by then is returned.
     length_exponent
-        As for :meth:`RetentionTable.keep_instead_of_recompute`.
+        The value of keeping is the time saved over bytes x length to this power, where
+        the length is the number of positions for which more is kept.
 
     Returns
     -------
@@ -356,11 +124,11 @@ def improve_order(
     at the speed of one vectorised addition.
     """
     limits = limits or Limits()
-    table = RetentionTable(graph, order, kind_index)
-    table.drop_unread_runs()
-    while (
-        table.keep_instead_of_recompute(budget_bytes, limits, length_exponent)
-        and not limits.is_over
-    ):
-        pass
-    return table.order()
+    improved, _, _ = improve_retention(
+        plain_numbers(graph, kind_index),
+        order,
+        budget_bytes,
+        length_exponent,
+        limits.remaining_s,
+    )
+    return improved

@@ -36,6 +36,9 @@ struct Saving {
   Index need_held;     // slots of the backward, without it
 };
 
+// own[m] = min(own[m], cost + first[m] + second[m]) for m < count.
+void lower(Cost* own, Cost cost, const Cost* first, const Cost* second, Index count);
+
 class Rotor {
  public:
   Rotor(const Chain& chain, Bytes slot_bytes, bool beyond)
@@ -161,14 +164,17 @@ class Rotor {
 
   // Rows of options of `top`, for bases 0 .. top.
   Cost* held(Index base, Index top, Index option) {
-    const Index row = held_first_[at(top)] +
-                      base * (first_option_[at(top + 1)] - first_option_[at(top)]) + option;
-    return held_.data() + row * width_;
+    return held_.data() + held_index(base, top, option) * width_;
+  }
+
+  [[nodiscard]] Index held_index(Index base, Index top, Index option) const {
+    return held_first_[at(top)] + base * options_of(top) + option;
   }
 
   void fill() {
     const Index cells = (length_ + 1) * (length_ + 2) / 2;
     below_.assign(at(cells * width_), infinite);
+    below_start_.assign(at(cells), width_);
     if (with_held_) {
       Index rows = 0;
       for (Index t = 0; t < length_; ++t) {
@@ -176,14 +182,17 @@ class Rotor {
         rows += (t + 1) * (first_option_[at(t + 1)] - first_option_[at(t)]);
       }
       held_.assign(at(rows * width_), infinite);
+      held_start_.assign(at(rows), width_);
     }
     for (Index base = length_; base >= 0; --base) {
       for (Index top = base; top <= length_; ++top) {
         check_signals();
         fill_below(base, top);
+        below_start_[at(cell(base, top))] = start_of(below(base, top));
         if (with_held_ && top < length_ && (beyond_ || base == top)) {
           for (Index k = 0; k < options_of(top); ++k) {
             fill_held(base, top, k);
+            held_start_[at(held_index(base, top, k))] = start_of(held(base, top, k));
           }
         }
       }
@@ -194,19 +203,36 @@ class Rotor {
     return first_option_[at(s + 1)] - first_option_[at(s)];
   }
 
+  // A row over memory, and the least memory with which it is finite.
+  struct Row {
+    const Cost* costs;
+    Index start;
+  };
+
+  Row below_row(Index base, Index top) {
+    return {below(base, top), below_start_[at(cell(base, top))]};
+  }
+
+  Row held_row(Index base, Index top, Index option) {
+    const Index index = held_index(base, top, option);
+    return {held_.data() + index * width_, held_start_[at(index)]};
+  }
+
   // own[m] = min(own[m], cost + first[m - less] + second[m + more]) for need <= m.
-  void relax(Cost* own, Cost cost, Index need, const Cost* first, Index less,
-             const Cost* second, Index more) const {
-    const Index from = std::max({need, less, -more});
+  void relax(Cost* own, Cost cost, Index need, Row first, Index less, Row second,
+             Index more) const {
+    const Index from = std::max({need, less + first.start, second.start - more});
     const Index end = std::min(width_, width_ - more);
-    for (Index m = from; m < end; ++m) {
-      own[m] = std::min(own[m], cost + first[m - less] + second[m + more]);
+    if (from < end) {
+      lower(own + from, cost, first.costs + (from - less), second.costs + (from + more),
+            end - from);
     }
   }
 
-  void relax(Cost* own, Cost cost, Index need, const Cost* first, Index less) const {
-    for (Index m = std::max(need, less); m < width_; ++m) {
-      own[m] = std::min(own[m], cost + first[m - less]);
+  void relax(Cost* own, Cost cost, Index need, Row first, Index less) const {
+    const Index from = std::max(need, less + first.start);
+    for (Index m = from; m < width_; ++m) {
+      own[m] = std::min(own[m], cost + first.costs[m - less]);
     }
   }
 
@@ -221,7 +247,8 @@ class Rotor {
       most = std::max(most, advance_bytes(base, v - 1));
       const Index need = slots(most + gradient(top));
       const Cost sweep = until_[at(v)] - until_[at(base)];
-      relax(own, sweep, need, below(v, top), value_slots_[at(v)], below(base, v - 1), 0);
+      relax(own, sweep, need, below_row(v, top), value_slots_[at(v)],
+            below_row(base, v - 1), 0);
       if (!beyond_ || v >= top || v >= length_) {
         continue;
       }
@@ -229,8 +256,8 @@ class Rotor {
         const Saving& option = savings_[at(v)][at(k)];
         if (option.forward >= 0) {
           relax(own, sweep + option.forward,
-                std::max(need, save_need(v, option, top, false)), below(v + 1, top),
-                option.passed, held(base, v, k), -option.kept);
+                std::max(need, save_need(v, option, top, false)), below_row(v + 1, top),
+                option.passed, held_row(base, v, k), -option.kept);
         }
       }
     }
@@ -238,7 +265,7 @@ class Rotor {
       if (option.forward >= 0) {
         const Index need =
             std::max(save_need(base, option, top, true), option.need_counted);
-        relax(own, option.forward + option.backward, need, below(base + 1, top),
+        relax(own, option.forward + option.backward, need, below_row(base + 1, top),
               option.passed);
       }
     }
@@ -281,8 +308,8 @@ class Rotor {
       most = std::max(most, advance_bytes(base, v - 1));
       const Index need = slots(most + gradient(top));
       const Cost sweep = until_[at(v)] - until_[at(base)];
-      relax(own, sweep, need, held(v, top, option), value_slots_[at(v)],
-            below(base, v - 1), on_top.kept);
+      relax(own, sweep, need, held_row(v, top, option), value_slots_[at(v)],
+            below_row(base, v - 1), on_top.kept);
       if (v == top) {
         break;
       }
@@ -291,7 +318,7 @@ class Rotor {
         if (saving.forward >= 0) {
           relax(own, sweep + saving.forward,
                 std::max(need, save_need(v, saving, top, false)),
-                held(v + 1, top, option), saving.passed, held(base, v, k),
+                held_row(v + 1, top, option), saving.passed, held_row(base, v, k),
                 on_top.kept - saving.kept);
         }
       }
@@ -300,7 +327,7 @@ class Rotor {
       if (saving.forward >= 0) {
         const Index need = std::max(save_need(base, saving, top, true),
                                     saving.need_counted - on_top.kept);
-        relax(own, saving.forward + saving.backward, need, held(base + 1, top, option),
+        relax(own, saving.forward + saving.backward, need, held_row(base + 1, top, option),
               saving.passed);
       }
     }
@@ -311,6 +338,11 @@ class Rotor {
     for (Index m = 0; m < width_; ++m) {
       own[m] = capped(own[m]);
     }
+  }
+
+  [[nodiscard]] Index start_of(const Cost* own) const {
+    return std::find_if(own, own + width_, [](Cost cost) { return cost < infinite; }) -
+           own;
   }
 
   // --- the schedule ---------------------------------------------------------------
@@ -488,6 +520,8 @@ class Rotor {
   Index width_ = 0;
   std::vector<Cost> below_;
   std::vector<Cost> held_;
+  std::vector<Index> below_start_;
+  std::vector<Index> held_start_;
   std::vector<Index> held_first_;
   std::vector<Run> order_;
 };

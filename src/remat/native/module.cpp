@@ -6,6 +6,7 @@
 #include "eviction.hpp"
 #include "lower_sets.hpp"
 #include "plain_lower_sets.hpp"
+#include "retention.hpp"
 
 namespace nb = nanobind;
 
@@ -15,4 +16,5 @@ NB_MODULE(_core, module) {
   remat::bind_eviction(module);
   remat::bind_lower_sets(module);
   remat::bind_plain_lower_sets(module);
+  remat::bind_retention(module);
 }

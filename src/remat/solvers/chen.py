@@ -44,8 +44,8 @@ from remat.lower_sets.choice import choose_family
 from remat.problem import Limits, Problem, Proposal, Status, StopReason
 from remat.reductions.forward_values import reduce_to_forward_values
 from remat.reductions.segments import SegmentedGraph
-from remat.schedule import Schedule
-from remat.simulator import Trace, simulate
+from remat.retention import plain_numbers
+from remat.retention_table import weigh_order
 from remat.solvers.base import ProgressCallback, single_device_kind_index
 from remat.units import format_bytes
 
@@ -303,9 +303,9 @@ class ChenLowerSets:
             If an op cannot run on device 0, a storage lives elsewhere, or sizes or
             costs do not add up in 64 bits.
         """
-        kind_index = single_device_kind_index(problem)
+        order = self.order(problem.graph, single_device_kind_index(problem))
         found = _Best(problem)
-        found.try_order(self.order(problem.graph, kind_index))
+        found.try_order(order)
         return found.proposal()
 
     def order(self, graph: TrainingGraph, kind_index: int = 0) -> list[int]:
@@ -324,8 +324,9 @@ class _Best:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.schedule: Schedule | None = None
-        self.trace: Trace | None = None
+        self.numbers = plain_numbers(problem.graph, single_device_kind_index(problem))
+        self.order: Sequence[int] = ()
+        self.cost_ns = 0
         self.least_peak_bytes: int | None = None
         self.segment_bytes = 0
         self.has_fitted = False
@@ -340,24 +341,20 @@ class _Best:
 
     def try_order(self, order: Sequence[int]) -> bool:
         """Judge one order; return whether it is the cheapest so far."""
-        graph = self.problem.graph
-        schedule = schedule_from_order(graph, order)
-        trace = simulate(graph, self.problem.platform, schedule)
-        self.has_fitted = trace.is_valid
-        peak = trace.peak_bytes[0]
+        cost_ns, peak = weigh_order(self.numbers, order)
+        budget = self.problem.budget_bytes
+        self.has_fitted = budget is None or peak <= budget
         self.least_peak_bytes = min(peak, self.least_peak_bytes or peak)
-        if not trace.is_valid or (
-            self.trace and self.trace.serial_ns <= trace.serial_ns
-        ):
+        if not self.has_fitted or (self.order and self.cost_ns <= cost_ns):
             return False
-        self.schedule, self.trace = schedule, trace
+        self.order, self.cost_ns = order, cost_ns
         return True
 
     def proposal(self, stop_reason: StopReason = StopReason.COMPLETED) -> Proposal:
-        if self.schedule is not None:
+        if self.order:
             return Proposal(
                 status=Status.FEASIBLE,
-                schedule=self.schedule,
+                schedule=schedule_from_order(self.problem.graph, self.order),
                 bound_ns=cost_bound_ns(self.problem),
                 stop_reason=stop_reason,
             )

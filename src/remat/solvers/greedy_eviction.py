@@ -97,7 +97,7 @@ class GreedyEviction:
     **Guarantee** none on cost. Finds a schedule for budgets well below the peak of
     storing everything, on any graph.
 
-    **Complexity** about 2 s for 2 000 ops and one budget; see
+    **Complexity** about half a second for 2 000 ops and one budget; see
     :func:`remat.eviction.evicting_order` and :func:`remat.retention.improve_order`.
 
     Parameters

@@ -30,7 +30,6 @@ from typing import ClassVar
 
 from remat.eviction import EvictionRule, evicting_order
 from remat.problem import Limits, Problem, Proposal
-from remat.retention import RetentionTable, improve_order
 from remat.solvers.base import ProgressCallback
 from remat.solvers.order_search import Candidate, OrderSearch
 from remat.solvers.recompute_order import (
@@ -246,15 +245,8 @@ class _Search:
 
     def improve(self, order: list[int]) -> None:
         """Take out what memory lets an order do without, and adopt the rest."""
-        order = improve_order(
-            self.graph,
-            order,
-            self.budget_bytes,
-            kind_index=self.kind_index,
-            limits=self.limits,
-        )
-        table = RetentionTable(self.graph, order, self.kind_index)
-        self.adopt(order, table.cost_ns, table.peak_bytes)
+        order, cost_ns, peak_bytes = self.orders.improved(order)
+        self.adopt(order, cost_ns, peak_bytes)
 
     def execute_from(self, states: list[_State]) -> None:
         """Execute from nothing and from cuts, by each rule; then at random.

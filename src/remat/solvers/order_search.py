@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from remat.bounds import cost_bound_ns, peak_bound_bytes
 from remat.liveness import schedule_from_order, store_all_order
 from remat.problem import Limits, Problem, Proposal, Status, StopReason
-from remat.retention import RetentionTable, improve_order
+from remat.retention import plain_numbers
+from remat.retention_table import (
+    Answer,
+    improve_retention,
+    without_unread_runs,
+)
 from remat.solvers.base import ProgressCallback, single_device_kind_index
 from remat.units import format_bytes
 
@@ -41,7 +46,8 @@ class OrderSearch:
     Raises
     ------
     SolverUnsuitableError
-        If an op cannot run on device 0, or a storage lives elsewhere.
+        If an op cannot run on device 0, a storage lives elsewhere, or bytes or times
+        add up to more than 2**60.
     """
 
     def __init__(self, problem: Problem, limits: Limits) -> None:
@@ -49,6 +55,7 @@ class OrderSearch:
         self.graph = problem.graph
         self.kind_index = single_device_kind_index(problem)
         self.budget_bytes = problem.budget_bytes or 0
+        self.numbers = plain_numbers(self.graph, self.kind_index)
         self.floor_bytes = peak_bound_bytes(
             self.graph, problem.platform.devices[0].kind
         )
@@ -66,15 +73,11 @@ class OrderSearch:
 
     def at_once(self) -> Proposal | None:
         """Return the answer if none needs to be searched for: all fits, or nothing."""
-        store_all = RetentionTable(
-            self.graph, store_all_order(self.graph), self.kind_index
+        order, _, peak_bytes = without_unread_runs(
+            self.numbers, store_all_order(self.graph)
         )
-        store_all.drop_unread_runs()
-        if (
-            self.problem.budget_bytes is None
-            or store_all.peak_bytes <= self.budget_bytes
-        ):
-            return self.feasible(store_all.order(), "everything is kept")
+        if self.problem.budget_bytes is None or peak_bytes <= self.budget_bytes:
+            return self.feasible(order, "everything is kept")
         if self.floor_bytes > self.budget_bytes:
             needed = format_bytes(self.floor_bytes)
             return self.unknown(f"every schedule needs {needed}")
@@ -82,9 +85,7 @@ class OrderSearch:
 
     def weigh(self, order: Sequence[int]) -> Candidate:
         """Return an order less its unread runs; remember it if it is the best."""
-        table = RetentionTable(self.graph, order, self.kind_index)
-        table.drop_unread_runs()
-        found = Candidate(table.order(), table.cost_ns, table.peak_bytes)
+        found = Candidate(*without_unread_runs(self.numbers, order))
         self.remember(found)
         return found
 
@@ -96,16 +97,16 @@ class OrderSearch:
         ):
             self.best = candidate
 
-    def improve(self, order: Sequence[int]) -> None:
-        """Weigh an order less the runs that memory lets it do without."""
-        self.weigh(
-            improve_order(
-                self.graph,
-                order,
-                self.budget_bytes,
-                kind_index=self.kind_index,
-                limits=self.limits,
-            )
+    def improve(self, order: Sequence[int]) -> Candidate:
+        """Return an order less the runs that memory lets it do without; remember it."""
+        found = Candidate(*self.improved(order))
+        self.remember(found)
+        return found
+
+    def improved(self, order: Sequence[int]) -> Answer:
+        """Return an order less the runs that memory lets it do without."""
+        return improve_retention(
+            self.numbers, order, self.budget_bytes, 1.0, self.limits.remaining_s
         )
 
     def improve_best(self, count: int) -> Iterator[float]:

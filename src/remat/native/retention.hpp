@@ -1,0 +1,10 @@
+// Native twin of remat.retention_table.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace remat {
+
+void bind_retention(nanobind::module_& module);
+
+}  // namespace remat
