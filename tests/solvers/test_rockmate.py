@@ -210,7 +210,7 @@ def test_near_the_optimum_of_the_whole_graph(max_stages: int):
         assert exact.cost_ns is not None
         assert ours.cost_ns is not None
         gaps.append(ours.cost_ns / exact.cost_ns - 1)
-    # At the tightest budget a schedule that the stages do not see is cheaper.
+    # The tightest budget comes first: there the composition loses a little.
     assert len(gaps) >= 4
     assert gaps[0] <= 0.06
     assert max(gaps[1:]) <= 1e-6
