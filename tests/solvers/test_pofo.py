@@ -79,8 +79,9 @@ def test_faster_links_are_never_slower_and_copy(name: str):
         times.append(overlapped_ns(result))
     assert times == sorted(times, reverse=True)
     # Nothing comes over the slowest link in time; the fastest takes its latency alone.
+    # Both try budgets of their own, so that PoFo may find a cheaper order than Rotor.
     alone = solved(graph, platform(budget, 1), Rotor())
-    assert times[0] == overlapped_ns(alone)
+    assert least <= times[0] <= overlapped_ns(alone)
     assert copies(solved(graph, platform(budget, 1))) == 0
     assert times[-1] <= least * 1001 // 1000
     assert copies(solved(graph, platform(budget, 10**6 * GIGA))) > 0
