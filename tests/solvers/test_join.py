@@ -143,6 +143,8 @@ def test_a_real_model_trains_within_the_budget_bit_for_bit(
             budget="92%",
             loss=workload.loss,
             solver="join",
+            # Measured times of so small an unequal tower may come out negligible.
+            costs="estimated" if name == "clip" else "measured",
             repeats=1,
         )
     assert report.is_within_budget
