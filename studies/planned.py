@@ -7,7 +7,7 @@ afresh, with a cache of operator costs of its own that is empty at first.
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +32,11 @@ _NO_LIMIT = 2**62
 class PhaseClock:
     """Adds up the seconds of capture, profile and solve from progress reports."""
 
-    def __init__(self) -> None:
+    def __init__(self, now_s: Callable[[], float] = time.perf_counter) -> None:
         self.seconds = {"capture": 0.0, "profile": 0.0, "solve": 0.0, "install": 0.0}
+        self._now_s = now_s
         self._phase = "capture"
-        self._since = time.perf_counter()
+        self._since = now_s()
 
     def __call__(self, activity: str, share: float) -> None:  # noqa: ARG002
         """Take one report: a :data:`remat.solvers.base.ProgressCallback`."""
@@ -50,7 +51,7 @@ class PhaseClock:
 
     def enter(self, phase: str) -> None:
         """End the current phase and begin another."""
-        now = time.perf_counter()
+        now = self._now_s()
         self.seconds[self._phase] += now - self._since
         self._phase, self._since = phase, now
 

@@ -215,8 +215,15 @@ class TestRefusals:
         plan = plan_small(time_limit=0)
         assert plan.trace.is_valid
         tight = plan.graph.resident_bytes() + 64
-        with pytest.raises(BudgetError, match=r"none found|no schedule fits"):
+        words = r"none found.*raise the budgets, or shrink the batch"
+        with pytest.raises(BudgetError, match=words) as refused:
             plan_small({"cpu": tight, "host": "1 GiB"}, time_limit=0)
+        known = refused.value.required_bytes
+        words = (
+            r"none found in .* within the budgets: use solver='auto', or give more time"
+        )
+        with pytest.raises(BudgetError, match=words):
+            plan_small({"cpu": known, "host": "1 GiB"}, time_limit=0, solver="xengine")
 
     def test_below_the_floor(self) -> None:
         whole = plan_small().baseline_peak_bytes
@@ -286,7 +293,7 @@ class TestGraphs:
         assert plan.cost_ns == 4 + 7 + 3 + 16
         text = str(plan)
         assert "b1: peak 24 B of 100 B, runs 2 ops in 10 ns" in text
-        assert "a0 to b1: 1 copies, 4 B in 4 ns (4 B of x)" in text
+        assert "a0 to b1: 1 copy, 4 B in 4 ns (4 B of x)" in text
         assert "alone" not in text
 
     def test_an_op_that_no_device_can_run(self) -> None:

@@ -8,9 +8,11 @@ import pytest
 
 from remat.errors import FileFormatError, PlanMismatchError
 from remat.graph_planning import plain_peak_bytes, plan_graph
+from remat.problem import Status
 from remat.schedule import Schedule
 from remat.simulator import simulate
 from remat.training_plan import Plan, contributors, load_plan
+from remat.units import format_ns
 from tests.instances import mlp_chain, transformer_like
 
 
@@ -42,6 +44,15 @@ def test_summary_and_text_name_the_figures(plan: Plan) -> None:
     text = str(plan)
     for word in ("budget", "peak", "time", "proved bound", "recomputed", "at the peak"):
         assert word in text
+
+
+def test_a_bound_of_some_schedules_is_not_said_of_all(plan: Plan) -> None:
+    assert plan.bound_ns == plan.floor_ns == plan.baseline_cost_ns
+    assert "of all" not in str(plan)
+    claimed = replace(plan, bound_ns=plan.cost_ns, status=Status.OPTIMAL)
+    assert claimed.floor_ns == plan.floor_ns
+    words = f"of the schedules that {plan.solver} searches; of all, "
+    assert words + format_ns(plan.floor_ns) in str(claimed)
 
 
 def test_round_trip(plan: Plan, tmp_path: Path) -> None:

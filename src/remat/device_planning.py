@@ -287,10 +287,20 @@ def _refuse(
         parts = contributors(graph, floor.schedule, floor.trace.peak_step(), platform)
         listing = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts[:6])
         hint += f" and nothing elsewhere, made of {listing}"
-    proved = "no schedule fits" if result.status is Status.INFEASIBLE else "none found"
+    proved = "none found"
+    if result.status is Status.INFEASIBLE:
+        proved = f"none that {result.solver} searches fits"
+    is_known = bool(known) and all(
+        device.budget_bytes is None or known.get(device.name, 0) <= device.budget_bytes
+        for device in platform.devices
+    )
+    advice = (
+        "that is within the budgets: use solver='auto', or give more time"
+        if is_known
+        else "raise the budgets, or shrink the batch"
+    )
     msg = (
-        f"{proved} in {asked}; {hint}; raise the budgets, or shrink the batch (tried: "
-        f"{'; '.join(result.candidates)})"
+        f"{proved} in {asked}; {hint}; {advice} (tried: {'; '.join(result.candidates)})"
     )
     home = platform.devices[0]
     home_bytes = home.budget_bytes or 0

@@ -76,8 +76,9 @@ class LinkUse:
             f"{format_bytes(size)} of {name}" for name, size in self.storages[:_NAMED]
         )
         rest = ", ..." if len(self.storages) > _NAMED else ""
+        copies = "copy" if self.copy_count == 1 else "copies"
         return (
-            f"{self.source} to {self.target}: {self.copy_count} copies, "
+            f"{self.source} to {self.target}: {self.copy_count} {copies}, "
             f"{format_bytes(self.size_bytes)} in {format_ns(self.time_ns)} "
             f"({names}{rest})"
         )

@@ -7,12 +7,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+from remat.bounds import cost_bound_ns
 from remat.device_use import DeviceUse, LinkUse, device_uses, link_uses
 from remat.errors import FileFormatError, PlanMismatchError
 from remat.graph import Role, TrainingGraph
 from remat.liveness import schedule_from_order, store_all_order
 from remat.platform import Platform, single_device
-from remat.problem import Result, Status
+from remat.problem import Problem, Result, Status
 from remat.schedule import Compute, Copy, Schedule
 from remat.serialisation import (
     graph_from_json,
@@ -143,6 +144,15 @@ class Plan:
             self.cost_ns / self.baseline_cost_ns - 1 if self.baseline_cost_ns else 0.0
         )
 
+    @cached_property
+    def floor_ns(self) -> int:
+        """A time in nanoseconds that no schedule at all can beat.
+
+        ``bound_ns`` may be larger: then it holds for the schedules that the solver
+        searches, which is its ``schedule_class``.
+        """
+        return cost_bound_ns(Problem(graph=self.graph, platform=self.platform))
+
     @property
     def gap(self) -> float:
         """(cost - bound) / cost: how far from the proved minimum at most, 0 to 1."""
@@ -157,10 +167,7 @@ class Plan:
         lines = [
             f"plan for {self.graph.name}",
             *(self._place_lines() if self.has_several_devices else self._peak_lines()),
-            (
-                f"  proved bound  {format_ns(self.bound_ns)}, gap {self.gap:.1%} "
-                f"({self.status} by {self.solver})"
-            ),
+            *self._bound_lines(),
             f"  recomputed    {self.recomputed_op_count} of {len(self.graph.ops)} ops",
         ]
         if self.smallest_budget_bytes is not None:
@@ -183,6 +190,21 @@ class Plan:
     def has_several_devices(self) -> bool:
         """Whether the plan is for more than one device."""
         return len(self.platform.devices) > 1
+
+    def _bound_lines(self) -> list[str]:
+        bound = (
+            f"  proved bound  {format_ns(self.bound_ns)}, gap {self.gap:.1%} "
+            f"({self.status} by {self.solver})"
+        )
+        if self.bound_ns <= self.floor_ns:
+            return [bound]
+        return [
+            bound,
+            (
+                f"                of the schedules that {self.solver} searches; of all, "
+                f"{format_ns(self.floor_ns)}"
+            ),
+        ]
 
     def _peak_lines(self) -> list[str]:
         budget = self.budget_bytes

@@ -440,7 +440,11 @@ class XEnginePublished:
                 status=Status.UNKNOWN,
                 bound_ns=bound_ns,
                 stop_reason=stop_reason,
-                message=f"the published rows have no solution ({found.outcome})",
+                message=(
+                    "no solution of the published rows was found in time"
+                    if found.is_over_time
+                    else f"the published rows have no solution ({found.outcome})"
+                ),
             )
         runs = [(ops[op], device) for op, device in model.runs(found.values)]
         schedule = lifted(instance, runs)
