@@ -34,8 +34,8 @@ ROOMIER = {"vgg19": "60%"}
 _LIMIT_S = 600
 
 
-def study(name: str, *, tiny: bool) -> dict[str, Any]:
-    """Plan a model and return the seconds of each phase."""
+def study(name: str, budget: str, *, tiny: bool) -> dict[str, Any]:
+    """Plan a model within a budget and return the seconds of each phase."""
     workload = MODELS[name](Options(tiny=tiny))
     step = make_step(workload)
     clock = PhaseClock(time.process_time)
@@ -44,12 +44,13 @@ def study(name: str, *, tiny: bool) -> dict[str, Any]:
             workload.model,
             workload.args,
             workload.kwargs,
-            budget=ROOMIER.get(name, BUDGET),
+            budget=budget,
             optimizer=step.optimizer,
             loss=step.loss,
             progress=clock,
         )
     return {
+        "budget": budget,
         "ops": len(found.graph.ops),
         "cost_ns": found.cost_ns,
         "bound_ns": found.bound_ns,
@@ -79,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--tiny", action="store_true", help="the small variants")
+    parser.add_argument("--budget", help=f"default: {BUDGET} of the predicted peak")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
     parser.add_argument("--tables", action="store_true", help="write the table only")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -92,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.child:
         torch.set_num_threads(1)
         (name,) = options.models
-        line = study(name, tiny=options.tiny)
+        budget = options.budget or ROOMIER.get(name, BUDGET)
+        line = study(name, budget, tiny=options.tiny)
         fixed = {"study": STUDY, "model": name, "tiny": options.tiny}
         append(results, {**fixed, **line, **environment()})
         print(f"{name}: {line['planning_s']} s for {line['ops']} ops", flush=True)
@@ -100,10 +103,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failures = 0
     for name in options.models:
         child = ["--child", "--models", name, "--results", str(options.results)]
+        child += ["--tiny"] if options.tiny else []
+        child += ["--budget", options.budget] if options.budget else []
         with tempfile.TemporaryDirectory() as cache:
             ended = run_module(
                 "studies.planning_time",
-                [*child, *(["--tiny"] if options.tiny else [])],
+                child,
                 limit_s=_LIMIT_S,
                 variables={"REMAT_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"},
             )

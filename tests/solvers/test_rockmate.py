@@ -317,7 +317,7 @@ def thinned() -> Iterator[tuple[list[StageOption], int, list[int]]]:
     yield four, 1, [0]
 
 
-@pytest.mark.parametrize(("options", "most", "expected"), thinned())
+@pytest.mark.parametrize(("options", "most", "expected"), list(thinned()))
 def test_options_that_are_offered(
     options: list[StageOption], most: int, expected: list[int]
 ):
