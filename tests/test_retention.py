@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from remat.errors import SolverUnsuitableError
 from remat.graph import Op, Phase, Storage, TrainingGraph
 from remat.liveness import BOUNDARY, schedule_from_order, store_all_order
+from remat.plain_numbers import plain_numbers
 from remat.platform import single_device
 from remat.problem import Limits
-from remat.retention import RetentionTable, improve_order, plain_numbers
+from remat.retention import RetentionTable, improve_order
 from remat.simulator import Trace, simulate
 from remat.solvers.chen import greedy_starts, segment_order
 from tests.instances import INSTANCES

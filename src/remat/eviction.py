@@ -25,19 +25,17 @@ References
    IBM Systems Journal 5(2), 1966.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from dataclasses import dataclass
 
 import numpy as np
 
 from remat.bounds import required_ops
-from remat.errors import SolverUnsuitableError
 from remat.eviction_run import END, Blocks, Bounds, Ops, Scores, run_evicting
 from remat.graph import TrainingGraph
 from remat.liveness import BOUNDARY, store_all_order
+from remat.plain_numbers import plain_numbers
 from remat.problem import Limits
-
-_MOST_TOTAL = 2**60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,42 +102,26 @@ def evicting_order(
     """
     rule = rule or EvictionRule()
     limits = limits or Limits()
-    is_resident = [s.is_resident for s in graph.storages]
-    sizes = [s.size_bytes for s in graph.storages]
-    costs = [op.cost_ns[kind_index] or 0 for op in graph.ops]
-    workspaces = [op.workspace_bytes[kind_index] for op in graph.ops]
-    if max(sum(sizes) + sum(workspaces), sum(costs)) > _MOST_TOTAL:
-        msg = (
-            f"{graph.name} has {sum(sizes) + sum(workspaces):_} bytes and "
-            f"{sum(costs):_} ns in all; eviction counts up to {_MOST_TOTAL:_}"
-        )
-        raise SolverUnsuitableError(msg)
-
-    def transient(storages: Sequence[int]) -> list[int]:
-        return [s for s in storages if not is_resident[s]]
-
+    numbers = plain_numbers(graph, kind_index)
     required = required_ops(graph)
     steps = [op for op in store_all_order(graph) if op == BOUNDARY or op in required]
     distances = np.maximum(np.arange(len(steps) + 2, dtype=np.float64), 1.0)
-    weights = np.maximum(np.array(sizes, dtype=np.float64), 1.0) ** rule.size_exponent
+    weights = (
+        np.maximum(np.array(numbers.sizes, dtype=np.float64), 1.0) ** rule.size_exponent
+    )
     ops = Ops(
-        # The end and the boundary come last, as END and BOUNDARY count from there.
-        reads=[
-            *(transient(op.reads) for op in graph.ops),
-            transient(graph.final_outputs),
-            transient(graph.forward_outputs),
-        ],
-        writes=[*(op.writes for op in graph.ops), (), graph.tangents],
+        reads=numbers.reads,
+        writes=numbers.writes,
         may_rerun=[op.is_recomputable for op in graph.ops],
-        costs=costs,
-        workspaces=workspaces,
+        costs=numbers.costs,
+        workspaces=numbers.workspaces,
     )
     blocks = Blocks(
         consumers=graph.consumers,
         producers=[
             -1 if producer is None else producer for producer in graph.producers
         ],
-        sizes=sizes,
+        sizes=numbers.sizes,
         weights=weights.tolist(),
     )
     scores = Scores(
@@ -149,10 +131,10 @@ def evicting_order(
     )
     bounds = Bounds(
         limit_bytes=limit_bytes,
-        resident_bytes=sum(s.size_bytes for s in graph.storages if s.is_resident),
+        resident_bytes=numbers.resident_bytes,
         run_limit=runs_per_op * len(graph.ops),
     )
-    kept = None if saved is None else [s in saved for s in range(len(sizes))]
+    kept = None if saved is None else [s in saved for s in range(len(numbers.sizes))]
     return run_evicting(
         [*steps, END], ops, blocks, scores, bounds, kept, limits.remaining_s
     )

@@ -14,57 +14,10 @@ so the improvement is monotone. The judge has the last word on the result.
 
 from collections.abc import Sequence
 
-from remat.errors import SolverUnsuitableError
 from remat.graph import TrainingGraph
+from remat.plain_numbers import plain_numbers
 from remat.problem import Limits
-from remat.retention_table import Numbers, Table, improve_retention
-
-_MOST_TOTAL = 2**60
-
-
-def plain_numbers(graph: TrainingGraph, kind_index: int = 0) -> Numbers:
-    """Return what the functions of :mod:`remat.retention_table` need of a graph.
-
-    Parameters
-    ----------
-    graph
-        The graph that orders are for.
-    kind_index
-        Position of the device's kind in the ops' costs.
-
-    Raises
-    ------
-    SolverUnsuitableError
-        If its bytes or times add up to more than 2**60.
-    """
-    is_resident = [s.is_resident for s in graph.storages]
-
-    def transient(storages: Sequence[int]) -> list[int]:
-        return [s for s in storages if not is_resident[s]]
-
-    sizes = [s.size_bytes for s in graph.storages]
-    costs = [op.cost_ns[kind_index] or 0 for op in graph.ops]
-    workspaces = [op.workspace_bytes[kind_index] for op in graph.ops]
-    if max(sum(sizes) + sum(workspaces), sum(costs)) > _MOST_TOTAL:
-        msg = (
-            f"{graph.name} has {sum(sizes) + sum(workspaces):_} bytes and "
-            f"{sum(costs):_} ns in all; retention counts up to {_MOST_TOTAL:_}"
-        )
-        raise SolverUnsuitableError(msg)
-    return Numbers(
-        # The end and the boundary come last, as -2 and BOUNDARY count from there.
-        reads=[
-            *(transient(op.reads) for op in graph.ops),
-            transient(graph.final_outputs),
-            transient(graph.forward_outputs),
-        ],
-        writes=[*(op.writes for op in graph.ops), (), graph.tangents],
-        sizes=sizes,
-        costs=costs,
-        workspaces=workspaces,
-        stays_once=[op.is_ordered or not op.writes for op in graph.ops],
-        resident_bytes=sum(s.size_bytes for s in graph.storages if s.is_resident),
-    )
+from remat.retention_table import Table, improve_retention
 
 
 class RetentionTable(Table):

@@ -1,6 +1,6 @@
 """The table behind :mod:`remat.retention`, on plain numbers, and what is asked of it.
 
-The two functions run in the native core; the class is what their Python twins use, and
+The functions run in the native core; the class is what their Python twins use, and
 what is used to look at a table between changes.
 """
 
@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
 
 import numpy as np
 
 from remat.liveness import BOUNDARY
 from remat.native import native
+from remat.plain_numbers import Numbers
 from remat.problem import Limits
 
 _VALUE_TOLERANCE = 1e-9
@@ -34,31 +34,6 @@ class _Copy:
     @property
     def end(self) -> int:
         return self.uses[-1] if self.uses else self.birth
-
-
-class Numbers(NamedTuple):
-    """A graph on one device, in plain numbers.
-
-    Parameters
-    ----------
-    reads, writes
-        Storages, without resident ones among the reads. Behind those of the ops come
-        those of the end, then those of the boundary: the places -2 and -1.
-    sizes, costs, workspaces
-        Bytes of each storage, time and bytes of each op.
-    stays_once
-        Per op whether its first run stays although nobody reads what it writes.
-    resident_bytes
-        Bytes in use throughout.
-    """
-
-    reads: Sequence[Sequence[int]]
-    writes: Sequence[Sequence[int]]
-    sizes: Sequence[int]
-    costs: Sequence[int]
-    workspaces: Sequence[int]
-    stays_once: Sequence[bool]
-    resident_bytes: int
 
 
 class Table:

@@ -12,7 +12,7 @@ from tests.test_retention import with_repeats
 
 from remat.graph import TrainingGraph
 from remat.liveness import BOUNDARY, store_all_order
-from remat.retention import plain_numbers
+from remat.plain_numbers import plain_numbers
 from remat.retention_table import (
     Numbers,
     improve_retention,

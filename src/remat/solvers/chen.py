@@ -41,10 +41,10 @@ from remat.graph import TrainingGraph
 from remat.liveness import schedule_from_order, store_all_order
 from remat.lower_sets.chen import chen_segmentation
 from remat.lower_sets.choice import choose_family
+from remat.plain_numbers import plain_numbers
 from remat.problem import Limits, Problem, Proposal, Status, StopReason
 from remat.reductions.forward_values import reduce_to_forward_values
 from remat.reductions.segments import SegmentedGraph
-from remat.retention import plain_numbers
 from remat.retention_table import weigh_order
 from remat.solvers.base import ProgressCallback, single_device_kind_index
 from remat.units import format_bytes

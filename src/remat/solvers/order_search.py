@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from remat.bounds import cost_bound_ns, peak_bound_bytes
 from remat.liveness import schedule_from_order, store_all_order
+from remat.plain_numbers import plain_numbers
 from remat.problem import Limits, Problem, Proposal, Status, StopReason
-from remat.retention import plain_numbers
 from remat.retention_table import (
     Answer,
     improve_retention,
