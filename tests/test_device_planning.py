@@ -212,18 +212,20 @@ class TestRefusals:
 
     def test_no_time_at_all(self, monkeypatch: Any) -> None:
         monkeypatch.setattr(solvers, "AUTO_DEVICES", REAL_PORTFOLIO)
-        plan = plan_small(time_limit=0)
+        plan = plan_small(time_limit=1e-9)
         assert plan.trace.is_valid
         tight = plan.graph.resident_bytes() + 64
         words = r"none found.*raise the budgets, or shrink the batch"
         with pytest.raises(BudgetError, match=words) as refused:
-            plan_small({"cpu": tight, "host": "1 GiB"}, time_limit=0)
+            plan_small({"cpu": tight, "host": "1 GiB"}, time_limit=1e-9)
         known = refused.value.required_bytes
         words = (
             r"none found in .* within the budgets: use solver='auto', or give more time"
         )
         with pytest.raises(BudgetError, match=words):
-            plan_small({"cpu": known, "host": "1 GiB"}, time_limit=0, solver="xengine")
+            plan_small(
+                {"cpu": known, "host": "1 GiB"}, time_limit=1e-9, solver="xengine"
+            )
 
     def test_below_the_floor(self) -> None:
         whole = plan_small().baseline_peak_bytes

@@ -410,8 +410,10 @@ def test_bad_requests_are_refused() -> None:
     [
         ({"time_limit": "3"}, TypeError),
         ({"time_limit": True}, TypeError),
-        ({"time_limit": -1}, ValueError),
-        ({"time_limit": float("nan")}, ValueError),
+        ({"time_limit": 0}, UnitError),
+        ({"time_limit": -1}, UnitError),
+        ({"time_limit": float("nan")}, UnitError),
+        ({"time_limit": float("inf")}, UnitError),
         ({"seed": "a"}, TypeError),
         ({"seed": 1.5}, TypeError),
         ({"progress": 3}, TypeError),
@@ -427,9 +429,13 @@ def test_options_of_a_wrong_type_are_named(
     option: dict[str, Any], error: type[Exception]
 ) -> None:
     (name,) = option
-    for function in (remat.fit, remat.plan):
+    for function in (remat.fit, remat.plan, remat.verify):
         with pytest.raises(error, match=f"^{name} is "):
             function(nn.Linear(2, 2), torch.randn(1, 2), budget="1 GB", **option)
+    if name != "kwargs":
+        given: dict[str, Any] = {"model": nn.Linear(2, 2), **option}
+        with pytest.raises(error, match=f"^{name} is "):
+            remat.backend(budget="1 GB", **given)
     with pytest.raises(TypeError, match=r"^plan is "):
         remat.fit(nn.Linear(2, 2), torch.randn(1, 2), plan=cast("Any", "plan.json"))
 

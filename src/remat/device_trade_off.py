@@ -18,7 +18,7 @@ from remat.graph import TrainingGraph
 from remat.graph_planning import placed_on, spread_budgets
 from remat.paging import smallest_paged
 from remat.platform import Platform
-from remat.problem import Problem, Status
+from remat.problem import Problem, Status, check_time_limit
 from remat.solvers import chosen_solvers
 from remat.solvers.base import ProgressCallback, ignore_progress
 from remat.training_plan import Plan
@@ -76,6 +76,7 @@ def trade_off_on_devices(  # noqa: PLR0913 - every option that a user has
     UnitError
         If a budget is not a positive size, or fewer than 2 points are asked for.
     """
+    check_time_limit(time_limit)
     chosen_solvers(solver, has_several_devices=True)
     platform, graph = placed_on(graph, platform)
     home = platform.devices[0]

@@ -22,7 +22,7 @@ from remat.graph import TrainingGraph
 from remat.liveness import schedule_from_order, store_all_order
 from remat.planning import solve, solve_portfolio
 from remat.platform import Platform, single_device
-from remat.problem import Limits, Problem, Result, Status
+from remat.problem import Limits, Problem, Result, Status, check_time_limit
 from remat.simulator import simulate
 from remat.solvers import chosen_solvers
 from remat.solvers.base import ProgressCallback, Solver, ignore_progress
@@ -81,6 +81,7 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
     UnitError
         If the budget is not a positive size.
     """
+    check_time_limit(time_limit)
     if platform is not None and len(platform.devices) > 1:
         placed, graph = placed_on(graph, platform)
         return plan_on_devices(
@@ -296,6 +297,7 @@ def trade_off(  # noqa: PLR0913 - every option that a user has
     UnitError
         If a budget is not a positive size, or fewer than 2 points are asked for.
     """
+    check_time_limit(time_limit)
     solvers = chosen_solvers(solver)
     whole_bytes = plain_peak_bytes(graph)
     # Wrong sizes are refused before the search begins.

@@ -14,6 +14,7 @@ from remat.device_planning import Budget, budgets_bytes, check_budgets
 from remat.errors import CaptureError, UnitError
 from remat.graph_planning import several_budgets
 from remat.platform import Platform
+from remat.problem import check_time_limit
 from remat.serialisation import load_platform
 from remat.solvers import chosen_solvers
 from remat.solvers.base import ProgressCallback, ignore_progress
@@ -59,7 +60,7 @@ class PlanRequest:
             _check("loss", self.loss, Callable, "a function of the model's outputs")
         _check("progress", self.progress, Callable, "a function of (activity, share)")
         _check("seed", self.seed, int, "an integer")
-        _check_time_limit(self.time_limit)
+        check_time_limit(self.time_limit)
         chosen_solvers(self.solver, has_several_devices=self.has_several_devices)
         if self.costs not in {"measured", "estimated"}:
             msg = f"costs is {self.costs!r}; it must be 'measured' or 'estimated'"
@@ -138,20 +139,6 @@ def _check(name: str, value: object, kind: Any, needed: str) -> None:
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         msg = f"{name} is {value!r} ({type(value).__name__}); it must be {needed}"
         raise TypeError(msg)
-
-
-def _check_time_limit(seconds: object) -> None:
-    needed = "a number of seconds, at least 0, or None for no limit"
-    if seconds is None:
-        return
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        msg = (
-            f"time_limit is {seconds!r} ({type(seconds).__name__}); it must be {needed}"
-        )
-        raise TypeError(msg)
-    if not seconds >= 0:
-        msg = f"time_limit is {seconds}; it must be {needed}"
-        raise ValueError(msg)
 
 
 def platform_of(platform: Platform | str | PathLike[str] | None) -> Platform | None:

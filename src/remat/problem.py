@@ -1,9 +1,11 @@
 """Problems, results, and what a status proves."""
 
+import math
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from remat.errors import UnitError
 from remat.graph import TrainingGraph
 from remat.platform import Platform
 from remat.schedule import Schedule
@@ -61,6 +63,34 @@ class Problem:
     def budget_bytes(self) -> int | None:
         """The budget of device 0, in bytes; ``None`` for no limit."""
         return self.platform.devices[0].budget_bytes
+
+
+def check_time_limit(seconds: object) -> None:
+    """Refuse what is no time limit that a user can mean.
+
+    Parameters
+    ----------
+    seconds
+        Seconds, finite and more than 0, or ``None`` for no limit.
+
+    Raises
+    ------
+    TypeError
+        If it is no number.
+    UnitError
+        If it is zero, negative, infinite or not a number.
+    """
+    needed = "a finite number of seconds above 0, or left out (None) for no limit"
+    if seconds is None:
+        return
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        msg = (
+            f"time_limit is {seconds!r} ({type(seconds).__name__}); it must be {needed}"
+        )
+        raise TypeError(msg)
+    if not 0 < seconds < math.inf:
+        msg = f"time_limit is {seconds:g}; it must be {needed}"
+        raise UnitError(msg)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tests.instances import mlp_chain
 
 import remat
@@ -14,7 +15,7 @@ from remat.cli import main
 from remat.cli.commands import COMMANDS
 from remat.cli.commands.fit import Trained
 from remat.cli.entry import make_parser
-from remat.errors import SolverFault
+from remat.errors import SolverFault, UnitError
 from remat.graph_planning import plan_graph
 from remat.serialisation import load_graph, load_schedule, save_graph, save_schedule
 from remat.solvers import SOLVERS
@@ -303,6 +304,18 @@ class TestWrongUsage:
     def test_argparse_answers_with_2_as_well(self, words, capsys) -> None:
         assert main(words) == 2
         assert "error: " in capsys.readouterr().err
+
+    @pytest.mark.parametrize("command", ["plan", "fit", "verify", "curve"])
+    @pytest.mark.parametrize("limit", ["0", "-1", "nan", "inf"])
+    def test_a_time_limit_of_nothing_is_refused_as_in_python(
+        self, command: str, limit: str, capsys
+    ) -> None:
+        size = "--budgets" if command == "curve" else "--budget"
+        assert main([command, SCRIPT, size, "1MB", f"--time-limit={limit}"]) == 2
+        model, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
+        with pytest.raises(UnitError) as refused:
+            remat.plan(model, x, budget="1 MB", time_limit=float(limit))
+        assert str(refused.value) in capsys.readouterr().err
 
     def test_a_damaged_file(self, files: Path, capsys) -> None:
         whole = (files / "plan.json").read_text()

@@ -9,8 +9,9 @@ from enum import IntEnum
 from typing import Protocol
 
 from remat.device_planning import Budget, budgets_bytes
-from remat.errors import UsageError
+from remat.errors import UnitError, UsageError
 from remat.platform import Platform
+from remat.problem import check_time_limit
 from remat.serialisation import load_platform
 from remat.solvers import SOLVERS
 from remat.units import ANY_WHOLE_BYTES, parse_budget
@@ -172,7 +173,7 @@ def add_solving(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--time-limit",
-        type=_positive_seconds,
+        type=_seconds,
         metavar="SECONDS",
         help="most time to search for a schedule (default: none)",
     )
@@ -203,11 +204,15 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _positive_seconds(text: str) -> float:
-    seconds = float(text)
-    if not seconds > 0:
-        msg = f"{text} is not a positive number of seconds"
-        raise argparse.ArgumentTypeError(msg)
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+        check_time_limit(seconds)
+    except UnitError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    except ValueError as error:
+        msg = f"{text!r} is not a number of seconds"
+        raise argparse.ArgumentTypeError(msg) from error
     return seconds
 
 
