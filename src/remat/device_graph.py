@@ -116,6 +116,18 @@ def place_of(platform: Platform, device: int) -> str | None:
     return f"{runs_on}:{number if number.isdecimal() else 0}"
 
 
+def gathered(graph: TrainingGraph) -> TrainingGraph:
+    """Return the graph with every storage at home on the first device.
+
+    That is the step as one device alone would run it.
+    """
+    if all(storage.home == 0 for storage in graph.storages):
+        return graph
+    return replace(
+        graph, storages=tuple(replace(storage, home=0) for storage in graph.storages)
+    )
+
+
 def _check_connected(platform: Platform) -> None:
     ways = [(link.source, link.target) for link in platform.links]
     from_home = _reached(ways)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from remat.device_graph import gathered
 from remat.errors import (
     BudgetError,
     InvalidPlatformError,
@@ -105,6 +106,8 @@ def check_budgets(platform: Platform, budgets: DeviceBudgets | None) -> None:
 def plain_peak_at_home(graph: TrainingGraph, platform: Platform) -> int:
     """Return the peak of the step without rematerialisation on the first device alone.
 
+    Whatever is at home elsewhere is then at home there.
+
     Raises
     ------
     InvalidPlatformError
@@ -119,6 +122,7 @@ def plain_peak_at_home(graph: TrainingGraph, platform: Platform) -> int:
                 f"{op.name!r} cannot run there; give budgets in bytes"
             )
             raise InvalidPlatformError(msg)
+    graph = gathered(graph)
     plain = schedule_from_order(graph, store_all_order(graph))
     return simulate(graph, home, plain).peak_bytes[0]
 
@@ -245,6 +249,9 @@ def _check_residents(graph: TrainingGraph, platform: Platform) -> None:
 
 
 def _floor_at_home(graph: TrainingGraph, platform: Platform) -> Floor | None:
+    """Return the smallest budget at home if the first device can do all alone."""
+    if any(storage.home for storage in graph.storages):
+        return None
     kind = platform.devices[0].kind
     index = graph.kind_index(kind)
     if any(op.cost_ns[index] is None for op in graph.ops):

@@ -147,6 +147,14 @@ def _with_others(platform: Platform, others: DeviceBudgets | None) -> Platform:
 
 def _check_runs_at_home(graph: TrainingGraph, platform: Platform) -> None:
     home = platform.devices[0]
+    for index, storage in enumerate(graph.storages):
+        if storage.home:
+            msg = (
+                f"a curve compares with the step on {home.name!r} alone, but storage "
+                f"{index} {storage.name!r} is at home on device {storage.home}; plan for "
+                "one budget at a time"
+            )
+            raise InvalidPlatformError(msg)
     kind = graph.kind_index(home.kind)
     for index, op in enumerate(graph.ops):
         if op.cost_ns[kind] is None:

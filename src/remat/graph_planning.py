@@ -124,6 +124,14 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
 
 
 def _check_runs_alone(graph: TrainingGraph) -> None:
+    for index, storage in enumerate(graph.storages):
+        if storage.home:
+            msg = (
+                f"storage {index} {storage.name!r} is at home on device {storage.home}, "
+                "but one device is planned for, device 0; give a platform with all the "
+                "devices of the graph, and a budget for each"
+            )
+            raise InvalidPlatformError(msg)
     for index, op in enumerate(graph.ops):
         if op.cost_ns[0] is None:
             msg = (
@@ -156,8 +164,23 @@ def placed_on(
         & set(graph.device_kinds)
     ]
     home = known[0] if known else home_of(platform, graph.device_kinds[0])
+    _check_homes(graph, platform, home)
     arranged = arrange(platform, home)
     return arranged, place_graph(graph, arranged)
+
+
+def _check_homes(graph: TrainingGraph, platform: Platform, home: int) -> None:
+    """Refuse to reorder devices that the graph refers to by their numbers."""
+    if home == 0:
+        return
+    for index, storage in enumerate(graph.storages):
+        if storage.home:
+            msg = (
+                f"storage {index} {storage.name!r} is at home on device {storage.home}, "
+                f"but the platform's first device, {platform.names[0]!r}, is none that "
+                f"the graph has costs for; put {platform.names[home]!r} first"
+            )
+            raise InvalidPlatformError(msg)
 
 
 def several_budgets(

@@ -495,9 +495,10 @@ def check_platform(graph: TrainingGraph, platform: Platform) -> None:
         graph.kind_index(device.kind)
     for index, storage in enumerate(graph.storages):
         if storage.home >= len(platform.devices):
+            count = len(platform.devices)
             msg = (
                 f"storage {index} {storage.name!r} has home device {storage.home}, "
-                f"but the platform has {len(platform.devices)} devices"
+                f"but the platform has {count} device{'s' * (count > 1)}, numbered from 0"
             )
             raise InvalidPlatformError(msg)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from remat.bounds import cost_bound_ns
+from remat.device_graph import gathered
 from remat.device_use import DeviceUse, LinkUse, device_uses, link_uses
 from remat.errors import FileFormatError, PlanMismatchError
 from remat.graph import Role, TrainingGraph
@@ -90,12 +91,13 @@ class Plan:
     def baseline(self) -> Trace:
         """The replay of the same step without rematerialisation and without budget.
 
-        With several devices, on the first alone; it is not valid where some op cannot
-        run there.
+        With several devices, on the first alone, with everything at home there; it is
+        not valid where some op cannot run there.
         """
         platform = single_device(kind=self.platform.devices[0].kind)
-        schedule = schedule_from_order(self.graph, store_all_order(self.graph))
-        return simulate(self.graph, platform, schedule)
+        graph = gathered(self.graph)
+        schedule = schedule_from_order(graph, store_all_order(graph))
+        return simulate(graph, platform, schedule)
 
     @property
     def budget_bytes(self) -> int | None:
