@@ -215,7 +215,7 @@ class TestRefusals:
         plan = plan_small(time_limit=1e-9)
         assert plan.trace.is_valid
         tight = plan.graph.resident_bytes() + 64
-        words = r"none found.*raise the budgets, or shrink the batch"
+        words = r"fits on no device.*nothing fits in.*raise the budgets, or shrink"
         with pytest.raises(BudgetError, match=words) as refused:
             plan_small({"cpu": tight, "host": "1 GiB"}, time_limit=1e-9)
         known = refused.value.required_bytes
@@ -230,7 +230,7 @@ class TestRefusals:
     def test_below_the_floor(self) -> None:
         whole = plan_small().baseline_peak_bytes
         tight = {"cpu": whole // 2, "host": 1}
-        with pytest.raises(BudgetError, match=r"none found in .* on 'host'") as refused:
+        with pytest.raises(BudgetError, match=r"nothing fits in .* on 'host'") as refused:
             plan_small(tight)
         known = refused.value.required_by_device
         assert set(known) == {"cpu", "host"}

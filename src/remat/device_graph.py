@@ -72,6 +72,8 @@ def arrange(platform: Platform, home: int) -> Platform:
 def home_of(platform: Platform, runs_on: str) -> int:
     """Return the device of the platform on which a model on ``runs_on`` is.
 
+    That is the one of that name, or else the first that computes there.
+
     Parameters
     ----------
     platform
@@ -84,10 +86,16 @@ def home_of(platform: Platform, runs_on: str) -> int:
     InvalidPlatformError
         If no device that computes is there.
     """
-    for device in range(len(platform.devices)):
-        kind = platform.kind_of(device)
-        if kind.computes and place_of(platform, device) == runs_on:
+    found = [
+        device
+        for device in range(len(platform.devices))
+        if platform.kind_of(device).computes and place_of(platform, device) == runs_on
+    ]
+    for device in found:
+        if platform.names[device] == runs_on:
             return device
+    if found:
+        return found[0]
     msg = (
         f"the model is on {runs_on}, but no device of the platform that computes is: its "
         f"devices are {', '.join(platform.names)}"

@@ -13,15 +13,18 @@ from remat.errors import (
 from remat.floor import Floor, smallest_budget
 from remat.graph import TrainingGraph
 from remat.liveness import schedule_from_order, store_all_order
+from remat.multidevice.feasibility import infeasible_reason
+from remat.multidevice.instance import DeviceInstance
 from remat.overlapping import overlapping
 from remat.paging import paged, smallest_paged
 from remat.planning import solve_portfolio
 from remat.platform import Platform, single_device
 from remat.problem import Limits, Problem, Result, Status
-from remat.simulator import simulate
+from remat.schedule import Schedule
+from remat.simulator import Trace, simulate
 from remat.solvers import chosen_solvers
 from remat.solvers.base import ProgressCallback, ignore_progress
-from remat.training_plan import Plan, contributors, plan_settings
+from remat.training_plan import Plan, contributors, loss_hint, plan_settings
 from remat.units import format_bytes, format_ns, parse_budget
 
 DeviceBudgets = Mapping[str, int | str | None]
@@ -137,6 +140,7 @@ def plan_on_devices(  # noqa: PLR0913 - every option that a user has
     time_limit: float | None = None,
     seed: int = 0,
     progress: ProgressCallback = ignore_progress,
+    has_assumed_loss: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Solve and judge: return a plan on several devices, each within its budget.
@@ -151,7 +155,7 @@ def plan_on_devices(  # noqa: PLR0913 - every option that a user has
         By the devices' names; a device that is not named has its budget in the
         platform. A percentage is of the predicted peak without rematerialisation on the
         first device alone.
-    fingerprint, solver, time_limit, seed, progress, settings
+    fingerprint, solver, time_limit, seed, progress, has_assumed_loss, settings
         As for :func:`remat.graph_planning.plan_graph`.
 
     Raises
@@ -159,7 +163,8 @@ def plan_on_devices(  # noqa: PLR0913 - every option that a user has
     BudgetError
         If no schedule fits; names budgets with a known schedule, if one is known.
     InvalidPlatformError
-        If a budget is missing or for an unknown device.
+        If a budget is missing or for an unknown device, or if there is no schedule
+        whatever the budgets: an op runs nowhere, or a link is missing.
     SolverUnsuitableError
         If the solver is unknown or cannot treat the graph on this platform.
     UnitError
@@ -172,6 +177,7 @@ def plan_on_devices(  # noqa: PLR0913 - every option that a user has
         platform = platform.with_budgets(budgets_bytes(budgets, whole_bytes))
     problem = Problem(graph=graph, platform=platform)
     limits = Limits.after(time_limit, seed)
+    _check_is_possible(problem)
     _check_residents(graph, platform)
     result = solve_portfolio(
         problem,
@@ -188,7 +194,13 @@ def plan_on_devices(  # noqa: PLR0913 - every option that a user has
         limit = platform.devices[0].budget_bytes
         fits = floor is not None and (limit is None or floor.budget_bytes <= limit)
         if floor is None or not fits or solver != "auto":
-            _refuse(problem, result, floor, Limits.after(time_limit, seed))
+            _refuse(
+                problem,
+                result,
+                floor,
+                Limits.after(time_limit, seed),
+                has_assumed_loss=has_assumed_loss,
+            )
         # What an error would have named as possible is not refused.
         schedule = floor.schedule
         result = replace(result, solver="smallest_budget", status=Status.FEASIBLE)
@@ -219,6 +231,14 @@ def _paging(problem: Problem, result: Result) -> Result:
         trace=trace,
         candidates=(*result.candidates, line),
     )
+
+
+def _check_is_possible(problem: Problem) -> None:
+    """Refuse a platform on which nothing is possible, whatever the budgets."""
+    unlimited = problem.platform.with_budgets(dict.fromkeys(problem.platform.names))
+    reason = infeasible_reason(DeviceInstance.of(replace(problem, platform=unlimited)))
+    if reason is not None:
+        raise InvalidPlatformError(reason)
 
 
 def _check_residents(graph: TrainingGraph, platform: Platform) -> None:
@@ -260,45 +280,36 @@ def _floor_at_home(graph: TrainingGraph, platform: Platform) -> Floor | None:
 
 
 def _refuse(
-    problem: Problem, result: Result, floor: Floor | None, limits: Limits
+    problem: Problem,
+    result: Result,
+    floor: Floor | None,
+    limits: Limits,
+    *,
+    has_assumed_loss: bool,
 ) -> NoReturn:
     graph, platform = problem.graph, problem.platform
-    asked = ", ".join(
-        f"{'no limit' if d.budget_bytes is None else format_bytes(d.budget_bytes)} on "
-        f"{d.name!r}"
-        for d in platform.devices
-    )
-    names = platform.names
-    known: dict[str, int] = {}
-    if floor is None:
-        known = _known_without_limits(problem, limits)
-    else:
-        smaller = smallest_paged(graph, platform, floor.budget_bytes)
-        peaks = (
-            (floor.budget_bytes, *(0 for _ in names[1:]))
-            if smaller is None
-            else smaller[1].peak_bytes
-        )
-        # One byte is the least that a budget can be.
-        known = {n: max(1, peak) for n, peak in zip(names, peaks, strict=True)}
-        floor = floor if smaller is None else None
+    reason = infeasible_reason(DeviceInstance.of(problem))
+    known, schedule = _known(problem, floor, limits)
+    peaks = {} if known is None else _peaks(platform, known)
     works = ", ".join(
         f"{format_bytes(size)} ({size} bytes) on {name!r}"
-        for name, size in known.items()
+        for name, size in peaks.items()
         if size > 1
     )
     hint = "no schedule is known for any budgets"
-    if works:
-        hint = f"the smallest with a known schedule are {works}"
-    if floor is not None:
-        parts = contributors(graph, floor.schedule, floor.trace.peak_step(), platform)
-        listing = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts[:6])
-        hint += f" and nothing elsewhere, made of {listing}"
-    proved = "none found"
-    if result.status is Status.INFEASIBLE:
-        proved = f"none that {result.solver} searches fits"
-    is_known = bool(known) and all(
-        device.budget_bytes is None or known.get(device.name, 0) <= device.budget_bytes
+    if known is not None and schedule is not None:
+        least = "the smallest with a known schedule are"
+        hint = f"{'a schedule is known for' if floor is None else least} {works}"
+        if floor is not None and schedule == floor.schedule:
+            parts = contributors(graph, schedule, known.peak_step(), platform)
+            listing = ", ".join(
+                f"{format_bytes(size)} {name}" for name, size in parts[:6]
+            )
+            hint += f" and nothing elsewhere, made of {listing}"
+        if has_assumed_loss:
+            hint += loss_hint(graph, schedule, known, platform, reason or "")
+    is_known = bool(peaks) and all(
+        device.budget_bytes is None or peaks.get(device.name, 0) <= device.budget_bytes
         for device in platform.devices
     )
     advice = (
@@ -306,29 +317,75 @@ def _refuse(
         if is_known
         else "raise the budgets, or shrink the batch"
     )
-    msg = (
-        f"{proved} in {asked}; {hint}; {advice} (tried: {'; '.join(result.candidates)})"
-    )
     home = platform.devices[0]
     home_bytes = home.budget_bytes or 0
+    # Each solver would say again what is proved without them.
+    tried = "" if reason else f" (tried: {'; '.join(result.candidates)})"
+    msg = f"{_finding(problem, result, reason)}; {hint}; {advice}{tried}"
     raise BudgetError(
         msg,
         budget_bytes=home_bytes,
-        required_bytes=known.get(home.name, home_bytes),
-        required_by_device=known,
+        required_bytes=peaks.get(home.name, home_bytes),
+        required_by_device=peaks,
     )
 
 
-def _known_without_limits(problem: Problem, limits: Limits) -> dict[str, int]:
-    """Return the peaks of a schedule for devices of any size, if one is found."""
-    names = problem.platform.names
-    unlimited = problem.platform.with_budgets(dict.fromkeys(names))
+def _finding(problem: Problem, result: Result, reason: str | None) -> str:
+    """Return what is wrong: the cause, if it is proved, and what was asked for."""
+    devices = problem.platform.devices
+    asked = ", ".join(
+        f"{'no limit' if d.budget_bytes is None else format_bytes(d.budget_bytes)} on "
+        f"{d.name!r}"
+        for d in devices
+    )
+    if reason is not None:
+        return f"{reason}; nothing fits in {asked}"
+    proved = "none found"
+    if result.status is Status.INFEASIBLE:
+        proved = f"none that {result.solver} searches fits"
+    missing = [
+        f"from {a.name!r} to {b.name!r}"
+        for i, a in enumerate(devices)
+        for j, b in enumerate(devices)
+        if i != j and problem.platform.link(i, j) is None
+    ]
+    links = ""
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        links = f" with no link {', '.join(missing[:3])}{more}"
+    return f"{proved} in {asked}{links}"
+
+
+def _known(
+    problem: Problem, floor: Floor | None, limits: Limits
+) -> tuple[Trace | None, Schedule | None]:
+    """Return a schedule that gets by with little, and its replay; or nothing."""
+    if floor is None:
+        return _known_without_limits(problem, limits)
+    smaller = smallest_paged(problem.graph, problem.platform, floor.budget_bytes)
+    if smaller is None:
+        return floor.trace, floor.schedule
+    schedule, trace = smaller
+    return trace, schedule
+
+
+def _peaks(platform: Platform, trace: Trace) -> dict[str, int]:
+    """Return budgets that are enough, also on devices that a schedule leaves out."""
+    peaks = [*trace.peak_bytes, *(0 for _ in platform.devices)]
+    # One byte is the least that a budget can be.
+    return {
+        name: max(1, peak) for name, peak in zip(platform.names, peaks, strict=False)
+    }
+
+
+def _known_without_limits(
+    problem: Problem, limits: Limits
+) -> tuple[Trace | None, Schedule | None]:
+    """Return a schedule for devices of any size, and its replay, if one is found."""
+    unlimited = problem.platform.with_budgets(dict.fromkeys(problem.platform.names))
     result = solve_portfolio(
         replace(problem, platform=unlimited),
         chosen_solvers("auto", has_several_devices=True),
         limits=limits,
     )
-    if result.trace is None:
-        return {}
-    peaks = [max(1, peak) for peak in result.trace.peak_bytes]
-    return dict(zip(names, peaks, strict=True))
+    return result.trace, result.schedule

@@ -26,7 +26,7 @@ from remat.problem import Limits, Problem, Result, Status, check_time_limit
 from remat.simulator import simulate
 from remat.solvers import chosen_solvers
 from remat.solvers.base import ProgressCallback, Solver, ignore_progress
-from remat.training_plan import Plan, contributors, plan_settings
+from remat.training_plan import Plan, contributors, loss_hint, plan_settings
 from remat.units import ANY_WHOLE_BYTES, format_bytes, parse_budget
 
 
@@ -46,6 +46,7 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
     time_limit: float | None = None,
     seed: int = 0,
     progress: ProgressCallback = ignore_progress,
+    has_assumed_loss: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Solve and judge: return a plan for ``graph`` within the budget.
@@ -66,6 +67,9 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
         not captured here. Such a plan cannot be installed on a model.
     solver, time_limit, seed, progress
         As for :func:`remat.fit`.
+    has_assumed_loss
+        Whether the memory of the caller's loss is a guess, so that describing it may
+        help where nothing fits.
     settings
         What else the plan was made with, for people.
 
@@ -93,6 +97,7 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
             time_limit=time_limit,
             seed=seed,
             progress=progress,
+            has_assumed_loss=has_assumed_loss,
             settings=settings,
         )
     _check_runs_alone(graph)
@@ -106,7 +111,9 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
         floor = smallest_budget(graph, kind=graph.device_kinds[0])
         floor_bytes = floor.budget_bytes
         if budget_bytes < floor_bytes or solver != "auto":
-            raise_budget_error(graph, budget_bytes, result, floor)
+            raise_budget_error(
+                graph, budget_bytes, result, floor, has_assumed_loss=has_assumed_loss
+            )
         # What an error would have named as possible is not refused.
         schedule = floor.schedule
         result = replace(result, solver="smallest_budget", status=Status.FEASIBLE)
@@ -147,7 +154,8 @@ def placed_on(
     """Return an arranged platform, and the graph with costs for its devices.
 
     A graph that has costs for all its devices already, and the platform, are returned
-    as they are. Home is else the first device of a kind that the graph has costs for.
+    as they are. Home is else the device that is called as the graph's first kind, or
+    the first of a kind that the graph has costs for.
 
     Raises
     ------
@@ -156,6 +164,7 @@ def placed_on(
     """
     if graph.device_kinds == tuple(device.kind for device in platform.devices):
         return platform, graph
+    first = graph.device_kinds[0]
     known = [
         device
         for device in range(len(platform.devices))
@@ -163,7 +172,9 @@ def placed_on(
         and {platform.devices[device].kind, (place_of(platform, device) or "")}
         & set(graph.device_kinds)
     ]
-    home = known[0] if known else home_of(platform, graph.device_kinds[0])
+    # As for a model: the device of that name, or else the first.
+    known.sort(key=lambda device: platform.names[device] != first)
+    home = known[0] if known else home_of(platform, first)
     _check_homes(graph, platform, home)
     arranged = arrange(platform, home)
     return arranged, place_graph(graph, arranged)
@@ -177,8 +188,8 @@ def _check_homes(graph: TrainingGraph, platform: Platform, home: int) -> None:
         if storage.home:
             msg = (
                 f"storage {index} {storage.name!r} is at home on device {storage.home}, "
-                f"but the platform's first device, {platform.names[0]!r}, is none that "
-                f"the graph has costs for; put {platform.names[home]!r} first"
+                f"but the platform's first device, {platform.names[0]!r}, is not the one "
+                f"that the graph begins with; put {platform.names[home]!r} first"
             )
             raise InvalidPlatformError(msg)
 
@@ -250,7 +261,12 @@ def _solve(
 
 
 def raise_budget_error(
-    graph: TrainingGraph, budget_bytes: int, result: Result, floor: Floor
+    graph: TrainingGraph,
+    budget_bytes: int,
+    result: Result,
+    floor: Floor,
+    *,
+    has_assumed_loss: bool = False,
 ) -> NoReturn:
     """Raise the error that names the smallest budget and what it consists of.
 
@@ -267,16 +283,20 @@ def raise_budget_error(
     smallest = f"{format_bytes(floor_bytes)} ({floor_bytes:_} bytes)"
     parts = contributors(graph, floor.schedule, floor.trace.peak_step())[:6]
     listing = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts)
+    hint = ""
+    if has_assumed_loss:
+        hint = loss_hint(graph, floor.schedule, floor.trace)
     if budget_bytes < floor_bytes:
         msg = (
             f"no schedule fits in {asked}: the smallest budget that works is {smallest}, "
-            f"made of {listing}; raise the budget to at least {floor_bytes} bytes, or "
-            "shrink the batch"
+            f"made of {listing}{hint}; raise the budget to at least {floor_bytes} bytes, "
+            "or shrink the batch"
         )
     else:
         msg = (
             f"solver {result.solver} finds no schedule within {asked}: {result.message}; "
             f"a schedule of {smallest} is known (use solver='auto'), made of {listing}"
+            f"{hint}"
         )
     raise BudgetError(msg, budget_bytes=budget_bytes, required_bytes=floor_bytes)
 

@@ -31,14 +31,19 @@ from remat.costing import (
 )
 from remat.device_graph import arrange, home_of
 from remat.device_planning import Budget, budget_of
-from remat.errors import CaptureError, ExecutionError, PlanMismatchError
+from remat.errors import (
+    CaptureError,
+    ExecutionError,
+    InvalidPlatformError,
+    PlanMismatchError,
+)
 from remat.graph import Role
 from remat.graph_planning import one_budget, plan_graph, several_budgets
 from remat.plan_request import PlanRequest
 from remat.platform import Platform
 from remat.profile.cache import CostCache
 from remat.profile.described_loss import DescribedLoss
-from remat.profile.links import measured_platform
+from remat.profile.links import common_device, measured_platform
 from remat.profile.outside import (
     LossMemory,
     assumed_loss_bytes,
@@ -225,6 +230,7 @@ class Planner:
             time_limit=request.time_limit,
             seed=request.seed,
             progress=request.progress,
+            has_assumed_loss=request.loss is None,
             settings={"torch": torch.__version__, "costs": request.costs},
         )
 
@@ -243,11 +249,31 @@ class Planner:
         if platform is None and isinstance(request.budget, Mapping):
             request.progress("links", 0.0)
             names = list(request.budget)
+            _check_home_is_named(place, names)
             platform = measured_platform(names, cache=CostCache())
         if platform is None:
             return None
         home = home_of(platform, place)
         return None if len(platform.devices) == 1 else arrange(platform, home)
+
+
+def _check_home_is_named(place: str, names: Sequence[str]) -> None:
+    """Refuse budgets by device without one for the device that the model is on.
+
+    Raises
+    ------
+    InvalidPlatformError
+        If there is none, or a name stands for no device of this machine.
+    """
+    for name in names:
+        common_device(name)
+    first = place.removesuffix(":0")
+    if place not in names and first not in names:
+        msg = (
+            f"the model is on {place}, which has no budget: budgets are given for "
+            f"{', '.join(names)}; add one for {place!r}, or None where there is no limit"
+        )
+        raise InvalidPlatformError(msg)
 
 
 class CompilerPlanner(Planner):

@@ -11,7 +11,7 @@ from remat.bounds import cost_bound_ns
 from remat.device_graph import gathered
 from remat.device_use import DeviceUse, LinkUse, device_uses, link_uses
 from remat.errors import FileFormatError, PlanMismatchError
-from remat.graph import Role, TrainingGraph
+from remat.graph import Phase, Role, TrainingGraph
 from remat.liveness import schedule_from_order, store_all_order
 from remat.platform import Platform, single_device
 from remat.problem import Problem, Result, Status
@@ -360,6 +360,57 @@ def plan_settings(
         "candidates": list(result.candidates),
         "solve_s": round(result.elapsed_s, 3),
     }
+
+
+_LEAST_SHARE = 100
+
+
+def loss_hint(
+    graph: TrainingGraph,
+    schedule: Schedule,
+    trace: Trace,
+    platform: Platform | None = None,
+    reason: str = "",
+) -> str:
+    """Return advice to describe the loss, to end a message with, where that may help.
+
+    Empty where less than a hundredth of the peak on the first device is set aside for
+    the loss, and the loss is not what fits nowhere.
+
+    Parameters
+    ----------
+    graph
+        Of a step whose loss nobody described: what it needs is assumed.
+    schedule, trace, platform
+        A schedule, its replay, and where; by default one device of the first kind.
+    reason
+        Why nothing fits, which may begin with the op at fault.
+    """
+    platform = platform or single_device(kind=graph.device_kinds[0])
+    kind = graph.kind_index(platform.devices[0].kind)
+    step = trace.peak_step()
+    live = simulate(graph, platform, Schedule(schedule.steps[:step])).live_after[0]
+    current = schedule.steps[step]
+    assumed_bytes = 0
+    for index, op in enumerate(graph.ops):
+        if not op.is_external or op.phase is not Phase.FORWARD:
+            continue
+        is_now = isinstance(current, Compute) and current.op == index
+        is_now = is_now or reason.startswith(f"op {index} ")
+        if is_now:
+            assumed_bytes += op.workspace_bytes[kind]
+        assumed_bytes += sum(
+            graph.storages[storage].size_bytes
+            for storage in op.writes
+            if is_now or storage in live
+        )
+    if assumed_bytes * _LEAST_SHARE < trace.peak_bytes[0] or not assumed_bytes:
+        return ""
+    return (
+        f"; the loss is not described, so {format_bytes(assumed_bytes)} for it are a "
+        "guess: give loss=, the function of the outputs whose gradient is taken, and what "
+        "it needs is predicted"
+    )
 
 
 _NUMBER = re.compile(r"(_\d+)?(\.\d+)?\Z")

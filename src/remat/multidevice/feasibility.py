@@ -5,6 +5,8 @@ inputs, outputs and workspace exceed every device that could run it, a value tha
 chain of links brings to where it is needed.
 """
 
+from collections.abc import Iterable
+
 from remat.multidevice.instance import DeviceInstance
 from remat.units import format_bytes
 
@@ -15,6 +17,13 @@ def runnable_devices(instance: DeviceInstance) -> tuple[tuple[int, ...], ...]:
     Empty for an op that no schedule can run. A device is left out if the op has no cost
     there, does not fit there on its own, or a value that it reads cannot arrive there.
     """
+    return _spread(instance)[0]
+
+
+def _spread(
+    instance: DeviceInstance,
+) -> tuple[tuple[tuple[int, ...], ...], list[set[int]]]:
+    """Return per op where it may run, and per storage where its value may come."""
     graph = instance.graph
     places = [set[int]() for _ in graph.storages]
     for index, storage in enumerate(graph.storages):
@@ -32,7 +41,7 @@ def runnable_devices(instance: DeviceInstance) -> tuple[tuple[int, ...], ...]:
         found.append(devices)
         for storage in op.writes:
             places[storage] = _reachable(instance, set(devices))
-    return tuple(found)
+    return tuple(found), places
 
 
 def infeasible_reason(instance: DeviceInstance) -> str | None:
@@ -54,6 +63,10 @@ def _reachable(instance: DeviceInstance, start: set[int]) -> set[int]:
                 found.add(target)
                 pending.append(target)
     return found
+
+
+def _named(instance: DeviceInstance, devices: Iterable[int]) -> str:
+    return ", ".join(repr(instance.device_names[d]) for d in sorted(devices))
 
 
 def _fits(instance: DeviceInstance, size_bytes: int, device: int) -> bool:
@@ -87,7 +100,8 @@ def _cost_reason(instance: DeviceInstance) -> str | None:
 
 
 def _run_reason(instance: DeviceInstance) -> str | None:
-    graph, runnable = instance.graph, runnable_devices(instance)
+    graph = instance.graph
+    runnable, places = _spread(instance)
     for index in instance.required:
         if runnable[index]:
             continue
@@ -102,10 +116,16 @@ def _run_reason(instance: DeviceInstance) -> str | None:
                 for d in able
             )
             return f"op {index} {op.name!r} fits on no device: it needs {needs}"
-        names = ", ".join(repr(instance.device_names[d]) for d in fitting)
+        names = _named(instance, fitting)
+        lacking = [
+            f"storage {s} {graph.storages[s].name!r} from {_named(instance, places[s])} "
+            f"to {instance.device_names[d]!r}"
+            for d in fitting
+            for s in [s for s in op.reads if d not in places[s]][:1]
+        ]
         return (
-            f"op {index} {op.name!r} can run on {names}, but no links bring everything "
-            "that it reads there: add a link"
+            f"op {index} {op.name!r} can run on {names}, but no links bring "
+            f"{', or '.join(lacking)}: add a link"
         )
     return None
 
@@ -120,8 +140,9 @@ def _output_reason(instance: DeviceInstance) -> str | None:
         ):
             return (
                 f"storage {storage} {block.name!r} must be on device "
-                f"{instance.device_names[block.home]!r}, but no link leads there from "
-                "where it can be computed: add a link"
+                f"{instance.device_names[block.home]!r}, but no links lead there from "
+                f"where it can be computed, {_named(instance, runnable[producer])}: add "
+                "a link"
             )
     leaving = (
         ("at the boundary", {*graph.forward_outputs, *graph.tangents}),
