@@ -18,6 +18,7 @@ from torch._higher_order_ops.effects import with_effects
 from torch.utils._pytree import tree_leaves, tree_map
 
 from remat.capture.autocast import Autocast
+from remat.capture.gradient_layouts import spanned_bytes
 from remat.capture.returned import ReturnedTensor
 from remat.errors import CaptureError
 from remat.graph import Op, Phase, Role, Storage, TrainingGraph
@@ -366,9 +367,10 @@ class _Analysis:
                 name=spec.name, size_bytes=size_bytes, role=spec.role, is_resident=True
             )
         else:
+            # A block of its own, also where the output is a part of a larger one.
             storage = Storage(
                 name=f"gradient of output {position - len(self.inputs)}",
-                size_bytes=size_bytes,
+                size_bytes=spanned_bytes(values[0]),
                 role=Role.TANGENT,
             )
             self.tangents.append(len(self.storages))

@@ -18,6 +18,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from remat.capture.gradient_layouts import gradient_format
 from remat.capture.outputs import FakeOutputs
 from remat.errors import CaptureError
 from remat.profile.arguments import tensors_in
@@ -437,7 +438,10 @@ def _leaves_behind(value: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _in_the_layout_of(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient as autograd hands it on, copied if its strides differ."""
+    """Return the gradient as the step takes it, copied if its strides differ."""
+    expected = gradient_format(leaf)
+    if expected is not None:
+        return gradient.contiguous(memory_format=expected)
     pairs = zip(leaf.shape, leaf.stride(), gradient.stride(), strict=True)
     if all(one == other for length, one, other in pairs if length > 1):
         return gradient

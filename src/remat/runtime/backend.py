@@ -10,6 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen
 
 from remat.capture.autocast import Autocast, autocast_now
+from remat.capture.gradient_layouts import dense_gradients
 from remat.capture.joint_program import InputSpec, JointProgram, analyse
 from remat.capture.norm_statistics import correct_statistics
 from remat.capture.real_layouts import real_layouts
@@ -124,7 +125,7 @@ class PlannedBackend:
             inference_compiler=self.compile_pass,
             partition_fn=partition,
         )
-        with whole_operators(), real_layouts():
+        with whole_operators(), real_layouts(), dense_gradients():
             compiled = compiler(module, example_inputs)
 
         def run(*values: Any) -> Any:
