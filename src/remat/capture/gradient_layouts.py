@@ -2,9 +2,10 @@
 
 The tracer expects the gradient of an output to have the output's strides, and copies
 other gradients into a block with them. Of an output that is a part of a larger tensor,
-such as one of several heads that ``torch.split`` cuts out of the last layer, the strides
-have gaps: that block is almost as large as the whole tensor, once for every part. What a
-loss makes is dense, in eager PyTorch too; so here such a gradient is expected dense.
+such as one of several heads that ``torch.split`` cuts out of the last layer, the
+strides have gaps: that block is almost as large as the whole tensor, once for every
+part. What a loss makes is dense, in eager PyTorch too; so here such a gradient is
+expected dense.
 """
 
 from collections.abc import Generator

@@ -21,15 +21,19 @@ class FakeOutputs:
     value
         What the model returns: a tensor or any object that holds tensors.
     tensors
-        The fake tensors in it, wherever they are; those that take a gradient are
-        leaves. What the model returns as it was given to it is real, and not among
-        them.
+        The fake tensors in it, wherever they are. What the model returns as it was
+        given to it is real, and not among them.
+    leaves
+        What the traced step takes the gradients of: of each tensor that takes one the
+        tensor itself, or what it is a view of, where the tracer leaves such views to
+        autograd.
     mode
         The mode that the fake tensors belong to; it takes real tensors, too.
     """
 
     value: Any
     tensors: Sequence[torch.Tensor]
+    leaves: Sequence[torch.Tensor]
     mode: FakeTensorMode
 
 
@@ -47,14 +51,18 @@ def fake_outputs(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     made: list[torch.Tensor] = []
+    leaves: list[torch.Tensor] = []
 
     def return_fakes(module: fx.GraphModule, _example_inputs: Sequence[Any]) -> Any:
         (output,) = module.graph.find_nodes(op="output")
         values = [node.meta["example_value"] for node in output.args[0]]
 
         def run(*_inputs: Any) -> list[torch.Tensor]:
-            made.extend(fake_like(value, mode) for value in values)
-            return list(made)
+            fakes, bases = fakes_like(values, mode)
+            made.extend(fakes)
+            leaves.extend(fake for fake in fakes if fake.is_leaf)
+            leaves.extend(bases)
+            return fakes
 
         return run
 
@@ -63,14 +71,73 @@ def fake_outputs(
         torch.enable_grad(),
     ):
         value = compiled_entry(model, return_fakes)(*args, **kwargs)
-    return FakeOutputs(value=value, tensors=made, mode=mode)
+    return FakeOutputs(value=value, tensors=made, leaves=leaves, mode=mode)
 
 
 def fake_output(returned: ReturnedTensor) -> FakeOutputs:
     """Return the one tensor that a model was seen to return."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     value = fake_like(returned, mode)
-    return FakeOutputs(value=value, tensors=[value], mode=mode)
+    return FakeOutputs(value=value, tensors=[value], leaves=[value], mode=mode)
+
+
+def fakes_like(
+    values: Sequence[torch.Tensor], mode: FakeTensorMode
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return fakes of a model's outputs, and what those that are no leaves view.
+
+    Where outputs are views of one value, the step returns that value and autograd views
+    it again, so that a caller may change them in place; it also takes the gradients
+    apart again. Single views and those that one operator makes together, which nobody
+    may change, are outputs of the step like others.
+    """
+    groups: dict[int, list[torch.Tensor]] = {}
+    for value in values:
+        groups.setdefault(_storage_of(value), []).append(value)
+    are_viewed_again = {
+        storage: sum(not _is_one_of_many_views(value) for value in group) > 1
+        for storage, group in groups.items()
+    }
+    # A value may be an output next to its views.
+    sources = {id(v): fake_like(v, mode) for v in values if v._base is None}
+    fakes: list[torch.Tensor] = []
+    bases: dict[int, torch.Tensor] = {}
+    for value in values:
+        base = value._base
+        if base is None:
+            fakes.append(sources[id(value)])
+        elif (
+            are_viewed_again[_storage_of(value)]
+            and value.requires_grad
+            and base.requires_grad
+        ):
+            source = sources.get(id(base))
+            if source is None:
+                source = bases.setdefault(id(base), fake_like(base, mode))
+            # Unchecked: the check would ask the mode of one about the other.
+            fakes.append(value._view_func_unsafe(source))
+        else:
+            fakes.append(fake_like(value, mode))
+    return fakes, list(bases.values())
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+_MAKE_MANY_VIEWS = ("SplitBackward", "SplitWithSizesBackward", "UnbindBackward")
+
+
+def _is_one_of_many_views(value: torch.Tensor) -> bool:
+    """Return whether an operator that makes several views had part in this one."""
+    if value._base is None:
+        return False
+    made_by, source = value.grad_fn, value._base.grad_fn
+    while made_by is not None and made_by is not source:
+        if type(made_by).__name__.startswith(_MAKE_MANY_VIEWS):
+            return True
+        made_by = made_by.next_functions[0][0] if made_by.next_functions else None
+    return False
 
 
 def fake_like(

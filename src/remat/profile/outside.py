@@ -372,10 +372,10 @@ def loss_bytes(
             warnings.catch_warnings(action="ignore"),
         ):
             fake_args = cast("Sequence[Any]", _fake_like(args, needs_grad=False))
-            counter.ignore([list(outputs.tensors), fake_args])
+            counter.ignore([list(outputs.tensors), list(outputs.leaves), fake_args])
             with counter:
                 loss = loss_fn(outputs.value, *fake_args)
-                own_gradients = _gradients(loss, outputs.tensors)
+                own_gradients = _gradients(loss, outputs.leaves)
                 held_bytes = counter.size_bytes(loss) + sum(
                     {
                         _identity(g): counter.size_bytes(g) for g in own_gradients
@@ -452,7 +452,8 @@ def _fake_outputs_like(outputs: object) -> FakeOutputs:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with _disable_current_modes(), mode:
         value = _fake_like(outputs, needs_grad=True)
-    return FakeOutputs(value=value, tensors=tensors_in(value), mode=mode)
+    tensors = tensors_in(value)
+    return FakeOutputs(value=value, tensors=tensors, leaves=tensors, mode=mode)
 
 
 def _fake_like(item: Any, *, needs_grad: bool) -> Any:
