@@ -15,11 +15,12 @@ from remat.capture.joint_program import (
     needed_arguments,
 )
 from remat.device_graph import CostColumn, nowhere, place_of, scaled, with_columns
-from remat.errors import CaptureError, ProfileError
+from remat.errors import CaptureError, InvalidPlatformError, ProfileError
 from remat.graph import Op, Storage, TrainingGraph
-from remat.platform import DeviceKind, Platform
+from remat.platform import DeviceKind, MeasuredCost, Platform
 from remat.profile.cache import CostCache
 from remat.profile.estimate import Rates, estimate_operators, measure_rates
+from remat.profile.known import KnownCosts, is_here, measured_costs
 from remat.profile.operators import OperatorCall, OperatorCost, profile_operators
 from remat.solvers.base import ProgressCallback
 from remat.units import round_up
@@ -31,30 +32,69 @@ ALLOCATION_GRANULES_BYTES = {"cuda": 512}
 
 
 def with_costs(
-    program: JointProgram, costs: Costs, on_progress: ProgressCallback
+    program: JointProgram,
+    costs: Costs,
+    on_progress: ProgressCallback,
+    *,
+    known: KnownCosts | None = None,
+    place: str | None = None,
+    is_alone: bool = False,
 ) -> TrainingGraph:
     """Return the program's graph with what every operator costs.
 
     Besides time and workspace, the sizes of storages are set to what the operators
     really allocate: some fake kernels promise smaller blocks than the real ones make.
 
+    Parameters
+    ----------
+    program
+        The traced step.
+    costs
+        Whether to measure or to estimate what is not known.
+    on_progress
+        Called while operators are measured.
+    known
+        Costs that a platform has for the device at home.
+    place
+        torch's name of the device that is planned for as home, where it is none of this
+        machine: then every operator must be known.
+    is_alone
+        Whether home is the one device that is planned for.
+
     Raises
     ------
     CaptureError
         If an operator returns a view of its input although its schema denies it.
+    InvalidPlatformError
+        If an operator is not known and cannot be measured, or its known cost is not one
+        of such an operator.
     ProfileError
         If an operator cannot be run alone.
     """
     indices = [index for index, _ in program.calls()]
     calls = _calls(program)
     cache = CostCache()
-    if costs == "measured":
-        found = profile_operators(calls, cache=cache, on_progress=on_progress)
-    else:
-        found = estimate_operators(calls, measure_rates(program.device, cache=cache))
+    known = known or KnownCosts("home", {})
+    found, missing = known.split(calls)
+    others = [calls[position] for position in missing]
+    if place is not None:
+        known.refuse_missing(others, place)
+    elif costs == "measured":
+        measured = profile_operators(others, cache=cache, on_progress=on_progress)
+        found.update(zip(missing, measured, strict=True))
+    elif others:
+        rates = measure_rates(program.device, cache=cache)
+        found.update(zip(missing, estimate_operators(others, rates), strict=True))
     ops = list(program.graph.ops)
     storages = list(program.graph.storages)
-    for index, cost in zip(indices, found, strict=True):
+    for position, index in enumerate(indices):
+        cost = found[position]
+        if cost is None:
+            # Other devices may be able; with_device_costs says that home is not.
+            if is_alone:
+                known.refuse_unable(ops[index].name)
+            continue
+        known.check_outputs(calls[position], cost, len(ops[index].writes))
         _check_alias(ops[index], cost)
         state = program.random_states.get(index)
         # Replaying holds the generator's present state meanwhile.
@@ -68,7 +108,8 @@ def with_costs(
             ops[index].writes, cost.output_sizes_bytes, strict=True
         ):
             storages[storage] = replace(storages[storage], size_bytes=size_bytes)
-    granule = ALLOCATION_GRANULES_BYTES.get(program.device.type, 1)
+    device_type = (place or program.device.type).partition(":")[0]
+    granule = ALLOCATION_GRANULES_BYTES.get(device_type, 1)
     return replace(
         program.graph, ops=tuple(ops), storages=tuple(_rounded(storages, granule))
     )
@@ -91,13 +132,16 @@ def with_device_costs(
     platform: Platform,
     costs: Costs,
     on_progress: ProgressCallback,
+    *,
+    known: Platform | None = None,
 ) -> TrainingGraph:
     """Return the graph with what every operator costs on each device of a platform.
 
-    On logical devices of home's place the costs are those at home, and so are sizes and
-    workspace; time is scaled by the kind's ``time_percent``, or estimated from its
-    rates. On another place the operators are measured or estimated there; one that
-    cannot run there alone has no cost there.
+    Costs that are known are taken as they are. Of the others: on logical devices of
+    home's place they are those at home, and so are sizes and workspace, or times are
+    estimated from the kind's rates. On another place the operators are measured or
+    estimated there; one that cannot run there alone has no cost there. All times are
+    scaled by the kind's ``time_percent``.
 
     Parameters
     ----------
@@ -111,11 +155,14 @@ def with_device_costs(
         Whether to measure or to estimate on other places.
     on_progress
         Called while operators are measured.
+    known
+        A platform with costs that were measured before, by the names of its devices.
 
     Raises
     ------
     InvalidPlatformError
-        If an operator can run on no device.
+        If an operator can run on no device, or its cost on a device that this machine
+        does not have is not known.
     ProfileError
         If an operator cannot be traced for an estimate.
     """
@@ -124,20 +171,34 @@ def with_device_costs(
         workspace_bytes=tuple(op.workspace_bytes[0] for op in graph.ops),
     )
     sizes: dict[int, int] = {}
+    calls, home_place = _calls(program), place_of(platform, 0)
+    home = KnownCosts.of(known, platform.names[0])
+    at_home = _with_known(program, graph, at_home, home, home.split(calls)[0], sizes)
     columns: list[CostColumn] = []
     for device, name in enumerate(platform.names):
         kind, place = platform.kind_of(device), place_of(platform, device)
         if not kind.computes:
             columns.append(nowhere(len(graph.ops)))
             continue
+        on_device = KnownCosts.of(known, name)
+        found, missing = on_device.split(calls)
         column = at_home
-        if place not in {None, place_name(program.device)}:
+        is_same = place is None or place == home_place
+        if place is not None and not is_same and (is_here(place) or not kind.has_rates):
             on_progress(f"operators on {name}", 0.0)
             column = _column_elsewhere(
-                program, graph, cast("str", place), costs, sizes, on_progress
+                program,
+                graph,
+                place,
+                costs,
+                known=on_device,
+                missing=missing,
+                sizes=sizes,
+                on_progress=on_progress,
             )
         if kind.has_rates:
             column = _estimated(program, column, kind)
+        column = _with_known(program, graph, column, on_device, found, sizes)
         columns.append(
             CostColumn(
                 cost_ns=tuple(scaled(cost, kind) for cost in column.cost_ns),
@@ -197,25 +258,32 @@ def _column_elsewhere(
     graph: TrainingGraph,
     place: str,
     costs: Costs,
+    *,
+    known: KnownCosts,
+    missing: Sequence[int],
     sizes: dict[int, int],
     on_progress: ProgressCallback,
 ) -> CostColumn:
-    """Return what the ops cost on a place other than the step's own.
+    """Return what the calls ``missing`` cost on a place other than the step's own.
 
     ``sizes`` grows by the bytes that their outputs take there, per storage.
     """
-    device = torch.device(place)
     cost_ns: list[int | None] = [None] * len(graph.ops)
     workspaces = [0] * len(graph.ops)
+    indices, calls = [index for index, _ in program.calls()], _calls(program)
+    # Random numbers come from the generator at home.
+    missing = [m for m in missing if not graph.ops[indices[m]].is_ordered]
+    if not missing:
+        return CostColumn(cost_ns=tuple(cost_ns), workspace_bytes=tuple(workspaces))
+    if not is_here(place):
+        known.refuse_missing([calls[position] for position in missing], place)
+    device = torch.device(place)
     cache = CostCache()
     rates = None if costs == "measured" else measure_rates(device, cache=cache)
-    indices = [index for index, _ in program.calls()]
     granule = ALLOCATION_GRANULES_BYTES.get(device.type, 1)
-    calls = _calls(program)
-    for position, (index, call) in enumerate(zip(indices, calls, strict=True)):
-        if graph.ops[index].is_ordered:
-            continue  # Its random numbers come from the generator at home.
-        on_progress(graph.ops[index].name, position / len(calls))
+    for count, position in enumerate(missing):
+        index, call = indices[position], calls[position]
+        on_progress(graph.ops[index].name, count / len(missing))
         moved = _moved(call, program.device, device)
         try:
             (cost,) = (
@@ -233,6 +301,37 @@ def _column_elsewhere(
         for storage, size_bytes in zip(graph.ops[index].writes, made, strict=True):
             rounded = round_up(size_bytes, granule)
             sizes[storage] = max(sizes.get(storage, 0), rounded)
+    return CostColumn(cost_ns=tuple(cost_ns), workspace_bytes=tuple(workspaces))
+
+
+def _with_known(
+    program: JointProgram,
+    graph: TrainingGraph,
+    column: CostColumn,
+    known: KnownCosts,
+    found: Mapping[int, OperatorCost | None],
+    sizes: dict[int, int],
+) -> CostColumn:
+    """Return a column with what is known in the place of what it says.
+
+    ``sizes`` grows by the bytes that outputs are known to take, per storage.
+    """
+    cost_ns, workspaces = list(column.cost_ns), list(column.workspace_bytes)
+    indices, all_calls = [index for index, _ in program.calls()], _calls(program)
+    for position, cost in found.items():
+        index = indices[position]
+        writes = graph.ops[index].writes
+        # An alias is not what the operator returns at home.
+        cost_ns[index] = None
+        if cost is None or cost.aliases_input:
+            continue
+        known.check_outputs(all_calls[position], cost, len(writes))
+        cost_ns[index] = cost.cost_ns
+        state = program.random_states.get(index)
+        state_bytes = 0 if state is None else graph.storages[state].size_bytes
+        workspaces[index] = cost.workspace_bytes + state_bytes
+        for storage, size_bytes in zip(writes, cost.output_sizes_bytes, strict=True):
+            sizes[storage] = max(sizes.get(storage, 0), size_bytes)
     return CostColumn(cost_ns=tuple(cost_ns), workspace_bytes=tuple(workspaces))
 
 
@@ -257,6 +356,65 @@ def _empty_like_on(value: torch.Tensor, target: torch.device) -> torch.Tensor:
     return torch.empty_strided(
         value.shape, value.stride(), dtype=value.dtype, device=target
     )
+
+
+def platform_costs(
+    program: JointProgram, platform: Platform, on_progress: ProgressCallback
+) -> tuple[MeasuredCost, ...]:
+    """Measure every distinct operator of a step on each device of a platform.
+
+    Devices that only store, or whose kind has rates in the place of measurements, have
+    no costs. Ops that draw random numbers are measured at home's place alone.
+
+    Parameters
+    ----------
+    program
+        The traced step.
+    platform
+        With devices of this machine, in any order.
+    on_progress
+        Called while operators are measured.
+
+    Raises
+    ------
+    InvalidPlatformError
+        If a device is not on this machine.
+    ProfileError
+        If an operator cannot be run alone at home.
+    """
+    home = place_name(program.device)
+    indices, calls = [index for index, _ in program.calls()], _calls(program)
+    movable = [
+        call
+        for index, call in zip(indices, calls, strict=True)
+        if not program.graph.ops[index].is_ordered
+    ]
+    cache = CostCache()
+    rows: list[MeasuredCost] = []
+    for device, name in enumerate(platform.names):
+        kind, place = platform.kind_of(device), place_of(platform, device)
+        if not kind.computes or kind.has_rates or place is None:
+            continue
+        if not is_here(place):
+            msg = f"device {name!r} ({place}) is not on this machine; measure it there"
+            raise InvalidPlatformError(msg)
+        is_home = place == home
+        chosen = calls if is_home else movable
+        target = torch.device(place)
+        moved = (
+            chosen
+            if is_home
+            else [_moved(call, program.device, target) for call in chosen]
+        )
+        rows += measured_costs(
+            chosen,
+            moved,
+            name,
+            is_home=is_home,
+            cache=cache,
+            on_progress=on_progress,
+        )
+    return tuple(rows)
 
 
 def _calls(program: JointProgram) -> list[OperatorCall]:

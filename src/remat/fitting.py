@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from os import PathLike
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -68,6 +68,8 @@ class FittedModel:
     count.
     """
 
+    planner_type: ClassVar[type[Planner]] = Planner
+
     def __init__(self, model: nn.Module, request: PlanRequest) -> None:
         check_model(model)
         check_is_plannable(model, request.optimizer)
@@ -88,13 +90,14 @@ class FittedModel:
     ) -> tuple[Planner, PlannedBackend, Callable[..., Any]]:
         """Return planner, backend and compiled call for so many bytes of gradients."""
         if gradient_bytes not in self.entries:
-            planner = Planner(
+            planner = self.planner_type(
                 self.model,
                 self.request,
                 self.optimizer_memory,
                 gradient_bytes,
                 self.loss,
             )
+            planner.is_only_planned = self.is_only_planned
             backend = PlannedBackend(_weakly(planner), type(self.model).__name__)
             backend.is_only_planned = self.is_only_planned
             self.entries[gradient_bytes] = (
@@ -131,12 +134,16 @@ class FittedModel:
             self.request,
             given_plan=None,
             budget=budget_of(plan),
-            platform=plan.platform
-            if plan.has_several_devices
-            else self.request.platform,
+            platform=self._platform_of(plan),
         )
         for planner, _, _ in self.entries.values():
             planner.request = self.request
+
+    def _platform_of(self, plan: Plan) -> Platform | None:
+        asked = self.request.platform
+        if not plan.has_several_devices:
+            return asked
+        return replace(plan.platform, costs=None if asked is None else asked.costs)
 
     def plan_entry(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], gradient_bytes: int

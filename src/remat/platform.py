@@ -142,6 +142,96 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCost:
+    """What one run of an operator was measured to cost on a device.
+
+    Parameters
+    ----------
+    device
+        Its name.
+    operator
+        Text of the operator and all its arguments, devices left out.
+    cost_ns
+        Time in nanoseconds, at least 0, before a kind's ``time_percent``; ``None`` for
+        an operator that cannot run there.
+    workspace_bytes
+        Most bytes in use during the run beyond inputs and outputs, at least 0.
+    output_sizes_bytes
+        Bytes held by each output in order, each at least 0; 0 for one that shares the
+        storage of an input or an earlier output.
+    aliases_input
+        Whether an output shares the storage of an input.
+    samples, spread_ns
+        How many runs were timed, and their median distance from the median.
+
+    Raises
+    ------
+    InvalidPlatformError
+        If a number is negative.
+    """
+
+    device: str
+    operator: str
+    cost_ns: int | None
+    workspace_bytes: int = 0
+    output_sizes_bytes: tuple[int, ...] = ()
+    aliases_input: bool = False
+    samples: int = 0
+    spread_ns: int = 0
+
+    def __post_init__(self) -> None:
+        numbers = (
+            self.cost_ns or 0,
+            self.workspace_bytes,
+            *self.output_sizes_bytes,
+            self.samples,
+            self.spread_ns,
+        )
+        if min(numbers) < 0:
+            msg = (
+                f"the cost of {self.operator} on device {self.device!r} holds the number "
+                f"{min(numbers)}; times and sizes are at least 0"
+            )
+            raise InvalidPlatformError(msg)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCosts:
+    """Costs of operators on devices, and what they were measured with.
+
+    Parameters
+    ----------
+    environment
+        Versions, processor and the like, for people, as pairs of name and value.
+    operators
+        Each operator at most once for each device.
+
+    Raises
+    ------
+    InvalidPlatformError
+        If an operator is there twice for one device.
+    """
+
+    environment: tuple[tuple[str, str], ...] = ()
+    operators: tuple[MeasuredCost, ...] = ()
+
+    def __post_init__(self) -> None:
+        seen: set[tuple[str, str]] = set()
+        for cost in self.operators:
+            key = (cost.device, cost.operator)
+            if key in seen:
+                msg = (
+                    f"operator {cost.operator} has two costs on device {cost.device!r}"
+                )
+                raise InvalidPlatformError(msg)
+            seen.add(key)
+
+    def on(self, device: str) -> dict[str, MeasuredCost]:
+        """Return the costs on the device called ``device``, by operator."""
+        return {c.operator: c for c in self.operators if c.device == device}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
     """The devices of one training run and the links between them.
 
@@ -156,19 +246,23 @@ class Platform:
         a device, before it goes on, for the copies that fill or read what it discards:
         then no device ever holds more than in serial execution. It is how the runtime
         copies. Otherwise copies run ahead as far as links and data allow.
+    costs
+        Measured costs of operators, which take the place of measuring them when a model
+        is planned; ``None`` if there are none.
 
     Raises
     ------
     InvalidPlatformError
         If there is no device, a link names an unknown device or joins a device to
-        itself, two links join the same pair in the same direction, or a kind is
-        described twice.
+        itself, two links join the same pair in the same direction, a kind is described
+        twice, or a cost is for no device.
     """
 
     devices: tuple[Device, ...]
     links: tuple[Link, ...] = ()
     kinds: tuple[DeviceKind, ...] = ()
     copies_wait: bool = False
+    costs: MeasuredCosts | None = None
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -188,6 +282,13 @@ class Platform:
         if len(set(names)) != len(names):
             msg = f"a device kind is described twice: {', '.join(names)}"
             raise InvalidPlatformError(msg)
+        costs = () if self.costs is None else self.costs.operators
+        for name in dict.fromkeys(cost.device for cost in costs):
+            self.index_of(name)
+
+    def costs_on(self, device: str) -> dict[str, MeasuredCost]:
+        """Return the measured costs on the device called ``device``, by operator."""
+        return {} if self.costs is None else self.costs.on(device)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -20,7 +20,14 @@ from typing import NoReturn, TypeVar, assert_never, cast
 
 from remat.errors import FileFormatError, InvalidGraphError, InvalidPlatformError
 from remat.graph import Op, Phase, Role, Storage, TrainingGraph
-from remat.platform import Device, DeviceKind, Link, Platform
+from remat.platform import (
+    Device,
+    DeviceKind,
+    Link,
+    MeasuredCost,
+    MeasuredCosts,
+    Platform,
+)
 from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
 
 FORMAT = "remat"
@@ -53,6 +60,19 @@ _KIND_COLUMNS = (
     "bytes_per_s",
     "launch_ns",
 )
+_COST_COLUMNS = (
+    "device",
+    "operator",
+    "cost_ns",
+    "workspace_bytes",
+    "output_sizes_bytes",
+    "aliases_input",
+    "samples",
+    "spread_ns",
+)
+COSTS_VERSION = 1
+"""The version of measured costs in a platform file: of how operators are described."""
+
 _STEP_FORMS = (
     '["compute", op], ["compute", op, device], ["discard", storage], '
     '["discard", storage, device], ["copy", storage, source, target] or ["boundary"]'
@@ -185,8 +205,8 @@ def _parse_op(row: Sequence[object], where: str) -> Op:
 def platform_to_json(platform: Platform) -> dict[str, object]:
     """Return ``platform`` as values that JSON knows.
 
-    Descriptions of device kinds are left out where there are none, and the flag
-    ``copies_wait`` where it is false.
+    Descriptions of device kinds and measured costs are left out where there are none,
+    and the flag ``copies_wait`` where it is false.
     """
     kinds = {
         "columns": list(_KIND_COLUMNS),
@@ -206,6 +226,30 @@ def platform_to_json(platform: Platform) -> dict[str, object]:
                 for k in platform.links
             ],
         },
+        **({} if platform.costs is None else {"costs": _costs_to_json(platform.costs)}),
+    }
+
+
+def _costs_to_json(costs: MeasuredCosts) -> dict[str, object]:
+    return {
+        "version": COSTS_VERSION,
+        "environment": dict(costs.environment),
+        "operators": {
+            "columns": list(_COST_COLUMNS),
+            "rows": [
+                [
+                    cost.device,
+                    cost.operator,
+                    cost.cost_ns,
+                    cost.workspace_bytes,
+                    list(cost.output_sizes_bytes),
+                    cost.aliases_input,
+                    cost.samples,
+                    cost.spread_ns,
+                ]
+                for cost in costs.operators
+            ],
+        },
     }
 
 
@@ -219,7 +263,7 @@ def platform_from_json(payload: object) -> Platform:
         links are inconsistent.
     """
     # Older files have none of the optional keys.
-    optional = ("kinds", "copies_wait")
+    optional = ("kinds", "copies_wait", "costs")
     given = cast("dict[str, object]", payload) if isinstance(payload, dict) else {}
     keys = [*(key for key in optional if key in given), "devices", "links"]
     fields = parse_mapping(cast("object", payload), "platform", keys)
@@ -247,6 +291,7 @@ def platform_from_json(payload: object) -> Platform:
             copies_wait=parse_flag(
                 fields.get("copies_wait", False), "platform.copies_wait"
             ),
+            costs=_parse_costs(fields["costs"]) if "costs" in fields else None,
         )
     except InvalidPlatformError as error:
         msg = f"the platform is inconsistent: {error}"
@@ -278,6 +323,47 @@ def _parse_kind(row: Sequence[object], where: str) -> DeviceKind:
         flops_per_s=rate(flops, "flops_per_s"),
         bytes_per_s=rate(bandwidth, "bytes_per_s"),
         launch_ns=parse_integer(launch_ns, f"{where}.launch_ns"),
+    )
+
+
+def _parse_costs(value: object) -> MeasuredCosts:
+    where = "platform.costs"
+    fields = parse_mapping(value, where, ("version", "environment", "operators"))
+    version = parse_integer(fields["version"], f"{where}.version")
+    if version != COSTS_VERSION:
+        msg = (
+            f"{where} are of version {version}, but this release reads version "
+            f"{COSTS_VERSION} only; measure them again with remat profile-platform, or "
+            "remove them"
+        )
+        raise FileFormatError(msg)
+    environment = fields["environment"]
+    if not isinstance(environment, dict):
+        _refuse(environment, f"{where}.environment", "an object")
+    rows = parse_rows(fields["operators"], f"{where}.operators", _COST_COLUMNS)
+    return MeasuredCosts(
+        environment=tuple(
+            (name, parse_text(text, f"{where}.environment[{name!r}]"))
+            for name, text in cast("dict[str, object]", environment).items()
+        ),
+        operators=tuple(
+            _parse_cost(row, f"{where}.operators.rows[{index}]")
+            for index, row in enumerate(rows)
+        ),
+    )
+
+
+def _parse_cost(row: Sequence[object], where: str) -> MeasuredCost:
+    device, operator, cost_ns, workspace, sizes, aliases, samples, spread_ns = row
+    return MeasuredCost(
+        device=parse_text(device, f"{where}.device"),
+        operator=parse_text(operator, f"{where}.operator"),
+        cost_ns=None if cost_ns is None else parse_integer(cost_ns, f"{where}.cost_ns"),
+        workspace_bytes=parse_integer(workspace, f"{where}.workspace_bytes"),
+        output_sizes_bytes=parse_integers(sizes, f"{where}.output_sizes_bytes"),
+        aliases_input=parse_flag(aliases, f"{where}.aliases_input"),
+        samples=parse_integer(samples, f"{where}.samples"),
+        spread_ns=parse_integer(spread_ns, f"{where}.spread_ns"),
     )
 
 

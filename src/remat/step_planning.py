@@ -29,7 +29,7 @@ from remat.costing import (
     with_device_costs,
     with_known_costs,
 )
-from remat.device_graph import arrange, home_of
+from remat.device_graph import arrange, home_of, place_of
 from remat.device_planning import Budget, budget_of
 from remat.errors import (
     CaptureError,
@@ -43,6 +43,7 @@ from remat.plan_request import PlanRequest
 from remat.platform import Platform
 from remat.profile.cache import CostCache
 from remat.profile.described_loss import DescribedLoss
+from remat.profile.known import KnownCosts
 from remat.profile.links import common_device, measured_platform
 from remat.profile.outside import (
     LossMemory,
@@ -118,6 +119,8 @@ class Planner:
         self.plans: dict[str, Plan] = {}
         self.latest: Plan | None = None
         self.repetition_count = 0
+        # Whether plans need not run here, so that home need not be here either.
+        self.is_only_planned = False
 
     @property
     def model(self) -> nn.Module | None:
@@ -215,11 +218,24 @@ class Planner:
         budget = request.budget
         if platform is None:
             budget = one_budget(budget, request.platform)
-        graph = with_costs(program, request.costs, request.progress)
+        home, place = self.home_of(program)
+        graph = with_costs(
+            program,
+            request.costs,
+            request.progress,
+            known=KnownCosts.of(request.platform, home),
+            place=place,
+            is_alone=platform is None,
+        )
         if platform is not None:
             several_budgets(platform, budget)
             graph = with_device_costs(
-                program, graph, platform, request.costs, request.progress
+                program,
+                graph,
+                platform,
+                request.costs,
+                request.progress,
+                known=request.platform,
             )
         return plan_graph(
             graph,
@@ -253,8 +269,41 @@ class Planner:
             platform = measured_platform(names, cache=CostCache())
         if platform is None:
             return None
-        home = home_of(platform, place)
+        home = self.home_in(platform, place)
         return None if len(platform.devices) == 1 else arrange(platform, home)
+
+    def home_in(self, platform: Platform, place: str) -> int:
+        """Return the device of a platform on which the model is, or is planned to be.
+
+        Where no device of the platform is the model's, a plan that nobody runs is for
+        the first device with measured costs: the model would be there.
+
+        Raises
+        ------
+        InvalidPlatformError
+            If there is none.
+        """
+        known = [
+            device
+            for device, name in enumerate(platform.names)
+            if platform.kind_of(device).computes and platform.costs_on(name)
+        ]
+        places = [place_of(platform, device) for device in known]
+        if self.is_only_planned and known and place not in places:
+            try:
+                return home_of(platform, place)
+            except InvalidPlatformError:
+                return known[0]
+        return home_of(platform, place)
+
+    def home_of(self, program: JointProgram) -> tuple[str, str | None]:
+        """Return the name of home, and where it is if the model is not there."""
+        place, platform = place_name(program.device), self.request.platform
+        if platform is None:
+            return place, None
+        home = self.home_in(platform, place)
+        there = place_of(platform, home)
+        return platform.names[home], None if there == place else there
 
 
 def _check_home_is_named(place: str, names: Sequence[str]) -> None:

@@ -65,10 +65,14 @@ class Description:
         Whether the text says everything; if not, two calls of equal text may differ.
     device_types
         The kinds of device that its tensors are on.
+    hides_devices
+        Whether the text says ``device`` for all of them, so that it is equal for calls
+        on other devices.
     """
 
     text: str
     is_complete: bool = True
+    hides_devices: bool = False
     device_types: set[str] = field(default_factory=set[str])
 
 
@@ -82,10 +86,14 @@ def target_name(target: Callable[..., Any]) -> str:
 
 
 def describe(
-    target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    target: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    hides_devices: bool = False,
 ) -> Description:
     """Describe one call."""
-    result = Description(text="")
+    result = Description(text="", hides_devices=hides_devices)
     storages: dict[int, int] = {}
     parts = [_describe(item, result, storages) for item in args]
     parts += [
@@ -100,12 +108,13 @@ def _describe(item: Any, result: Description, storages: dict[int, int]) -> str:
     match item:
         case torch.Tensor():
             result.device_types.add(item.device.type)
-            return _describe_tensor(item, storages)
+            place = "device" if result.hides_devices else str(item.device)
+            return _describe_tensor(item, place, storages)
         case torch.SymInt() | torch.SymFloat() | torch.SymBool():
             return repr(_plain_number(item))
         case torch.device():
             result.device_types.add(item.type)
-            return repr(item)
+            return "device" if result.hides_devices else repr(item)
         case list() | tuple():
             items = cast("Sequence[Any]", item)
             inner = ", ".join(_describe(i, result, storages) for i in items)
@@ -134,10 +143,10 @@ def _describe(item: Any, result: Description, storages: dict[int, int]) -> str:
             return f"<{type(item).__qualname__}>"
 
 
-def _describe_tensor(tensor: torch.Tensor, storages: dict[int, int]) -> str:
+def _describe_tensor(tensor: torch.Tensor, place: str, storages: dict[int, int]) -> str:
     name = str(tensor.dtype).removeprefix("torch.")
     shape = [_plain_number(n) for n in tensor.shape]
-    text = f"{name} {shape} {tensor.device}"
+    text = f"{name} {shape} {place}"
     if tensor.layout is not torch.strided:
         return f"{text} {tensor.layout}"
     stride = [_plain_number(n) for n in tensor.stride()]

@@ -6,9 +6,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from remat.cli.base import (
+    WORKLOAD_HELP,
     Command,
     ExitCode,
     add_output,
+    add_workload,
     chosen_budget,
     note,
     print_json,
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``remat profile-platform``."""
+    add_workload(parser, is_optional=True)
     parser.add_argument(
         "--device",
         action="append",
@@ -64,6 +67,11 @@ def run(options: argparse.Namespace) -> ExitCode:
     from remat.profile.estimate import measure_rates  # noqa: PLC0415
     from remat.profile.links import default_devices, measured_platform  # noqa: PLC0415
 
+    workload = None
+    if options.factory is not None:
+        from remat.cli.workload import load_workload  # noqa: PLC0415
+
+        workload = load_workload(options.factory, options.script_arguments)
     names = options.device or default_devices()
     with progress_bar(is_quiet=options.quiet) as progress:
         cache = CostCache()
@@ -77,6 +85,16 @@ def run(options: argparse.Namespace) -> ExitCode:
             for place in dict.fromkeys(places)
             if place is not None
         }
+        if workload is not None:
+            from remat.platform_profile import with_measured_costs  # noqa: PLC0415
+
+            platform = with_measured_costs(
+                platform,
+                workload.model,
+                workload.args,
+                workload.kwargs,
+                progress=progress,
+            )
         progress("done", 1.0)
     if options.json:
         print_json(platform_to_json(platform))
@@ -136,6 +154,18 @@ def _lines(platform: Platform, rates: "Sequence[Rates | None]") -> list[str]:
         f"{format_bytes(link.bytes_per_s)}/s, latency {format_ns(link.latency_ns)}"
         for link in platform.links
     ]
+    if platform.costs is not None:
+        lines.append("operators")
+        for name in platform.names:
+            costs = platform.costs_on(name).values()
+            times = [cost.cost_ns for cost in costs if cost.cost_ns is not None]
+            unable = len(costs) - len(times)
+            if costs:
+                more = f", and {unable} that cannot run there" if unable else ""
+                lines.append(
+                    f"  {name}: {len(times)} distinct, {format_ns(sum(times))} for one "
+                    f"run of each{more}"
+                )
     return lines
 
 
@@ -144,12 +174,16 @@ PROFILE_PLATFORM = Command(
     summary="measure the devices and links of this machine",
     description=(
         "Measure how fast copies between the devices of this machine are, and write a "
-        "platform file for --platform. What operators take on each device is measured "
-        "when a model is planned. The file is text: edit it for machines that you do "
-        "not have."
+        "platform file for --platform. With a training step, measure what each of its "
+        "operators takes on each device as well: plans for the file then measure "
+        "nothing, and can be made on machines without these devices. Without one, "
+        "operators are measured when a model is planned. The file is text: edit it for "
+        "machines that you do not have."
     ),
+    details=WORKLOAD_HELP,
     examples=(
         "remat profile-platform --output machine.json",
+        "remat profile-platform train.py --device cuda:0 --device host --output gpu.json",
         "remat profile-platform --device cuda:0 --device host --budget cuda:0=6GiB",
         "remat profile-platform --device cpu --device cpu:1 --time-percent cpu:1=300",
     ),
