@@ -23,7 +23,7 @@ from remat.platform import (
     Platform,
 )
 from remat.platform_profile import merged, with_measured_costs
-from remat.profile import known
+from remat.profile import arguments, known, operators
 from remat.serialisation import load_platform, save_platform
 from tests.device_schedules import logical
 
@@ -283,6 +283,31 @@ def test_shapes_that_come_later_know_the_costs(
     assert "aten.addmm.default" in measures
 
 
+def test_the_file_says_what_would_be_measured_on_another_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def sizes(_: object, outputs: object) -> tuple[tuple[int, ...], bool]:
+        # Meta tensors have no address by which to tell aliases.
+        made = arguments.tensors_in(outputs)
+        return tuple(t.untyped_storage().nbytes() for t in made), False
+
+    monkeypatch.setattr(operators, "_output_sizes", sizes)
+    kind = DeviceKind(name="m", runs_on="meta")
+    platform = Platform(
+        devices=(Device(name="cpu"), Device(name="m", kind="m")),
+        links=fully_linked("ab", 10**9),
+        kinds=(kind,),
+    )
+    budget = {"cpu": "1 GiB", "m": "1 GiB"}
+    # Both find what was measured first in the cache.
+    measured = with_measured_costs(platform, *small())
+    graph = plan_small(platform, budget).graph
+    assert plan_small(measured, budget).graph == graph
+    on_meta = {op.cost_ns[1] for op in graph.ops if op.cost_ns[1] is not None}
+    assert len(on_meta) > 5
+    assert on_meta == {c.cost_ns for c in measured.costs_on("m").values()}
+
+
 class TestElsewhere:
     """Planned here for devices of another machine, where they were measured."""
 
@@ -296,6 +321,9 @@ class TestElsewhere:
         assert plan.platform.names == ("cpu", "far", "host")
         (op,) = (op for op in plan.graph.ops if op.name == "tanh")
         assert op.cost_ns[0] == op.cost_ns[1]
+        # Blocks are as large as the larger of both makes them: 512 bytes at least.
+        made = {s for op in plan.graph.ops if op.cost_ns[1] for s in op.writes}
+        assert {plan.graph.storages[s].size_bytes % 512 for s in made} == {0}
         # The generator is at home.
         ordered = [op.cost_ns[1] for op in plan.graph.ops if op.is_ordered]
         assert ordered

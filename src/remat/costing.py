@@ -173,7 +173,8 @@ def with_device_costs(
     sizes: dict[int, int] = {}
     calls, home_place = _calls(program), place_of(platform, 0)
     home = KnownCosts.of(known, platform.names[0])
-    at_home = _with_known(program, graph, at_home, home, home.split(calls)[0], sizes)
+    home_found, _ = home.split(calls)
+    at_home = _with_known(program, graph, at_home, home, home_found, home_place, sizes)
     columns: list[CostColumn] = []
     for device, name in enumerate(platform.names):
         kind, place = platform.kind_of(device), place_of(platform, device)
@@ -198,7 +199,7 @@ def with_device_costs(
             )
         if kind.has_rates:
             column = _estimated(program, column, kind)
-        column = _with_known(program, graph, column, on_device, found, sizes)
+        column = _with_known(program, graph, column, on_device, found, place, sizes)
         columns.append(
             CostColumn(
                 cost_ns=tuple(scaled(cost, kind) for cost in column.cost_ns),
@@ -310,12 +311,15 @@ def _with_known(
     column: CostColumn,
     known: KnownCosts,
     found: Mapping[int, OperatorCost | None],
+    place: str | None,
     sizes: dict[int, int],
 ) -> CostColumn:
     """Return a column with what is known in the place of what it says.
 
     ``sizes`` grows by the bytes that outputs are known to take, per storage.
     """
+    device_type = (place or "").partition(":")[0]
+    granule = ALLOCATION_GRANULES_BYTES.get(device_type, 1)
     cost_ns, workspaces = list(column.cost_ns), list(column.workspace_bytes)
     indices, all_calls = [index for index, _ in program.calls()], _calls(program)
     for position, cost in found.items():
@@ -331,7 +335,8 @@ def _with_known(
         state_bytes = 0 if state is None else graph.storages[state].size_bytes
         workspaces[index] = cost.workspace_bytes + state_bytes
         for storage, size_bytes in zip(writes, cost.output_sizes_bytes, strict=True):
-            sizes[storage] = max(sizes.get(storage, 0), size_bytes)
+            rounded = round_up(size_bytes, granule)
+            sizes[storage] = max(sizes.get(storage, 0), rounded)
     return CostColumn(cost_ns=tuple(cost_ns), workspace_bytes=tuple(workspaces))
 
 
