@@ -8,7 +8,7 @@ from os import PathLike
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from remat.capture.joint_program import JointProgram
@@ -23,6 +23,7 @@ from remat.capture.tracing import (
 from remat.costing import Costs
 from remat.device_planning import Budget, budget_of
 from remat.errors import CaptureError, ExecutionError
+from remat.kernel_choice import Kernels, kernels_of
 from remat.plan_request import (
     Loss,
     PlanRequest,
@@ -98,7 +99,9 @@ class FittedModel:
                 self.loss,
             )
             planner.is_only_planned = self.is_only_planned
-            backend = PlannedBackend(_weakly(planner), type(self.model).__name__)
+            backend = PlannedBackend(
+                _weakly(planner), type(self.model).__name__, _kernels_weakly(planner)
+            )
             backend.is_only_planned = self.is_only_planned
             self.entries[gradient_bytes] = (
                 planner,
@@ -134,6 +137,7 @@ class FittedModel:
             self.request,
             given_plan=None,
             budget=budget_of(plan),
+            kernels=kernels_of(plan.settings),
             platform=self._platform_of(plan),
         )
         for planner, _, _ in self.entries.values():
@@ -206,6 +210,19 @@ def _weakly(
     return choose_schedule
 
 
+def _kernels_weakly(planner: Planner) -> Callable[[fx.GraphModule], None]:
+    """Return the planner's choice of kernels, without keeping the planner."""
+    method = weakref.WeakMethod(planner.choose_kernels)
+
+    def choose_kernels(joint: fx.GraphModule) -> None:
+        choose = method()
+        if choose is None:
+            raise ExecutionError("the plan of this model was released")
+        choose(joint)
+
+    return choose_kernels
+
+
 def fit(
     model: nn.Module,
     args: Any = (),
@@ -219,6 +236,7 @@ def fit(
     time_limit: float | None = None,
     seed: int = 0,
     costs: Costs = "measured",
+    kernels: Kernels = "eager",
     progress: ProgressCallback | None = None,
     plan: Plan | None = None,
 ) -> Plan:
@@ -264,6 +282,13 @@ def fit(
         ``"measured"`` runs each distinct operator alone; ``"estimated"`` runs none,
         and predicts workspace by rules of thumb, so that the budget may be exceeded by
         some percent.
+    kernels
+        ``"eager"`` runs the kernels of eager PyTorch, and results are bitwise its own.
+        ``"fused"`` lets ``torch.compile``'s compiler make one kernel of neighbouring
+        elementwise operators, reductions and normalisations, where that is measured to
+        be quicker: results are then bitwise those of the step with these kernels and
+        without rematerialisation, and differ from eager in the last digits. It needs a
+        compiler, and compiling takes about a second for each distinct kernel.
     progress
         Called with what is being done and the share of it that is done.
     plan
@@ -307,6 +332,7 @@ def fit(
         time_limit=time_limit,
         seed=seed,
         costs=costs,
+        kernels=kernels,
         progress=ignore_progress if progress is None else progress,
         given_plan=plan,
     )
@@ -329,6 +355,7 @@ def plan(
     time_limit: float | None = None,
     seed: int = 0,
     costs: Costs = "measured",
+    kernels: Kernels = "eager",
     progress: ProgressCallback | None = None,
 ) -> Plan:
     """Return the plan that :func:`fit` would install, and install nothing.
@@ -344,6 +371,7 @@ def plan(
         time_limit=time_limit,
         seed=seed,
         costs=costs,
+        kernels=kernels,
         progress=ignore_progress if progress is None else progress,
     )
     fitted = FittedModel(model, request)
@@ -378,6 +406,7 @@ def backend(
     time_limit: float | None = None,
     seed: int = 0,
     costs: Costs = "measured",
+    kernels: Kernels = "eager",
     progress: ProgressCallback | None = None,
 ) -> VariantBackend:
     """Return a backend for ``torch.compile(model, backend=..., dynamic=False)``.
@@ -414,6 +443,7 @@ def backend(
         time_limit=time_limit,
         seed=seed,
         costs=costs,
+        kernels=kernels,
         progress=ignore_progress if progress is None else progress,
     )
     if model is not None:

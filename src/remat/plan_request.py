@@ -13,6 +13,7 @@ from remat.costing import Costs
 from remat.device_planning import Budget, budgets_bytes, check_budgets
 from remat.errors import CaptureError, UnitError
 from remat.graph_planning import several_budgets
+from remat.kernel_choice import Kernels
 from remat.platform import Platform
 from remat.problem import check_time_limit
 from remat.serialisation import load_platform
@@ -40,6 +41,7 @@ class PlanRequest:
     time_limit: float | None = None
     seed: int = 0
     costs: Costs = "measured"
+    kernels: Kernels = "eager"
     progress: ProgressCallback = ignore_progress
     given_plan: Plan | None = None
 
@@ -64,6 +66,9 @@ class PlanRequest:
         chosen_solvers(self.solver, has_several_devices=self.has_several_devices)
         if self.costs not in {"measured", "estimated"}:
             msg = f"costs is {self.costs!r}; it must be 'measured' or 'estimated'"
+            raise ValueError(msg)
+        if self.kernels not in {"eager", "fused"}:
+            msg = f"kernels is {self.kernels!r}; it must be 'eager' or 'fused'"
             raise ValueError(msg)
 
     @property

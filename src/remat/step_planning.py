@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from remat.capture.autocast import autocast_again
@@ -39,6 +39,7 @@ from remat.errors import (
 )
 from remat.graph import Role
 from remat.graph_planning import one_budget, plan_graph, several_budgets
+from remat.kernel_choice import fuse_as_noted, fuse_where_quicker, noted_kernels
 from remat.plan_request import PlanRequest
 from remat.platform import Platform
 from remat.profile.cache import CostCache
@@ -141,6 +142,15 @@ class Planner:
             )
             raise ExecutionError(msg)
         return model
+
+    def choose_kernels(self, joint: fx.GraphModule) -> None:
+        """Fuse operators of a traced step, in place, if that is asked for."""
+        given = self.request.given_plan
+        with _outside_of_tracing():
+            if given is not None:
+                fuse_as_noted(joint, given.settings)
+            elif self.request.kernels == "fused":
+                fuse_where_quicker(joint, self.request.progress)
 
     def choose_schedule(self, program: JointProgram) -> tuple[JointProgram, Schedule]:
         """Plan a traced step, or find the plan made for an equal one."""
@@ -247,7 +257,11 @@ class Planner:
             seed=request.seed,
             progress=request.progress,
             has_assumed_loss=request.loss is None,
-            settings={"torch": torch.__version__, "costs": request.costs},
+            settings={
+                "torch": torch.__version__,
+                "costs": request.costs,
+                **noted_kernels(request.kernels, program.module.graph),
+            },
         )
 
     def platform_for(self, program: JointProgram) -> Platform | None:

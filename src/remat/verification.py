@@ -20,6 +20,7 @@ from remat.device_memory import DevicePeak, device_peaks
 from remat.device_planning import Budget
 from remat.errors import BudgetError, CaptureError
 from remat.fitting import FittedModel, keywords, positional
+from remat.kernel_choice import Kernels
 from remat.plan_request import Loss, PlanRequest, check_model, platform_of
 from remat.platform import Platform
 from remat.profile.memory import measure
@@ -217,6 +218,7 @@ def verify(
     time_limit: float | None = None,
     seed: int = 0,
     costs: Costs = "measured",
+    kernels: Kernels = "eager",
     progress: ProgressCallback | None = None,
     repeats: int = 3,
 ) -> VerifyReport:
@@ -230,7 +232,7 @@ def verify(
     model, args, kwargs, budget, optimizer, loss, platform
         As for :func:`remat.fit`. Without ``loss``, a scalar output or one named
         ``loss`` is taken, or else the sum of the outputs.
-    solver, time_limit, seed, costs
+    solver, time_limit, seed, costs, kernels
         As for :func:`remat.fit`.
     progress
         Called with what is being done and the share of it that is done.
@@ -265,6 +267,7 @@ def verify(
         time_limit=time_limit,
         seed=seed,
         costs=costs,
+        kernels=kernels,
         progress=report,
     )
     check_repeats(repeats)
@@ -273,7 +276,11 @@ def verify(
     check_batch(model, *example)
     step = TrainingStep(model, *example, loss, optimizer)
     reference = PlanRequest(
-        budget=_NO_LIMIT, solver="store-all", costs="estimated", loss=loss
+        budget=_NO_LIMIT,
+        solver="store-all",
+        costs="estimated",
+        kernels=kernels,
+        loss=loss,
     )
     with step.restored():
         planned = FittedModel(model, request)

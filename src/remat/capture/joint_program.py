@@ -18,6 +18,7 @@ from torch._higher_order_ops.effects import with_effects
 from torch.utils._pytree import tree_leaves, tree_map
 
 from remat.capture.autocast import Autocast
+from remat.capture.fused_kernel import FusedKernel
 from remat.capture.gradient_layouts import spanned_bytes
 from remat.capture.returned import ReturnedTensor
 from remat.errors import CaptureError
@@ -46,7 +47,7 @@ class _Statistics:
     the statistics' new values. ``is_optional`` says whether ``None`` may be passed.
     """
 
-    inputs: tuple[int, int]
+    inputs: tuple[int, ...]
     training: int | None
     outputs: tuple[int, ...] = ()
     is_optional: bool = False
@@ -68,9 +69,18 @@ _STATISTICS: dict[Any, _Statistics] = {
 }
 
 
+def _statistics_of(node: fx.Node) -> _Statistics | None:
+    if isinstance(node.target, FusedKernel):
+        kernel = node.target
+        return _Statistics(
+            kernel.moot_inputs, training=None, outputs=kernel.statistics_outputs
+        )
+    return _STATISTICS.get(node.target)
+
+
 def moot_positions(node: fx.Node) -> tuple[int, ...]:
     """Return the positions of arguments whose value no needed output depends on."""
-    statistics = _STATISTICS.get(node.target)
+    statistics = _statistics_of(node)
     if statistics is None:
         return ()
     if statistics.training is not None and node.args[statistics.training] is not True:
@@ -80,7 +90,7 @@ def moot_positions(node: fx.Node) -> tuple[int, ...]:
 
 def needed_arguments(node: fx.Node) -> tuple[Any, ...]:
     """Return the node's arguments with ``None`` for those that may be left out."""
-    statistics = _STATISTICS.get(node.target)
+    statistics = _statistics_of(node)
     if statistics is None or not statistics.is_optional:
         return tuple(node.args)
     moot = moot_positions(node)
@@ -506,7 +516,7 @@ class _Analysis:
         """Return why the op may run only once, or ``None``."""
         if not any(value is not None for value in values):
             return "it has an effect besides its outputs"
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, torch._ops.OpOverload | FusedKernel):
             return f"{node.target} is not a plain operator"
         changed = [
             self.storages[storage].name
@@ -516,7 +526,7 @@ class _Analysis:
         ]
         if changed:
             return f"it reads {changed[0]}, which the step changes"
-        statistics = _STATISTICS.get(node.target)
+        statistics = _statistics_of(node)
         if statistics is not None and any(
             self.is_read(user)
             for user in node.users

@@ -188,6 +188,13 @@ def add_solving(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="estimate the time of operators instead of measuring each of them alone",
     )
+    group.add_argument(
+        "--kernels",
+        choices=("eager", "fused"),
+        default="eager",
+        help="whose kernels run: eager PyTorch's (the default), or fused ones where "
+        "they are quicker, with results that differ from eager in the last digits",
+    )
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:

@@ -74,5 +74,6 @@ def plan_workload(
             time_limit=options.time_limit,
             seed=options.seed,
             costs="estimated" if options.estimated else "measured",
+            kernels=options.kernels,
             progress=progress,
         )

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -22,7 +22,6 @@ from remat.profile.arguments import (
     FILLS,
     ArgumentMaker,
     Description,
-    Fill,
     describe,
     target_name,
     tensors_in,
@@ -38,6 +37,11 @@ _LONG_RUN_NS = 40_000_000
 _SAMPLING_NS = 30_000_000
 _DISTURBED_RATIO = 1.5
 _NO_KWARGS: dict[str, Any] = {}
+
+_T = TypeVar("_T")
+
+Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
+"""Type, shape, strides and offset of a tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,6 +174,38 @@ def profile_operators(
     return [costs[key] for key in keys]
 
 
+def result_layouts(call: OperatorCall) -> list[Layout]:
+    """Run an operator once, alone, and return how its results lie in memory.
+
+    Everything of torch's is as before when it returns.
+
+    Raises
+    ------
+    ProfileError
+        If it cannot run alone.
+    """
+    description = describe(call.target, call.args, call.kwargs)
+
+    def run(maker: ArgumentMaker) -> list[Layout]:
+        outputs = call.target(
+            *maker.make(tuple(call.args)), **maker.make(dict(call.kwargs))
+        )
+        return [layout_of(tensor) for tensor in tensors_in(outputs)]
+
+    with _isolated(description.device_types):
+        return _with_some_values(call, description, run)
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """Return type, shape, strides and offset of a tensor."""
+    return (
+        tensor.dtype,
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        int(tensor.storage_offset()),
+    )
+
+
 def _key(description: Description, position: int) -> str:
     text = description.text
     if "cuda" in description.device_types:
@@ -212,10 +248,21 @@ def _isolated(device_types: set[str]) -> Generator[None]:
 
 
 def _profile_operator(call: OperatorCall, description: Description) -> OperatorCost:
+    return _with_some_values(
+        call,
+        description,
+        lambda maker: _measure_operator(call, description.device_types, maker),
+    )
+
+
+def _with_some_values(
+    call: OperatorCall, description: Description, run: Callable[[ArgumentMaker], _T]
+) -> _T:
+    """Return what ``run`` makes of the first values that the operator accepts."""
     first: Exception | None = None
     for fill in FILLS:
         try:
-            return _measure_operator(call, description.device_types, fill)
+            return run(ArgumentMaker(fill))
         # Any operator may refuse the values with any exception; the next fill is
         # tried, and the first error is reported if none is accepted.
         except Exception as error:  # noqa: BLE001
@@ -231,9 +278,8 @@ def _profile_operator(call: OperatorCall, description: Description) -> OperatorC
 
 
 def _measure_operator(
-    call: OperatorCall, device_types: set[str], fill: Fill
+    call: OperatorCall, device_types: set[str], maker: ArgumentMaker
 ) -> OperatorCost:
-    maker = ArgumentMaker(fill)
     args = maker.make(tuple(call.args))
     kwargs = maker.make(dict(call.kwargs))
 

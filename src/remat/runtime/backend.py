@@ -42,6 +42,10 @@ def sources_of(module: fx.GraphModule) -> list[str]:
     return sources
 
 
+def keep_kernels(joint: fx.GraphModule) -> None:
+    """Leave every operator of a traced step as it is."""
+
+
 class PlannedBackend:
     """A ``torch.compile`` backend that runs each training step by a schedule.
 
@@ -52,6 +56,9 @@ class PlannedBackend:
         schedule and may raise.
     name
         Name of the training graphs, for people.
+    choose_kernels
+        Called once per traced training step before that, with the joint graph, in
+        which it may put other operators in the place of some; may raise.
 
     Attributes
     ----------
@@ -69,8 +76,10 @@ class PlannedBackend:
         self,
         choose_schedule: Callable[[JointProgram], tuple[JointProgram, Schedule]],
         name: str,
+        choose_kernels: Callable[[fx.GraphModule], None] = keep_kernels,
     ) -> None:
         self.choose_schedule = choose_schedule
+        self.choose_kernels = choose_kernels
         self.name = name
         self.failure: RematError | None = None
         self.training_step_count = 0
@@ -171,6 +180,7 @@ class PlannedBackend:
         """Return the forward and backward modules that run the chosen schedule."""
         try:
             correct_statistics(joint)
+            self.choose_kernels(joint)
             program = analyse(
                 joint,
                 forward_output_count=forward_output_count,

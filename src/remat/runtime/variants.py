@@ -41,6 +41,10 @@ class StepPlanner(Protocol):
         """Return the schedule of the variant that was begun last."""
         ...
 
+    def choose_kernels(self, joint: fx.GraphModule) -> None:
+        """Replace operators of a traced step by others, in place, where asked to."""
+        ...
+
     def gradient_bytes_now(self, inputs: Sequence[Any]) -> int:
         """Return the bytes of the gradients that earlier passes left."""
         ...
@@ -64,7 +68,7 @@ class VariantBackend(PlannedBackend):
     """
 
     def __init__(self, planner: StepPlanner, name: str) -> None:
-        super().__init__(planner.choose_schedule, name)
+        super().__init__(planner.choose_schedule, name, planner.choose_kernels)
         self.planner = planner
 
     def __call__(

@@ -105,6 +105,7 @@ def run(options: argparse.Namespace) -> ExitCode:
             time_limit=options.time_limit,
             seed=options.seed,
             costs="estimated" if options.estimated else "measured",
+            kernels=options.kernels,
             progress=progress,
             plan=saved,
         )

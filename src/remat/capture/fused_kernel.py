@@ -1,0 +1,78 @@
+"""A kernel that a compiler makes of several operators."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+class FusedKernel:
+    """Several operators as one callable, compiled when it is first called.
+
+    Two kernels of equal names compute the same, in the same way.
+
+    Parameters
+    ----------
+    module
+        The operators, as a graph from the inputs to a tuple of results.
+    operators
+        Bare names of the operators, for people.
+    inputs
+        Fake tensors like the inputs: the kernel is made for their shapes and strides.
+    moot_inputs
+        Positions of inputs on whose values only statistics depend.
+    statistics_outputs
+        Positions of results that are new running statistics.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        *,
+        operators: Sequence[str],
+        inputs: Sequence[torch.Tensor],
+        moot_inputs: tuple[int, ...] = (),
+        statistics_outputs: tuple[int, ...] = (),
+    ) -> None:
+        self.module = module
+        self.moot_inputs = moot_inputs
+        self.statistics_outputs = statistics_outputs
+        self._compiled: dict[torch.device, Callable[..., Any]] = {}
+        shapes = [
+            (str(t.dtype), tuple(t.shape), tuple(t.stride()), str(t.device))
+            for t in inputs
+        ]
+        text = f"{module.code}{shapes}"
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        words = "_".join(dict.fromkeys(name.strip("_") for name in operators))
+        # Generated code and the cache of costs call it by these.
+        self.__name__ = self.__qualname__ = f"fused_{words[:60].strip('_')}_{digest}"
+        self.__module__ = __name__
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+    def __call__(self, *inputs: torch.Tensor) -> Any:
+        """Return the results as a tuple."""
+        device = inputs[0].device
+        if device not in self._compiled:
+            self._compiled[device] = self._compile(inputs)
+        return self._compiled[device](*inputs)
+
+    def _compile(self, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        device_type = inputs[0].device.type
+        with (
+            unset_fake_temporarily(),
+            _disable_current_modes(),
+            torch.no_grad(),
+            torch.autocast(device_type, enabled=False),
+        ):
+            return torch._inductor.standalone_compile(
+                self.module,
+                [x.detach() for x in inputs],
+                dynamic_shapes="from_example_inputs",
+            )

@@ -1,0 +1,219 @@
+"""Put kernels that a compiler makes in the place of groups of operators."""
+
+import heapq
+import operator
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from remat.capture.fused_kernel import FusedKernel
+from remat.capture.fusion_groups import (
+    BATCH_NORM,
+    computed_by,
+    fusion_groups,
+    is_operator,
+    name_of,
+    results_of,
+)
+from remat.capture.joint_program import is_view, moot_positions, needed_arguments
+
+_KNOWN: weakref.WeakValueDictionary[str, FusedKernel] = weakref.WeakValueDictionary()
+"""Kernels by name: one that is in use is not compiled again."""
+
+
+@dataclass(frozen=True, eq=False)
+class FusionCandidate:
+    """A group of operators, and the kernel that could replace it.
+
+    Parameters
+    ----------
+    members
+        The operators, in the graph's order.
+    inputs
+        The nodes whose values the kernel takes.
+    results
+        The nodes that stand for what the kernel returns.
+    kernel
+        What computes the results from the inputs.
+    """
+
+    members: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
+    kernel: FusedKernel
+
+
+def fusion_candidates(joint: fx.GraphModule) -> list[FusionCandidate]:
+    """Return what could be fused in a functional joint graph, which stays as it is.
+
+    Operators that look alike, on tensors that look alike, share one kernel.
+    """
+    found: list[FusionCandidate] = []
+    for members in fusion_groups(joint.graph):
+        candidate = _Candidate(joint, members).made()
+        if candidate is not None:
+            found.append(candidate)
+    return found
+
+
+class _Candidate:
+    """Writes the graph of one group."""
+
+    def __init__(self, joint: fx.GraphModule, members: Sequence[fx.Node]) -> None:
+        self.joint = joint
+        self.members = tuple(members)
+        self.own = set(members)
+        self.graph = fx.Graph()
+        self.inputs: list[fx.Node] = []
+        self.copies: dict[fx.Node, fx.Node] = {}
+
+    def made(self) -> FusionCandidate | None:
+        results = tuple(
+            result
+            for node in self.members
+            for result in results_of(node)
+            if self.is_needed_outside(result)
+        )
+        if not results:
+            return None
+        self.take_inputs()
+        for node in self.members:
+            self.copy(node)
+        self.graph.output(tuple(self.copy(result) for result in results))
+        module = fx.GraphModule(self.joint, self.graph)
+        moot, statistics = self.statistics(results)
+        kernel = FusedKernel(
+            module,
+            operators=[name_of(node) for node in self.members],
+            inputs=[node.meta["val"] for node in self.inputs],
+            moot_inputs=moot,
+            statistics_outputs=statistics,
+        )
+        kernel = _KNOWN.setdefault(repr(kernel), kernel)
+        return FusionCandidate(self.members, tuple(self.inputs), results, kernel)
+
+    def is_needed_outside(self, value: fx.Node) -> bool:
+        """Return whether what is no member reads ``value``, or a view of it."""
+        return any(
+            (self.is_needed_outside(user) if _is_name(user) else user not in self.own)
+            for user in value.users
+        )
+
+    def take_inputs(self) -> None:
+        """Name the values from outside, views of them as they are."""
+        needed = [s for n in self.members for s in _sources(needed_arguments(n), n)]
+        while needed:
+            node = needed.pop(0)
+            if node in self.copies:
+                continue
+            if computed_by(node) not in self.own:
+                name = f"x{len(self.inputs)}"
+                self.copies[node] = self.graph.placeholder(name)
+                self.copies[node].meta["val"] = node.meta["val"]
+                self.inputs.append(node)
+            elif node not in self.own:
+                needed.extend(node.all_input_nodes)
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        """Return the node of the group's graph that is ``node``, views included."""
+        if node not in self.copies:
+            args = fx.map_arg(needed_arguments(node), self.copy)
+            kwargs = fx.map_arg(dict(node.kwargs), self.copy)
+            # A name of its own, so that equal groups have equal code.
+            new = self.graph.create_node(
+                node.op, node.target, args, kwargs, name=f"v{len(self.copies)}"
+            )
+            new.meta["val"] = node.meta["val"]
+            self.copies[node] = new
+        return self.copies[node]
+
+    def statistics(
+        self, results: Sequence[fx.Node]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the positions of running statistics among inputs and results."""
+        norms = [node for node in self.members if node.target is BATCH_NORM]
+        moot: list[Any] = [n.args[p] for n in norms for p in moot_positions(n)]
+        new = {r for node in norms for r in results_of(node) if r.args[1] in {3, 4}}
+        return (
+            tuple(i for i, node in enumerate(self.inputs) if node in moot),
+            tuple(i for i, node in enumerate(results) if node in new),
+        )
+
+
+def _is_name(node: fx.Node) -> bool:
+    """Return whether a node only names or views what another one computes."""
+    return node.op == "call_function" and not is_operator(node)
+
+
+def _sources(arguments: Any, node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg((arguments, dict(node.kwargs)), found.append)
+    return found
+
+
+def fuse(joint: fx.GraphModule, chosen: Sequence[FusionCandidate]) -> None:
+    """Let kernels compute what the operators of their groups computed, in place.
+
+    Parameters
+    ----------
+    joint
+        The graph that the candidates are of.
+    chosen
+        Candidates of :func:`fusion_candidates`, in any number.
+    """
+    rank = {node: float(i) for i, node in enumerate(joint.graph.nodes)}
+    for candidate in chosen:
+        _replace(joint.graph, candidate, rank)
+    _put_in_order(joint.graph, rank)
+    gone = {node for candidate in chosen for node in candidate.members}
+    for node in reversed(list(joint.graph.nodes)):
+        is_leftover = node in gone or (_is_name(node) and is_view(node))
+        is_name_of_gone = node.target is operator.getitem and node.args[0] in gone
+        if not node.users and (is_leftover or is_name_of_gone):
+            joint.graph.erase_node(node)
+    joint.recompile()
+
+
+def _replace(
+    graph: fx.Graph, candidate: FusionCandidate, rank: dict[fx.Node, float]
+) -> None:
+    own = set(candidate.members)
+    last = candidate.members[-1]
+    with graph.inserting_after(last):
+        call = graph.call_function(candidate.kernel, candidate.inputs)
+    call.meta = {
+        key: last.meta[key]
+        for key in ("partitioner_tag", "stack_trace", "nn_module_stack")
+        if key in last.meta
+    }
+    call.meta["val"] = tuple(result.meta["val"] for result in candidate.results)
+    rank[call] = rank[last]
+    before = call
+    for position, result in enumerate(candidate.results):
+        with graph.inserting_after(before):
+            before = graph.call_function(operator.getitem, (call, position))
+        before.meta = dict(result.meta)
+        rank[before] = rank[last]
+        result.replace_all_uses_with(before, delete_user_cb=lambda u: u not in own)
+
+
+def _put_in_order(graph: fx.Graph, rank: dict[fx.Node, float]) -> None:
+    """Sort the nodes: after what they read, and else as they were."""
+    nodes = list(graph.nodes)
+    missing = {node: len(node.all_input_nodes) for node in nodes}
+    place = {node: i for i, node in enumerate(nodes)}
+    ready = [(rank[node], place[node]) for node in nodes if not missing[node]]
+    heapq.heapify(ready)
+    anchor = graph._root
+    while ready:
+        node = nodes[heapq.heappop(ready)[1]]
+        anchor.append(node)
+        anchor = node
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, (rank[user], place[user]))
+    graph.lint()

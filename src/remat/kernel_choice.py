@@ -1,0 +1,201 @@
+"""Which kernels a step runs: those of eager PyTorch, or fused ones where they help."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, cast
+
+import torch
+from torch import fx
+
+from remat.capture.fused_kernel import FusedKernel
+from remat.capture.fused_kernels import FusionCandidate, fuse, fusion_candidates
+from remat.capture.joint_program import needed_arguments, user_source_line
+from remat.errors import MissingDependencyError
+from remat.profile.cache import CostCache
+from remat.profile.operators import (
+    Layout,
+    OperatorCall,
+    OperatorCost,
+    layout_of,
+    profile_operators,
+    result_layouts,
+)
+from remat.solvers.base import ProgressCallback
+
+Kernels = Literal["eager", "fused"]
+
+_KERNELS, _KERNEL_NAMES = "kernels", "fused kernels"
+
+_IS_QUICKER: dict[str, bool] = {}
+"""What was decided in this process: equal steps are to run equal kernels."""
+
+
+def fuse_where_quicker(
+    joint: fx.GraphModule, on_progress: ProgressCallback
+) -> list[FusionCandidate]:
+    """Fuse the operators of a traced step, in place, where that was measured to help.
+
+    A kernel takes the place of its operators if it takes less time than they do one
+    after the other, and hands over each result in a block of its own, of the layout and
+    size that its operator gives it, so that memory is predicted as exactly as without.
+
+    Parameters
+    ----------
+    joint
+        A functional joint graph, annotated with fake tensors.
+    on_progress
+        Called while kernels are compiled and measured.
+
+    Returns
+    -------
+    list[FusionCandidate]
+        What was fused.
+
+    Raises
+    ------
+    MissingDependencyError
+        If there is no compiler.
+    ProfileError
+        If a kernel or one of its operators cannot be run alone.
+    """
+    candidates = fusion_candidates(joint)
+    if not candidates:
+        return []
+    _check_compiler(candidates)
+    candidates = list(_in_expected_layouts(joint, candidates, on_progress))
+    cache = CostCache()
+    fused = profile_operators(
+        [_kernel_call(joint, candidate) for candidate in candidates],
+        cache=cache,
+        on_progress=on_progress,
+    )
+    faithful = [
+        (candidate, cost)
+        for candidate, cost in zip(candidates, fused, strict=True)
+        if _is_faithful(candidate, cost)
+    ]
+    calls = [[_call(joint, n) for n in c.members] for c, _ in faithful]
+    single = iter(
+        profile_operators(
+            [call for group in calls for call in group],
+            cache=cache,
+            on_progress=on_progress,
+        )
+    )
+    chosen: list[FusionCandidate] = []
+    for (candidate, cost), group in zip(faithful, calls, strict=True):
+        separate_ns = sum(next(single).cost_ns for _ in group)
+        name = repr(candidate.kernel)
+        if _IS_QUICKER.setdefault(name, cost.cost_ns < separate_ns):
+            chosen.append(candidate)
+    fuse(joint, chosen)
+    return chosen
+
+
+def fuse_as_noted(joint: fx.GraphModule, settings: Mapping[str, Any]) -> None:
+    """Fuse the operators of a traced step, in place, as a plan's settings say.
+
+    Parameters
+    ----------
+    joint
+        A functional joint graph, annotated with fake tensors.
+    settings
+        Those of a plan, with :func:`noted_kernels`. Kernels that the graph has no use
+        for are passed over: the step is then another one than the plan's.
+    """
+    names = set(str(settings.get(_KERNEL_NAMES, "")).split())
+    if names:
+        fuse(joint, [c for c in fusion_candidates(joint) if repr(c.kernel) in names])
+
+
+def noted_kernels(kernels: Kernels, graph: fx.Graph) -> dict[str, str]:
+    """Return what a plan notes of its kernels among its settings.
+
+    Parameters
+    ----------
+    kernels
+        What was asked for.
+    graph
+        The joint graph, after the choice.
+    """
+    if kernels == "eager":
+        return {}
+    names = {repr(n.target) for n in graph.nodes if isinstance(n.target, FusedKernel)}
+    return {_KERNELS: kernels, _KERNEL_NAMES: " ".join(sorted(names))}
+
+
+def kernels_of(settings: Mapping[str, Any]) -> Kernels:
+    """Return which kernels a plan with these settings is for."""
+    return "fused" if settings.get(_KERNELS) == "fused" else "eager"
+
+
+def _check_compiler(candidates: Sequence[FusionCandidate]) -> None:
+    # The compiler takes a second to import, and most plans never need it.
+    from torch._inductor.cpp_builder import get_cpp_compiler  # noqa: PLC0415
+    from torch._inductor.exc import InvalidCxxCompiler  # noqa: PLC0415
+
+    devices = {t.meta["val"].device.type for c in candidates for t in c.results}
+    if "cpu" not in devices:
+        return
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        msg = (
+            "kernels='fused' needs a C++ compiler, and none was found; install g++ or "
+            "clang, name one in the variable CXX, or leave kernels='eager'"
+        )
+        raise MissingDependencyError(msg) from error
+
+
+def _in_expected_layouts(
+    joint: fx.GraphModule,
+    candidates: Sequence[FusionCandidate],
+    on_progress: ProgressCallback,
+) -> Iterator[FusionCandidate]:
+    """Compile each kernel, and yield the candidates whose results lie as expected.
+
+    What reads them was traced, and is measured, on the layouts of the operators.
+    """
+    layouts: dict[FusedKernel, list[Layout]] = {}
+    for position, candidate in enumerate(candidates):
+        kernel = candidate.kernel
+        if kernel not in layouts:
+            on_progress(f"compiling {kernel}", position / len(candidates))
+            layouts[kernel] = result_layouts(_kernel_call(joint, candidate))
+        expected = [layout_of(node.meta["val"]) for node in candidate.results]
+        if layouts[kernel] == expected:
+            yield candidate
+
+
+def _kernel_call(joint: fx.GraphModule, candidate: FusionCandidate) -> OperatorCall:
+    return OperatorCall(
+        candidate.kernel,
+        tuple(_value(joint, node) for node in candidate.inputs),
+        source=user_source_line(candidate.members[0]),
+    )
+
+
+def _call(joint: fx.GraphModule, node: fx.Node) -> OperatorCall:
+    args: Any = fx.map_arg(needed_arguments(node), lambda n: _value(joint, n))
+    kwargs: Mapping[str, Any] = fx.map_arg(
+        dict(node.kwargs), lambda n: _value(joint, n)
+    )
+    target = cast("Callable[..., Any]", node.target)
+    return OperatorCall(target, args, kwargs, source=user_source_line(node))
+
+
+def _value(joint: fx.GraphModule, node: fx.Node) -> Any:
+    if node.op == "get_attr":
+        return getattr(joint, str(node.target))
+    return node.meta["val"]
+
+
+def _is_faithful(candidate: FusionCandidate, cost: OperatorCost) -> bool:
+    """Return whether each result is in a block of its own, of the expected size."""
+    expected = tuple(_sizes(candidate))
+    return not cost.aliases_input and cost.output_sizes_bytes == expected
+
+
+def _sizes(candidate: FusionCandidate) -> Iterator[int]:
+    for node in candidate.results:
+        value: torch.Tensor = node.meta["val"]
+        yield value.untyped_storage().nbytes()
