@@ -41,6 +41,16 @@ class StopReason(StrEnum):
     INTERRUPTED = "interrupted"
 
 
+class Objective(StrEnum):
+    """What is to be small."""
+
+    SERIAL = "serial"
+    """The sum of all runs and copies, one after the other."""
+
+    OVERLAPPED = "overlapped"
+    """The end of the last step when devices and links work at the same time."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """Train ``graph`` on ``platform``, within the devices' budgets, in least time.

@@ -6,17 +6,16 @@ import pytest
 from tests.instances import resnet_like, transformer_like
 from tests.solvers.test_xengine import chain, linked
 
-import remat.solvers.device_search as module
 from remat.bounds import peak_bound_bytes
 from remat.errors import MissingDependencyError
 from remat.graph import TrainingGraph
-from remat.multidevice.execution import execute
+from remat.multidevice.execution import Executor
 from remat.planning import solve
-from remat.problem import Limits, Problem, Status, StopReason
+from remat.problem import Limits, Objective, Problem, Status, StopReason
 from remat.solvers import XEngine
 from remat.solvers.backends.mathopt import MipSolver
 from remat.solvers.base import ignore_progress
-from remat.solvers.device_search import DeviceSearch, Objective
+from remat.solvers.device_search import DeviceSearch
 from remat.testing import store_all_peak_bytes
 
 FACTORS = {"gpu": 1, "cpu": 3}
@@ -56,20 +55,23 @@ def test_networks_fit_with_a_second_device(second: str, percent: int):
         assert result.bound_ns <= result.trace.serial_ns
 
 
-def test_overlapped_objective_is_no_slower_than_serial_time():
-    graph = resnet_like(3).graph
-    budget = store_all_peak_bytes(graph) * 6 // 10
-    problem = Problem(
-        graph=with_kinds(graph, ("gpu", "cpu")),
-        platform=linked(("gpu", "cpu"), (budget, budget), 10**10),
-    )
-    serial = solve(problem, DeviceSearch(candidates=60)).trace
-    overlapped = solve(
-        problem, DeviceSearch(candidates=60, objective=Objective.OVERLAPPED)
-    ).trace
-    assert serial is not None
-    assert overlapped is not None
-    assert overlapped.overlapped_ns <= serial.overlapped_ns
+def overlapped_ns(problem: Problem, objective: Objective, candidates: int) -> int:
+    solver = DeviceSearch(objective=objective, candidates=candidates)
+    trace = solve(problem, solver).trace
+    assert trace is not None
+    return trace.overlapped_ns
+
+
+@pytest.mark.parametrize("candidates", [60, 200])
+def test_overlapped_answer_is_no_slower_than_the_serial_one(candidates: int):
+    graph = with_kinds(resnet_like(3).graph, ("gpu", "cpu"))
+    low, high = peak_bound_bytes(graph), store_all_peak_bytes(graph)
+    for percent in range(5, 60, 10):
+        budget = low + (high - low) * percent // 100
+        platform = linked(("gpu", "cpu"), (budget, budget), 10**10)
+        problem = Problem(graph=graph, platform=platform)
+        serial_ns = overlapped_ns(problem, Objective.SERIAL, candidates)
+        assert overlapped_ns(problem, Objective.OVERLAPPED, candidates) <= serial_ns
 
 
 def test_same_question_same_answer():
@@ -84,6 +86,7 @@ def test_same_question_same_answer():
 
 def test_interruption_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch):
     calls: list[int] = []
+    execute = Executor.execute
 
     def interrupted(*args, **options):
         calls.append(1)
@@ -91,7 +94,7 @@ def test_interruption_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch):
             raise KeyboardInterrupt
         return execute(*args, **options)
 
-    monkeypatch.setattr(module, "execute", interrupted)
+    monkeypatch.setattr(Executor, "execute", interrupted)
     graph = chain([(9, 1)] * 5, [10, 40, 10, 10, 10], ("a", "b"))
     problem = Problem(graph=graph, platform=linked(("a", "b"), (60, 60)))
     result = DeviceSearch().solve(problem, Limits(), ignore_progress)

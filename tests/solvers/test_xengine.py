@@ -17,13 +17,13 @@ from remat.graph import Op, Phase, Storage, TrainingGraph
 from remat.multidevice.instance import DeviceInstance
 from remat.planning import solve
 from remat.platform import Device, Link, Platform, single_device
-from remat.problem import Limits, Problem, Result, Status, StopReason
+from remat.problem import Limits, Objective, Problem, Result, Status, StopReason
 from remat.schedule import Boundary, Compute, Copy, Schedule
 from remat.simulator import Rule, simulate
 from remat.solvers import XEngine, XEnginePublished
 from remat.solvers.backends.mathopt import MipSolver, Outcome, Settings, Solution
 from remat.solvers.backends.mathopt import solve as solve_model
-from remat.solvers.device_search import DeviceSearch, Objective
+from remat.solvers.device_search import DeviceSearch
 from remat.solvers.devices.published import PublishedInstance, PublishedModel
 from remat.solvers.devices.slots import frontier_slots
 from remat.solvers.devices.sweep_model import ModelOptions, SweepModel
@@ -552,7 +552,7 @@ def test_overlapped_objective_lets_devices_work_together():
     assert serial.cost_ns == 600
     for solver in (
         XEngine(objective=Objective.OVERLAPPED, time_limit_s=5),
-        DeviceSearch(objective=Objective.OVERLAPPED, candidates=100),
+        DeviceSearch(objective=Objective.OVERLAPPED),
     ):
         found = solve(problem, solver)
         assert found.trace is not None
@@ -562,9 +562,7 @@ def test_overlapped_objective_lets_devices_work_together():
 
 @settings(max_examples=25)
 @given(problem=problems(max_ops=4))
-def test_overlapped_objective_is_below_the_least_serial_time(
-    problem: Problem,
-):
+def test_overlapped_answer_is_no_slower_than_the_serial_one(problem: Problem):
     serial = solve(problem, XEngine())
     overlapped = solve(problem, XEngine(objective=Objective.OVERLAPPED))
     assert (serial.status is Status.INFEASIBLE) is (
@@ -572,7 +570,7 @@ def test_overlapped_objective_is_below_the_least_serial_time(
     )
     if serial.trace is None or overlapped.trace is None:
         return
-    assert overlapped.trace.overlapped_ns <= serial.trace.serial_ns
+    assert overlapped.trace.overlapped_ns <= serial.trace.overlapped_ns
 
 
 # --- what cannot be ------------------------------------------------------------------

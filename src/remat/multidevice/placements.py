@@ -131,7 +131,9 @@ class Placements:
         return devices[before[-1]] if before else devices[max(op - 1, 0)]
 
     def changed(self, placement: Placement, rng: random.Random) -> Placement:
-        """Return a placement that differs a little."""
+        """Return a placement that differs a little, if one may."""
+        if not self.movable:
+            return placement
         ops = self._chosen(placement, rng)
         device = rng.choice(self.computing)
         found = list(placement)

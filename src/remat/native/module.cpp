@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 
 #include "chains.hpp"
+#include "device_execution.hpp"
 #include "eviction.hpp"
 #include "lower_sets.hpp"
 #include "plain_lower_sets.hpp"
@@ -13,6 +14,7 @@ namespace nb = nanobind;
 NB_MODULE(_core, module) {
   module.doc() = "Hot loops of the planning algorithms; each has a twin in Python.";
   remat::bind_chains(module);
+  remat::bind_device_execution(module);
   remat::bind_eviction(module);
   remat::bind_lower_sets(module);
   remat::bind_plain_lower_sets(module);

@@ -11,25 +11,30 @@ It ends at the time limit or after so many candidates.
 """
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product, tee
 from typing import ClassVar
 
-from remat.bounds import cost_bound_ns
 from remat.errors import SolverUnsuitableError
-from remat.liveness import insert_discards
-from remat.multidevice.execution import ExecutionRule, Placement, execute
+from remat.multidevice.execution import ExecutionRule, Placement
 from remat.multidevice.feasibility import infeasible_reason
 from remat.multidevice.instance import DeviceInstance
 from remat.multidevice.placements import Placements
-from remat.problem import Limits, Problem, Proposal, Status, StopReason
-from remat.schedule import Schedule
-from remat.simulator import Trace, simulate
+from remat.problem import (
+    Limits,
+    Objective,
+    Problem,
+    Proposal,
+    Status,
+    StopReason,
+)
 from remat.solvers.backends.mathopt import Settings
 from remat.solvers.base import ProgressCallback, ignore_progress
 from remat.solvers.devices.alone import answer_for_one_device
 from remat.solvers.devices.relaxation import relaxed_placement
+from remat.solvers.devices.search_run import DeviceSearchRun, Outcome
+from remat.solvers.devices.walk import Walk, changed_rule
 from remat.solvers.greedy_eviction import GreedyEviction
 from remat.solvers.min_cut_retention import MinCutRetention
 from remat.units import format_bytes, format_ns
@@ -48,132 +53,14 @@ RULES = (
 """How candidates evict, in the order in which rules are tried."""
 
 _PRESSURES = (0.25, 1.0, 4.0)
-_RESERVES = 2
 _CORE_STARTS = 5
 _FEWEST = 50
 _SINGLE = (GreedyEviction(), MinCutRetention(effort_ops=1_000_000))
 _SINGLE_SHARE = 0.15
 _RELAXATION_S = 20.0
 _RELAXATION_SHARE = 0.2
-
-
-class Objective(StrEnum):
-    """What is to be small."""
-
-    SERIAL = "serial"
-    """The sum of all runs and copies, as in the paper."""
-
-    OVERLAPPED = "overlapped"
-    """The end of the last step when devices and links work at the same time."""
-
-
-class Outcome(StrEnum):
-    """What came of a candidate."""
-
-    KEPT = "kept"
-    WORSE = "worse"
-    UNFIT = "unfit"
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A schedule and how it was made."""
-
-    schedule: Schedule
-    trace: Trace
-    placement: Placement
-    rule: ExecutionRule
-
-
-@dataclass
-class DeviceSearchRun:
-    """One search: its candidates, and the best of them."""
-
-    problem: Problem
-    instance: DeviceInstance
-    objective: Objective
-    limits: Limits
-    best: Candidate | None = None
-    # What broke the budgets least, to search on from while nothing fits.
-    nearest: Candidate | None = None
-    bound_ns: int = 0
-    tried: int = 0
-
-    def __post_init__(self) -> None:
-        self.bound_ns = cost_bound_ns(self.problem)
-
-    def cost_ns(self, candidate: Candidate) -> int:
-        """Return what the search makes small, of a candidate."""
-        return self.time_ns(candidate.trace)
-
-    def time_ns(self, trace: Trace) -> int:
-        """Return what the search makes small, of a replay."""
-        is_serial = self.objective is Objective.SERIAL
-        return trace.serial_ns if is_serial else trace.overlapped_ns
-
-    def judged(self, schedule: Schedule) -> Trace:
-        """Replay a schedule."""
-        return simulate(self.problem.graph, self.problem.platform, schedule)
-
-    def offer(self, schedule: Schedule, placement: Placement) -> None:
-        """Judge a schedule that was found by other means."""
-        self.keep(Candidate(schedule, self.judged(schedule), placement, RULES[0]))
-
-    def keep(self, candidate: Candidate) -> bool:
-        """Keep a candidate that fits and is at least as good as the best."""
-        if candidate.trace.violation is not None:
-            excess = self.excess(candidate)
-            if excess and (self.nearest is None or excess <= self.excess(self.nearest)):
-                self.nearest = candidate
-            return False
-        if self.best is None or self.cost_ns(candidate) <= self.cost_ns(self.best):
-            self.best = candidate
-            return True
-        return False
-
-    @staticmethod
-    def excess(candidate: Candidate) -> int:
-        """Return the bytes by which a candidate breaks a budget."""
-        violation = candidate.trace.violation
-        return 0 if violation is None else violation.excess_bytes
-
-    def attempt(self, placement: Placement, rule: ExecutionRule) -> Outcome:
-        """Execute, judge; return what came of it.
-
-        What fits as a list of steps may not fit when copies run ahead of it or behind:
-        then the device keeps as much free as was lacking, and again.
-        """
-        reserve = list(rule.reserve_bytes or (0,) * len(self.instance.devices))
-        for _ in range(_RESERVES):
-            self.tried += 1
-            careful = replace(rule, reserve_bytes=tuple(reserve))
-            steps = execute(self.instance, placement, careful, limits=self.limits)
-            if steps is None:
-                return Outcome.UNFIT
-            schedule = insert_discards(self.problem.graph, steps)
-            trace = self.judged(schedule)
-            if self.keep(Candidate(schedule, trace, placement, careful)):
-                return Outcome.KEPT
-            violation = trace.violation
-            if violation is None or self.is_worse(trace):
-                return Outcome.WORSE if violation is None else Outcome.UNFIT
-            if violation.device is None or self.limits.is_over:
-                return Outcome.UNFIT
-            reserve[violation.device] += violation.excess_bytes * 5 // 4
-        return Outcome.UNFIT
-
-    def is_worse(self, trace: Trace) -> bool:
-        """Return whether the best schedule takes less time, fit or not."""
-        return self.best is not None and self.time_ns(trace) > self.cost_ns(self.best)
-
-    @property
-    def is_proved(self) -> bool:
-        """Whether nothing cheaper exists, up to the precision of the bound."""
-        return (
-            self.objective is Objective.SERIAL
-            and self.best is not None
-            and self.cost_ns(self.best) <= self.bound_ns * (1 + 1e-6)
-        )
+_PRESSURE_SHARE = 0.05
+_PRESSED_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,8 +89,8 @@ class DeviceSearch:
     is_exact: ClassVar[bool] = False
 
     objective: Objective = Objective.SERIAL
-    candidates: int = 600
-    op_runs: int = 100_000
+    candidates: int = 2_000
+    op_runs: int = 600_000
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback
@@ -240,17 +127,18 @@ class DeviceSearch:
 
     def proposal(self, run: DeviceSearchRun, stop_reason: StopReason) -> Proposal:
         """Return what a search has found."""
-        if run.best is None:
+        best = run.bests.get(self.objective)
+        if best is None:
             return Proposal(
                 status=Status.UNKNOWN,
                 bound_ns=run.bound_ns,
                 stop_reason=stop_reason,
                 message=_nothing_fits(run, stop_reason),
             )
-        trace = run.best.trace
+        trace = best.trace
         return Proposal(
             status=Status.FEASIBLE,
-            schedule=run.best.schedule,
+            schedule=best.schedule,
             bound_ns=run.bound_ns,
             stop_reason=stop_reason,
             message=(
@@ -260,64 +148,99 @@ class DeviceSearch:
         )
 
     def search(self, run: DeviceSearchRun, on_progress: ProgressCallback) -> None:
-        """Make candidates until the limit, the proof or the last candidate."""
+        """Search by the serial time, and from its answer by the overlapped one.
+
+        So the answer to the second question is none that the first one beats.
+        """
         places = Placements(run.instance)
+        starts, again = tee(self.starts(run, places))
+        pressed, pressed_again = tee(self.pressed(run, places))
+        limits = run.limits
+        if self.objective is Objective.OVERLAPPED:
+            run.objective, run.limits = Objective.SERIAL, _half(limits)
+            self.improve(run, places, (starts, pressed), on_progress)
+            run.objective, run.limits = self.objective, limits
+            starts, pressed = again, pressed_again
+        self.improve(run, places, (starts, pressed), on_progress)
+
+    def improve(
+        self,
+        run: DeviceSearchRun,
+        places: Placements,
+        starts: tuple[Iterator[Placement], Iterator[Placement]],
+        on_progress: ProgressCallback,
+    ) -> None:
+        """Make candidates until the limit, the proof or the last candidate.
+
+        Placements to start from come in two parts, the slower ones in the second.
+        """
         rng = random.Random(run.limits.seed)  # noqa: S311 - not a secret
-        for number, placement in enumerate(self.starts(run, places)):
+        last = run.tried + self.most(run)
+        tried: list[Placement] = []
+        quick, slow = starts
+        for placement in quick:
+            tried.append(placement)
             # The other rules are for what does not fit.
-            for rule in RULES[:4] if number < _CORE_STARTS else RULES[:2]:
-                outcome = run.attempt(placement, rule)
-                self.report(run, on_progress)
+            for rule in RULES[:4] if len(tried) <= _CORE_STARTS else RULES[:2]:
+                outcome = run.attempt(placement, rule).outcome
+                self.report(run, on_progress, last)
                 if run.limits.is_over or run.is_proved:
                     return
                 if outcome is not Outcome.UNFIT:
                     break
-        if not places.movable:
-            self.vary_rules(run, rng, on_progress)
-            return
-        while run.tried < self.most(run) and not run.limits.is_over:
-            start = run.best or run.nearest
-            if start is None:
-                placement, rule = places.cheapest_everywhere(), rng.choice(RULES)
-            else:
-                placement, rule = start.placement, start.rule
-            if rng.random() < 0.1:
-                rule = rng.choice(RULES)
-            run.attempt(places.changed(placement, rng), rule)
-            self.report(run, on_progress)
-            if run.is_proved:
-                return
-
-    def vary_rules(
-        self, run: DeviceSearchRun, rng: random.Random, on_progress: ProgressCallback
-    ) -> None:
-        """Try rules at random where there is nothing to place."""
-        placement = Placements(run.instance).cheapest_everywhere()
-        while run.tried < self.most(run) // 4 and not run.limits.is_over:
-            rule = ExecutionRule(
-                size_exponent=rng.choice((0.5, 0.75, 1.0)),
-                distance_exponent=rng.choice((0.0, 0.25, 0.5, 1.0)),
-                ancestor_share=rng.choice((0.0, 0.5, 1.0)),
-                copy_percent=rng.choice((10, 50, 100, 200, 400)),
-                limit_percent=rng.randint(50, 100),
-            )
+        middle = (3 * run.tried + last) // 4
+        for placement, rule in product(tried, RULES):
+            if run.tried >= middle or run.limits.is_over or run.is_proved:
+                break
             run.attempt(placement, rule)
-            self.report(run, on_progress)
-            if run.is_proved:
-                return
+            self.report(run, on_progress, last)
+        for placement in () if run.is_proved else slow:
+            tried.append(placement)
+            for rule in RULES[:2]:
+                run.attempt(placement, rule)
+            self.report(run, on_progress, last)
+        self.walk(run, places, tried, rng, on_progress, last)
+
+    def walk(
+        self,
+        run: DeviceSearchRun,
+        places: Placements,
+        starts: Sequence[Placement],
+        rng: random.Random,
+        on_progress: ProgressCallback,
+        last: int,
+    ) -> None:
+        """Make candidates that differ a little from one before."""
+        walk: Walk | None = None
+        while run.tried < last and not run.limits.is_over and not run.is_proved:
+            best, cost_ns = run.best, run.cost_ns
+            if walk is None and best is not None and cost_ns is not None:
+                walk = Walk(best.placement, best.rule, cost_ns)
+            if walk is not None:
+                placement, rule = walk.candidate(places, rng)
+                walk.take(placement, rule, run.attempt(placement, rule).cost_ns)
+            elif run.nearest is not None:
+                near = run.nearest
+                run.attempt(places.changed(near.placement, rng), near.rule)
+            else:
+                placement = places.changed(rng.choice(starts), rng)
+                run.attempt(placement, changed_rule(rng.choice(RULES), rng))
+            self.report(run, on_progress, last)
 
     def most(self, run: DeviceSearchRun) -> int:
         """Return how many candidates are made of a graph of that size."""
         by_size = self.op_runs // len(run.instance.graph.ops)
         return min(self.candidates, max(_FEWEST, by_size))
 
-    def report(self, run: DeviceSearchRun, on_progress: ProgressCallback) -> None:
+    def report(
+        self, run: DeviceSearchRun, on_progress: ProgressCallback, last: int
+    ) -> None:
         """Tell what the incumbent is."""
-        share = min(1.0, run.tried / self.most(run))
-        if run.best is None:
+        share = min(1.0, run.tried / max(last, 1))
+        cost, bound = run.cost_ns, run.bound_ns
+        if cost is None:
             on_progress("no schedule yet", share)
         else:
-            cost, bound = run.cost_ns(run.best), run.bound_ns
             gap = (cost - bound) / cost if cost else 0.0
             on_progress(
                 f"incumbent {format_ns(cost)}, bound {format_ns(bound)}, gap {gap:.1%}",
@@ -330,35 +253,41 @@ class DeviceSearch:
         first, *others = [*places.starts()]
         # The simplest first, so that there is something however short the time.
         yield first
-        relaxed = relaxed_placement(run.instance, self._settings(run))
+        relaxed = relaxed_placement(
+            run.instance, self._settings(run, _RELAXATION_SHARE)
+        )
         run.bound_ns = max(run.bound_ns, relaxed.bound_ns)
         if relaxed.placement is not None:
             yield relaxed.placement
         self.offer_single_device(run, [(0,)] * count)
         yield from others
+
+    def pressed(self, run: DeviceSearchRun, places: Placements) -> Iterator[Placement]:
+        """Yield optima without memory with work priced away from one device."""
         if len(places.computing) < 2:
             return
+        left = run.limits.remaining_s
+        enough = Limits.after(None if left is None else left * _PRESSED_SHARE)
         written = sum(run.instance.sizes_bytes)
         per_byte = run.bound_ns / max(1, written)
         for device in places.computing:
             for weight in _PRESSURES:
-                if run.limits.is_over:
+                if enough.is_over:
                     return
                 pressure = [0.0] * len(run.instance.devices)
                 pressure[device] = weight * per_byte
                 pushed = relaxed_placement(
-                    run.instance, self._settings(run), tuple(pressure)
+                    run.instance,
+                    self._settings(run, _PRESSURE_SHARE),
+                    tuple(pressure),
                 )
                 if pushed.placement is not None:
                     yield pushed.placement
 
-    def _settings(self, run: DeviceSearchRun) -> Settings:
+    @staticmethod
+    def _settings(run: DeviceSearchRun, share: float) -> Settings:
         left = run.limits.remaining_s
-        limit = (
-            _RELAXATION_S
-            if left is None
-            else min(_RELAXATION_S, left * _RELAXATION_SHARE)
-        )
+        limit = _RELAXATION_S if left is None else min(_RELAXATION_S, left * share)
         return Settings(time_limit_s=limit, absolute_gap=0.5, seed=run.limits.seed)
 
     @staticmethod
@@ -374,6 +303,12 @@ class DeviceSearch:
                 return
             if found.schedule is not None:
                 run.offer(found.schedule, placement)
+
+
+def _half(limits: Limits) -> Limits:
+    """Return limits that leave as much time again."""
+    left = limits.remaining_s
+    return limits if left is None else Limits.after(left / 2, limits.seed)
 
 
 def _nothing_fits(run: DeviceSearchRun, stop_reason: StopReason) -> str:

@@ -18,7 +18,7 @@ References
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import ClassVar
 
@@ -26,7 +26,7 @@ from remat.bounds import cost_bound_ns
 from remat.errors import SolverUnsuitableError
 from remat.multidevice.feasibility import infeasible_reason
 from remat.multidevice.instance import DeviceInstance
-from remat.problem import Limits, Problem, Proposal, Status, StopReason
+from remat.problem import Limits, Objective, Problem, Proposal, Status, StopReason
 from remat.schedule import Schedule
 from remat.simulator import Rule, Trace, simulate
 from remat.solvers.backends.mathopt import (
@@ -39,7 +39,7 @@ from remat.solvers.backends.mathopt import (
 from remat.solvers.backends.mathopt import solve as solve_model
 from remat.solvers.backends.tolerances import RELATIVE_TOLERANCE, safe_bound_ns
 from remat.solvers.base import ProgressCallback, ignore_progress
-from remat.solvers.device_search import DeviceSearch, Objective
+from remat.solvers.device_search import DeviceSearch
 from remat.solvers.devices.alone import answer_for_one_device
 from remat.solvers.devices.published import PublishedModel
 from remat.solvers.devices.published_reduction import lifted, published_instance
@@ -132,7 +132,9 @@ class XEngine:
     Parameters
     ----------
     objective
-        What is made small. With the overlapped objective nothing is proved.
+        What is made small. With the overlapped objective nothing is proved, except that
+        the answer for the serial one takes no less time: it is found first, in half the
+        time.
     solver
         Which solver minimises; HiGHS by default.
     sweeps
@@ -195,10 +197,35 @@ class XEngine:
             search.notes.append("the time limit was over before the search began")
             return search.proposal()
         limits = self._own_limits(limits)
-        self._warm_start(search, limits, on_progress)
+        if self.objective is Objective.OVERLAPPED:
+            self._solve_serially(search, limits, on_progress)
+            if search.is_infeasible:
+                return search.proposal()
+        if search.stop_reason is StopReason.COMPLETED:
+            self._warm_start(search, limits, on_progress)
         if search.stop_reason is StopReason.COMPLETED:
             self._solve_exactly(search, limits, on_progress)
         return search.proposal()
+
+    def _solve_serially(
+        self, search: _Search, limits: Limits, on_progress: ProgressCallback
+    ) -> None:
+        """Offer the answer for the serial objective, which the other shall not lose to.
+
+        Half the time is left.
+        """
+        left = limits.remaining_s
+        half = limits if left is None else Limits.after(left / 2, limits.seed)
+        found = replace(self, objective=Objective.SERIAL).solve(
+            search.problem, half, on_progress
+        )
+        if found.status is Status.INFEASIBLE:
+            search.is_infeasible = True
+            search.notes.append(found.message)
+        if found.schedule is not None:
+            search.offer(found.schedule)
+        if found.stop_reason is StopReason.INTERRUPTED:
+            search.stop_reason = StopReason.INTERRUPTED
 
     def _own_limits(self, limits: Limits) -> Limits:
         left = limits.remaining_s

@@ -1,0 +1,166 @@
+"""One search over placements: its candidates, judged, and the best of them."""
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from remat.bounds import cost_bound_ns
+from remat.liveness import insert_discards
+from remat.multidevice.execution import Execution, ExecutionRule, Executor, Placement
+from remat.multidevice.instance import DeviceInstance
+from remat.problem import Limits, Objective, Problem
+from remat.schedule import Schedule
+from remat.simulator import Trace, simulate
+
+_RESERVES = 2
+
+
+class Outcome(StrEnum):
+    """What came of a candidate."""
+
+    KEPT = "kept"
+    WORSE = "worse"
+    UNFIT = "unfit"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A schedule and how it was made."""
+
+    schedule: Schedule
+    trace: Trace
+    placement: Placement
+    rule: ExecutionRule
+
+    def time_ns(self, objective: Objective) -> int:
+        """Return what is to be small."""
+        is_serial = objective is Objective.SERIAL
+        return self.trace.serial_ns if is_serial else self.trace.overlapped_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What came of a candidate, and a time that it takes at least.
+
+    That is the serial time, or a bound of the overlapped one; ``None`` if it is unfit.
+    """
+
+    outcome: Outcome
+    cost_ns: int | None = None
+
+
+@dataclass
+class DeviceSearchRun:
+    """One search: its candidates, and the best of them by each objective.
+
+    ``objective`` and ``limits`` are those of what is under way.
+    """
+
+    problem: Problem
+    instance: DeviceInstance
+    objective: Objective
+    limits: Limits
+    bests: dict[Objective, Candidate] = field(
+        default_factory=dict[Objective, Candidate]
+    )
+    # What broke the budgets least, to search on from while nothing fits.
+    nearest: Candidate | None = None
+    bound_ns: int = 0
+    tried: int = 0
+
+    def __post_init__(self) -> None:
+        self.bound_ns = cost_bound_ns(self.problem)
+        self.executor = Executor(self.instance)
+        # Of the steps that were judged, so that none are refused twice.
+        self.seen: set[int] = set()
+
+    @property
+    def best(self) -> Candidate | None:
+        """The best candidate by the objective of the moment."""
+        return self.bests.get(self.objective)
+
+    @property
+    def cost_ns(self) -> int | None:
+        """Return what the search makes small, of its best candidate."""
+        best = self.best
+        return None if best is None else best.time_ns(self.objective)
+
+    def judged(self, schedule: Schedule) -> Trace:
+        """Replay a schedule."""
+        return simulate(self.problem.graph, self.problem.platform, schedule)
+
+    def offer(self, schedule: Schedule, placement: Placement) -> None:
+        """Judge a schedule that was found by other means."""
+        self.keep(
+            Candidate(schedule, self.judged(schedule), placement, ExecutionRule())
+        )
+
+    def keep(self, candidate: Candidate) -> bool:
+        """Keep a candidate that fits and is better than the best.
+
+        Returns whether it is by the objective of the moment.
+        """
+        if candidate.trace.violation is not None:
+            excess = self.excess(candidate)
+            if excess and (self.nearest is None or excess <= self.excess(self.nearest)):
+                self.nearest = candidate
+            return False
+        for objective in Objective:
+            best = self.bests.get(objective)
+            time_ns = candidate.time_ns(objective)
+            if best is None or time_ns < best.time_ns(objective):
+                self.bests[objective] = candidate
+        return self.best is candidate
+
+    @staticmethod
+    def excess(candidate: Candidate) -> int:
+        """Return the bytes by which a candidate breaks a budget."""
+        violation = candidate.trace.violation
+        return 0 if violation is None else violation.excess_bytes
+
+    def attempt(self, placement: Placement, rule: ExecutionRule) -> Attempt:
+        """Execute, and judge what may be the best; return what came of it.
+
+        What fits as a list of steps may not fit when copies run ahead of it or behind:
+        then the device keeps as much free as was lacking, and again.
+        """
+        reserve = list(rule.reserve_bytes or (0,) * len(self.instance.devices))
+        for _ in range(_RESERVES):
+            self.tried += 1
+            careful = replace(rule, reserve_bytes=tuple(reserve))
+            done = self.executor.execute(placement, careful, limits=self.limits)
+            if done is None:
+                return Attempt(Outcome.UNFIT)
+            is_serial = self.objective is Objective.SERIAL
+            cost_ns = done.serial_ns if is_serial else done.soonest_ns
+            if self.cost_ns is not None and cost_ns >= self.cost_ns:
+                return Attempt(Outcome.WORSE, cost_ns)
+            if self.is_known(done):
+                return Attempt(Outcome.UNFIT)
+            schedule = insert_discards(self.problem.graph, done.steps())
+            candidate = Candidate(schedule, self.judged(schedule), placement, careful)
+            if self.keep(candidate):
+                return Attempt(Outcome.KEPT, cost_ns)
+            violation = candidate.trace.violation
+            if violation is None:
+                return Attempt(Outcome.WORSE, cost_ns)
+            if violation.device is None or self.limits.is_over:
+                return Attempt(Outcome.UNFIT)
+            reserve[violation.device] += violation.excess_bytes * 5 // 4
+        return Attempt(Outcome.UNFIT)
+
+    def is_known(self, done: Execution) -> bool:
+        """Return whether the same steps were judged before, and remember them."""
+        key = hash(tuple(done.notes))
+        is_known = key in self.seen
+        self.seen.add(key)
+        return is_known
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether nothing cheaper exists, up to the precision of the bound."""
+        least = self.cost_ns
+        return (
+            self.objective is Objective.SERIAL
+            and least is not None
+            and least <= self.bound_ns * (1 + 1e-6)
+        )
