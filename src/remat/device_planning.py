@@ -178,7 +178,10 @@ def plan_on_devices(  # noqa: PLR0913 - every option that a user has
     problem = Problem(graph=graph, platform=platform)
     limits = Limits.after(time_limit, seed)
     _check_is_possible(problem)
-    _check_residents(graph, platform)
+    if _resident_reason(graph, platform) is not None:
+        progress("looking for budgets that work", 0.0)
+        floor = _floor_at_home(graph, platform)
+        _refuse(problem, None, floor, limits, has_assumed_loss=has_assumed_loss)
     result = solve_portfolio(
         problem,
         chosen_solvers(solver, has_several_devices=True),
@@ -241,7 +244,8 @@ def _check_is_possible(problem: Problem) -> None:
         raise InvalidPlatformError(reason)
 
 
-def _check_residents(graph: TrainingGraph, platform: Platform) -> None:
+def _resident_reason(graph: TrainingGraph, platform: Platform) -> str | None:
+    """Return which device cannot hold what is there all the time, if one cannot."""
     for index, device in enumerate(platform.devices):
         held = graph.resident_bytes(index)
         limit = device.budget_bytes
@@ -256,16 +260,12 @@ def _check_residents(graph: TrainingGraph, platform: Platform) -> None:
                 for role, size in sorted(parts.items(), key=lambda item: -item[1])
                 if size
             )
-            msg = (
+            return (
                 f"device {device.name!r} holds {format_bytes(held)} during the whole step "
-                f"({listing}), which is more than its budget of {format_bytes(limit)} "
-                f"({limit:_} bytes); raise it, or use a smaller model, batch or optimizer"
+                f"({listing}), which is more than its budget of {limit:_} bytes; it takes "
+                "a larger one, or a smaller model, batch or optimizer"
             )
-            raise BudgetError(
-                msg,
-                budget_bytes=limit,
-                required_bytes=held,
-            )
+    return None
 
 
 def _floor_at_home(graph: TrainingGraph, platform: Platform) -> Floor | None:
@@ -281,14 +281,15 @@ def _floor_at_home(graph: TrainingGraph, platform: Platform) -> Floor | None:
 
 def _refuse(
     problem: Problem,
-    result: Result,
+    result: Result | None,
     floor: Floor | None,
     limits: Limits,
     *,
     has_assumed_loss: bool,
 ) -> NoReturn:
     graph, platform = problem.graph, problem.platform
-    reason = infeasible_reason(DeviceInstance.of(problem))
+    reason = _resident_reason(graph, platform)
+    reason = reason or infeasible_reason(DeviceInstance.of(problem))
     known, schedule = _known(problem, floor, limits)
     peaks = {} if known is None else _peaks(platform, known)
     works = ", ".join(
@@ -308,29 +309,31 @@ def _refuse(
             hint += f" and nothing elsewhere, made of {listing}"
         if has_assumed_loss:
             hint += loss_hint(graph, schedule, known, platform, reason or "")
-    is_known = bool(peaks) and all(
-        device.budget_bytes is None or peaks.get(device.name, 0) <= device.budget_bytes
-        for device in platform.devices
-    )
-    advice = (
-        "that is within the budgets: use solver='auto', or give more time"
-        if is_known
-        else "raise the budgets, or shrink the batch"
-    )
+    # Each solver would say again what is proved without them.
+    tried = ""
+    if reason is None and result is not None:
+        tried = f" (tried: {'; '.join(result.candidates)})"
     home = platform.devices[0]
     home_bytes = home.budget_bytes or 0
-    # Each solver would say again what is proved without them.
-    tried = "" if reason else f" (tried: {'; '.join(result.candidates)})"
-    msg = f"{_finding(problem, result, reason)}; {hint}; {advice}{tried}"
-    raise BudgetError(
-        msg,
-        budget_bytes=home_bytes,
-        required_bytes=peaks.get(home.name, home_bytes),
-        required_by_device=peaks,
-    )
+
+    def error(advice: str) -> BudgetError:
+        return BudgetError(
+            f"{_finding(problem, result, reason)}; {hint}; {advice}{tried}",
+            budget_bytes=home_bytes,
+            required_bytes=peaks.get(home.name, home_bytes),
+            required_by_device=peaks,
+            budget_by_device={d.name: d.budget_bytes for d in platform.devices},
+        )
+
+    refused = error("raise the budgets, or shrink the batch")
+    if refused.is_known_to_fit:
+        refused = error(
+            "that is within the budgets: use solver='auto', or give more time"
+        )
+    raise refused
 
 
-def _finding(problem: Problem, result: Result, reason: str | None) -> str:
+def _finding(problem: Problem, result: Result | None, reason: str | None) -> str:
     """Return what is wrong: the cause, if it is proved, and what was asked for."""
     devices = problem.platform.devices
     asked = ", ".join(
@@ -341,7 +344,7 @@ def _finding(problem: Problem, result: Result, reason: str | None) -> str:
     if reason is not None:
         return f"{reason}; nothing fits in {asked}"
     proved = "none found"
-    if result.status is Status.INFEASIBLE:
+    if result is not None and result.status is Status.INFEASIBLE:
         proved = f"none that {result.solver} searches fits"
     missing = [
         f"from {a.name!r} to {b.name!r}"

@@ -99,6 +99,8 @@ def trade_off_on_devices(  # noqa: PLR0913 - every option that a user has
     found: list[Plan] = [smallest]
     for position, size in enumerate(ordered):
         progress(f"budget {format_bytes(size)}", position / len(ordered))
+        if size < graph.resident_bytes(0):
+            continue
         try:
             plan = plan_on_devices(
                 graph,

@@ -41,6 +41,9 @@ class BudgetError(RematError, ValueError):
     required_by_device
         With several devices, budgets in bytes by the devices' names for which a
         schedule is known; empty if none is, and with one device.
+    budget_by_device
+        With several devices, what was asked for, in bytes by name, ``None`` for no
+        limit; empty with one device.
     """
 
     def __init__(
@@ -50,11 +53,26 @@ class BudgetError(RematError, ValueError):
         budget_bytes: int,
         required_bytes: int,
         required_by_device: Mapping[str, int] | None = None,
+        budget_by_device: Mapping[str, int | None] | None = None,
     ) -> None:
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.required_bytes = required_bytes
         self.required_by_device = dict(required_by_device or {})
+        self.budget_by_device = dict(budget_by_device or {})
+
+    @property
+    def is_known_to_fit(self) -> bool:
+        """Whether a schedule is known all the same that fits what was asked for.
+
+        A solver that was named, or had no more time, did not find it.
+        """
+        if not self.budget_by_device:
+            return self.required_bytes <= self.budget_bytes
+        return bool(self.required_by_device) and all(
+            budget is None or self.required_by_device.get(name, 0) <= budget
+            for name, budget in self.budget_by_device.items()
+        )
 
     def __reduce__(self) -> tuple[Callable[..., "BudgetError"], tuple[str]]:
         # Without it, what multiprocessing sends back cannot be unpickled.
@@ -63,6 +81,7 @@ class BudgetError(RematError, ValueError):
             budget_bytes=self.budget_bytes,
             required_bytes=self.required_bytes,
             required_by_device=self.required_by_device,
+            budget_by_device=self.budget_by_device,
         )
         return make, (str(self),)
 

@@ -116,9 +116,10 @@ def _report(error: Exception, options: argparse.Namespace) -> ExitCode:
 def _code_of(error: Exception) -> ExitCode:
     match error:
         case BudgetError():
-            # With enough bytes for a known schedule, this solver did not find one.
-            is_proved = error.budget_bytes < error.required_bytes
-            return ExitCode.INFEASIBLE if is_proved else ExitCode.UNKNOWN
+            # A schedule is known that this solver did not find, or none at all is.
+            is_none_known = error.budget_by_device and not error.required_by_device
+            is_unknown = error.is_known_to_fit or is_none_known
+            return ExitCode.UNKNOWN if is_unknown else ExitCode.INFEASIBLE
         case SolverFault() | ExecutionError():
             return ExitCode.BROKEN_PROMISE
         case RematError():
@@ -132,5 +133,6 @@ def _facts(error: Exception) -> dict[str, object]:
     if isinstance(error, BudgetError):
         facts["budget_bytes"] = error.budget_bytes
         facts["required_bytes"] = error.required_bytes
+        facts["budget_by_device"] = error.budget_by_device
         facts["required_by_device"] = error.required_by_device
     return facts

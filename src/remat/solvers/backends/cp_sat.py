@@ -13,6 +13,7 @@ from typing import Any
 
 from remat.errors import SolverFault
 from remat.solvers.backends.highs_process import Settings
+from remat.solvers.backends.library import check_library
 from remat.solvers.backends.mathopt import (
     Incumbent,
     IncumbentCallback,
@@ -28,9 +29,15 @@ class CpModel:
     """A constraint program, built step by step.
 
     Variables are indices; :meth:`negated` gives the index of a Boolean's negation.
+
+    Raises
+    ------
+    MissingDependencyError
+        If CP-SAT is not installed.
     """
 
     def __init__(self) -> None:
+        check_library("ortools.sat.python.cp_model")
         from ortools.sat.python import cp_model  # noqa: PLC0415  # keeps imports light
 
         self._library = cp_model

@@ -29,6 +29,7 @@ from remat.solvers.backends.highs_process import (
     plain,
     run_highs_apart,
 )
+from remat.solvers.backends.library import check_library
 
 if TYPE_CHECKING:
     from ortools.math_opt import model_pb2
@@ -294,7 +295,14 @@ class Model:
         return worst
 
     def to_proto(self, *, is_relaxed: bool = False) -> "model_pb2.ModelProto":
-        """Return the model as MathOpt's protocol buffer, relaxed if asked."""
+        """Return the model as MathOpt's protocol buffer, relaxed if asked.
+
+        Raises
+        ------
+        MissingDependencyError
+            If MathOpt is not installed.
+        """
+        check_library("ortools.math_opt.model_pb2")
         from ortools.math_opt import model_pb2  # noqa: PLC0415  # keeps imports light
 
         proto = model_pb2.ModelProto()

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from remat.solvers.backends.library import check_library
+
 
 @dataclass(frozen=True, slots=True)
 class FlowNetwork:
@@ -41,6 +43,8 @@ def min_cut_source_side(
         If a capacity is negative or their sum too large.
     RuntimeError
         If the library fails for another reason.
+    MissingDependencyError
+        If it is not installed.
 
     Examples
     --------
@@ -48,6 +52,7 @@ def min_cut_source_side(
     >>> sorted(min_cut_source_side(chain, [5, 3]))
     [0, 2]
     """
+    check_library("ortools.graph.python.max_flow")
     import numpy as np  # noqa: PLC0415  # keeps `import remat` light
     from ortools.graph.python import max_flow  # noqa: PLC0415
 
