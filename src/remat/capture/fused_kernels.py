@@ -18,7 +18,7 @@ from remat.capture.fusion_groups import (
     name_of,
     results_of,
 )
-from remat.capture.joint_program import is_view, moot_positions, needed_arguments
+from remat.capture.joint_program import moot_positions, needed_arguments
 
 _KNOWN: weakref.WeakValueDictionary[str, FusedKernel] = weakref.WeakValueDictionary()
 """Kernels by name: one that is in use is not compiled again."""
@@ -165,25 +165,29 @@ def fuse(joint: fx.GraphModule, chosen: Sequence[FusionCandidate]) -> None:
         Candidates of :func:`fusion_candidates`, in any number.
     """
     rank = {node: float(i) for i, node in enumerate(joint.graph.nodes)}
+    # What one kernel computes may be what the next one reads.
+    new: dict[fx.Node, fx.Node] = {}
     for candidate in chosen:
-        _replace(joint.graph, candidate, rank)
+        _replace(joint.graph, candidate, rank, new)
     _put_in_order(joint.graph, rank)
     gone = {node for candidate in chosen for node in candidate.members}
     for node in reversed(list(joint.graph.nodes)):
-        is_leftover = node in gone or (_is_name(node) and is_view(node))
-        is_name_of_gone = node.target is operator.getitem and node.args[0] in gone
-        if not node.users and (is_leftover or is_name_of_gone):
+        if not node.users and (node in gone or _is_name(node)):
             joint.graph.erase_node(node)
     joint.recompile()
 
 
 def _replace(
-    graph: fx.Graph, candidate: FusionCandidate, rank: dict[fx.Node, float]
+    graph: fx.Graph,
+    candidate: FusionCandidate,
+    rank: dict[fx.Node, float],
+    new: dict[fx.Node, fx.Node],
 ) -> None:
     own = set(candidate.members)
     last = candidate.members[-1]
     with graph.inserting_after(last):
-        call = graph.call_function(candidate.kernel, candidate.inputs)
+        inputs = tuple(new.get(node, node) for node in candidate.inputs)
+        call = graph.call_function(candidate.kernel, inputs)
     call.meta = {
         key: last.meta[key]
         for key in ("partitioner_tag", "stack_trace", "nn_module_stack")
@@ -197,6 +201,7 @@ def _replace(
             before = graph.call_function(operator.getitem, (call, position))
         before.meta = dict(result.meta)
         rank[before] = rank[last]
+        new[result] = before
         result.replace_all_uses_with(before, delete_user_cb=lambda u: u not in own)
 
 
