@@ -52,3 +52,21 @@ def test_normalisation_under_autocast(name: str, dtype: torch.dtype) -> None:
     # Mean and deviation, in single precision.
     assert all(size in {4 * n for n in (1, 4, 8, 32)} for size in sizes)
     assert sizes
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("norm", [*NORMS, "batch norm of vectors"])
+def test_a_model_may_begin_with_a_normalisation(norm: str, is_training: bool) -> None:
+    """Its input takes no gradient, and batch norm makes none."""
+    torch.manual_seed(0)
+    if norm == "batch norm of vectors":
+        model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8), nn.GELU())
+        x = torch.randn(256, 8)
+    else:
+        model = nn.Sequential(NORMS[norm](), nn.Conv2d(8, 8, 3), nn.GELU())
+        x = torch.randn(4, 8, 14, 14)
+    model.train(is_training)
+    report = remat.verify(model, x, budget=2**40, loss=mean_square, repeats=1)
+    assert report.is_exact
+    assert not report.against_eager
+    assert 0 <= report.predicted_peak_bytes - report.measured_peak_bytes <= 1024

@@ -1,8 +1,9 @@
-"""The types of what normalisations save, which the tracer gets wrong in half precision.
+"""What normalisations return, where the tracer's fake kernels get it wrong.
 
 With an input in half precision and parameters in single, as under autocast, mean and
-deviation are saved in single precision; the tracer's fake kernels say half. So each
-such operator runs once on a few numbers, and what it says counts.
+deviation are saved in single precision; the fake kernels say half. Where the input
+takes no gradient, as at the start of a model, batch norm makes none; the fake kernels
+do. So each such operator runs once on a few numbers, and what it says counts.
 """
 
 import operator
@@ -52,25 +53,52 @@ _SMALL: dict[Any, Callable[[Sequence[Any]], list[Any]]] = {
 """Operator -> arguments of the same types, and a few numbers in each."""
 
 
+def _small_batch_norm_backward(values: Sequence[Any]) -> list[Any]:
+    gradient, x, *rest = values
+    small = [2, 1, *[2] * (x.dim() - 2)]
+    return [_few(gradient, small), _few(x, small), *[_few(v, [1]) for v in rest]]
+
+
+_MASKED: dict[Any, Callable[[Sequence[Any]], list[Any]]] = {
+    aten.native_batch_norm_backward.default: _small_batch_norm_backward,
+}
+"""Operator with a mask of gradients, in which the fake kernel makes one that is not."""
+
+
 def correct_statistics(joint: fx.GraphModule) -> None:
-    """Give the fake results of normalisations the types that the real ones have."""
+    """Give the fake results of normalisations the types that the real ones have.
+
+    What they do not make is ``None``.
+    """
     for node in joint.graph.nodes:
+        masked = _MASKED.get(node.target)
+        if masked is not None and not all(node.args[-1]):
+            results = _results(node.target, masked, _values(node))
+            node.meta["val"] = tuple(
+                None if real is None else fake
+                for fake, real in zip(node.meta["val"], results, strict=True)
+            )
         small = _SMALL.get(node.target)
         if small is None:
             continue
-        values = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args]
+        values = _values(node)
         types = {v.dtype for v in values if isinstance(v, torch.Tensor)}
         if values[0].dtype in _HALF and len(types) > 1:
-            _correct(node, _types_of_results(node.target, small, values))
+            results = _results(node.target, small, values)
+            _correct(node, [result.dtype for result in results])
 
 
-def _types_of_results(
-    target: Callable[..., Sequence[torch.Tensor]],
+def _values(node: fx.Node) -> list[Any]:
+    return [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args]
+
+
+def _results(
+    target: Callable[..., Sequence[Any]],
     small: Callable[[Sequence[Any]], list[Any]],
     values: Sequence[Any],
-) -> list[torch.dtype]:
+) -> list[Any]:
     with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
-        return [result.dtype for result in target(*small(values))]
+        return list(target(*small(values)))
 
 
 def _correct(node: fx.Node, types: Sequence[torch.dtype]) -> None:
