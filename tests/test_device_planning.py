@@ -230,7 +230,9 @@ class TestRefusals:
     def test_below_the_floor(self) -> None:
         whole = plan_small().baseline_peak_bytes
         tight = {"cpu": whole // 2, "host": 1}
-        with pytest.raises(BudgetError, match=r"nothing fits in .* on 'host'") as refused:
+        with pytest.raises(
+            BudgetError, match=r"nothing fits in .* on 'host'"
+        ) as refused:
             plan_small(tight)
         known = refused.value.required_by_device
         assert set(known) == {"cpu", "host"}
