@@ -26,7 +26,6 @@ Kernels = Literal["eager", "fused"]
 _KERNELS, _KERNEL_NAMES = "kernels", "fused kernels"
 
 _IS_QUICKER: dict[str, bool] = {}
-"""What was decided in this process: equal steps are to run equal kernels."""
 
 
 def fuse_where_quicker(
@@ -84,11 +83,19 @@ def fuse_where_quicker(
     chosen: list[FusionCandidate] = []
     for (candidate, cost), group in zip(faithful, calls, strict=True):
         separate_ns = sum(next(single).cost_ns for _ in group)
-        name = repr(candidate.kernel)
-        if _IS_QUICKER.setdefault(name, cost.cost_ns < separate_ns):
+        if is_quicker(repr(candidate.kernel), cost.cost_ns, separate_ns):
             chosen.append(candidate)
     fuse(joint, chosen)
     return chosen
+
+
+def is_quicker(name: str, fused_ns: int, separate_ns: int) -> bool:
+    """Return whether a kernel takes less time than its operators.
+
+    What is decided first of a name holds for this process: equal steps, such as one
+    with and one without recomputation, run equal kernels.
+    """
+    return _IS_QUICKER.setdefault(name, fused_ns < separate_ns)
 
 
 def fuse_as_noted(joint: fx.GraphModule, settings: Mapping[str, Any]) -> None:
