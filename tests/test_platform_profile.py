@@ -500,5 +500,29 @@ def test_the_command_measures_and_plans_with_it(
     assert "platform.costs are of version 2" in error
 
 
+def test_a_curve_of_one_device_takes_its_costs_from_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], measures: list[str]
+) -> None:
+    file = tmp_path / "machine.json"
+    words = ["profile-platform", SCRIPT, "--device", "cpu", "--quiet"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("remat.profile.estimate.measure_rates", _rates)
+        assert cli.main([*words, "--output", str(file)]) == 0
+    platform = load_platform(file)
+    assert platform.costs is not None
+    costs = tuple(replace(c, cost_ns=1000) for c in platform.costs.operators)
+    save_platform(file, replace(platform, costs=MeasuredCosts(operators=costs)))
+    measures.clear()
+    capsys.readouterr()
+    curve = ["curve", SCRIPT, "--platform", str(file), "--points", "2", "--json"]
+    assert cli.main([*curve, "--quiet"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert measures == []
+    assert facts["baseline_cost_ns"] % 1000 == 0
+    save_platform(file, replace(platform, costs=None))
+    assert cli.main([*curve, "--quiet"]) == 2
+    assert "has the device 'cpu' only" in capsys.readouterr().err
+
+
 def _rates(*_: object, **__: object) -> remat.profile.Rates:
     return remat.profile.Rates(flops_per_s=1, bytes_per_s=1, launch_ns=0)

@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> ExitCode:
         plan = plan_workload(
             options,
             budget="100%" if platform is None else dict.fromkeys(platform.names),
-            platform=platform,
+            platform=platform or chosen_platform(options),
             solver="store-all",
         )
         graph, fingerprint, settings = plan.graph, plan.fingerprint, plan.settings
@@ -121,6 +121,8 @@ def _several(
 ) -> tuple[Platform | None, DeviceBudgets | None]:
     """Return the platform of several devices and the budgets that stay, if given.
 
+    A platform of one device that holds costs of operators is none of several.
+
     Raises
     ------
     UsageError
@@ -128,6 +130,9 @@ def _several(
     """
     platform, budget = chosen_platform(options), chosen_budget(options.budget)
     if platform is not None and len(platform.devices) < 2:
+        if platform.costs is not None and options.factory and budget is None:
+            # Of one device only its operators' costs count.
+            return None, None
         msg = (
             f"{options.platform}: the platform has the device {platform.names[0]!r} only; "
             "leave --platform out, and the curve is for that device"
