@@ -19,12 +19,18 @@ from remat.overlapping import overlapping
 from remat.paging import paged, smallest_paged
 from remat.planning import solve_portfolio
 from remat.platform import Platform, single_device
-from remat.problem import Limits, Problem, Result, Status
+from remat.problem import Limits, Objective, Problem, Result, Status
 from remat.schedule import Schedule
 from remat.simulator import Trace, simulate
 from remat.solvers import chosen_solvers
 from remat.solvers.base import ProgressCallback, ignore_progress
-from remat.training_plan import Plan, contributors, loss_hint, plan_settings
+from remat.training_plan import (
+    Plan,
+    contributors,
+    loss_hint,
+    noted_objective,
+    plan_settings,
+)
 from remat.units import format_bytes, format_ns, parse_budget
 
 DeviceBudgets = Mapping[str, int | str | None]
@@ -137,6 +143,7 @@ def plan_on_devices(  # noqa: PLR0913 - every option that a user has
     *,
     fingerprint: str = "",
     solver: str = "auto",
+    objective: Objective = Objective.SERIAL,
     time_limit: float | None = None,
     seed: int = 0,
     progress: ProgressCallback = ignore_progress,
@@ -155,7 +162,9 @@ def plan_on_devices(  # noqa: PLR0913 - every option that a user has
         By the devices' names; a device that is not named has its budget in the
         platform. A percentage is of the predicted peak without rematerialisation on the
         first device alone.
-    fingerprint, solver, time_limit, seed, progress, has_assumed_loss, settings
+    fingerprint, solver, objective, time_limit, seed
+        As for :func:`remat.graph_planning.plan_graph`.
+    progress, has_assumed_loss, settings
         As for :func:`remat.graph_planning.plan_graph`.
 
     Raises
@@ -184,9 +193,10 @@ def plan_on_devices(  # noqa: PLR0913 - every option that a user has
         _refuse(problem, None, floor, limits, has_assumed_loss=has_assumed_loss)
     result = solve_portfolio(
         problem,
-        chosen_solvers(solver, has_several_devices=True),
+        chosen_solvers(solver, has_several_devices=True, objective=objective),
         limits=limits,
         on_progress=progress,
+        objective=objective,
     )
     if result.schedule is None and solver == "auto":
         result = _paging(problem, result)
@@ -215,7 +225,9 @@ def plan_on_devices(  # noqa: PLR0913 - every option that a user has
         status=result.status,
         bound_ns=result.bound_ns,
         fingerprint=fingerprint,
-        settings=plan_settings(settings, solver, seed, result),
+        settings=plan_settings(
+            {**(settings or {}), **noted_objective(objective)}, solver, seed, result
+        ),
     )
 
 

@@ -32,6 +32,7 @@ from remat.plan_request import (
     platform_of,
 )
 from remat.platform import Platform
+from remat.problem import Objectives
 from remat.profile.described_loss import DescribedLoss
 from remat.runtime.backend import PlannedBackend, StoppedBeforeRunningError
 from remat.runtime.variants import VariantBackend
@@ -43,7 +44,7 @@ from remat.step_planning import (
     gradient_bytes,
     optimizer_memory,
 )
-from remat.training_plan import Plan
+from remat.training_plan import Plan, objective_of
 
 _VARIANTS = 1_000_000
 
@@ -138,6 +139,7 @@ class FittedModel:
             given_plan=None,
             budget=budget_of(plan),
             kernels=kernels_of(plan.settings),
+            objective=objective_of(plan.settings),
             platform=self._platform_of(plan),
         )
         for planner, _, _ in self.entries.values():
@@ -233,6 +235,7 @@ def fit(
     loss: Loss | None = None,
     platform: Platform | str | PathLike[str] | None = None,
     solver: str = "auto",
+    objective: Objectives = "serial",
     time_limit: float | None = None,
     seed: int = 0,
     costs: Costs = "measured",
@@ -274,6 +277,10 @@ def fit(
         stores), and their links are measured.
     solver
         ``"auto"`` for the best judged answer, or a name in ``remat.solvers.SOLVERS``.
+    objective
+        What is made small on several devices: ``"serial"``, the sum of all runs and
+        copies (``plan.cost_ns``), or ``"overlapped"``, the time with devices and links
+        at work together (``plan.overlapped_ns``), about which nothing is proved.
     time_limit
         Seconds for solving, or ``None``.
     seed
@@ -329,6 +336,7 @@ def fit(
         loss=loss,
         platform=platform_of(platform),
         solver=solver,
+        objective=objective,
         time_limit=time_limit,
         seed=seed,
         costs=costs,
@@ -352,6 +360,7 @@ def plan(
     loss: Loss | None = None,
     platform: Platform | str | PathLike[str] | None = None,
     solver: str = "auto",
+    objective: Objectives = "serial",
     time_limit: float | None = None,
     seed: int = 0,
     costs: Costs = "measured",
@@ -368,6 +377,7 @@ def plan(
         loss=loss,
         platform=platform_of(platform),
         solver=solver,
+        objective=objective,
         time_limit=time_limit,
         seed=seed,
         costs=costs,
@@ -403,6 +413,7 @@ def backend(
     loss: Loss | None = None,
     platform: Platform | str | PathLike[str] | None = None,
     solver: str = "auto",
+    objective: Objectives = "serial",
     time_limit: float | None = None,
     seed: int = 0,
     costs: Costs = "measured",
@@ -440,6 +451,7 @@ def backend(
         loss=loss,
         platform=platform_of(platform),
         solver=solver,
+        objective=objective,
         time_limit=time_limit,
         seed=seed,
         costs=costs,

@@ -12,6 +12,7 @@ from remat.device_planning import (
     check_budgets,
     plan_on_devices,
 )
+from remat.contributors import contributors, largest
 from remat.errors import (
     BudgetError,
     InvalidPlatformError,
@@ -22,7 +23,7 @@ from remat.graph import TrainingGraph
 from remat.liveness import schedule_from_order, store_all_order
 from remat.planning import solve, solve_portfolio
 from remat.platform import Platform, single_device
-from remat.problem import Limits, Problem, Result, Status, check_time_limit
+from remat.problem import Limits, Objective, Problem, Result, Status, check_time_limit
 from remat.simulator import simulate
 from remat.solvers import chosen_solvers
 from remat.solvers.base import ProgressCallback, Solver, ignore_progress
@@ -43,6 +44,7 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
     platform: Platform | None = None,
     fingerprint: str = "",
     solver: str = "auto",
+    objective: Objective = Objective.SERIAL,
     time_limit: float | None = None,
     seed: int = 0,
     progress: ProgressCallback = ignore_progress,
@@ -65,7 +67,7 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
     fingerprint
         Identifies the traced step that the graph is of; empty for a graph that was
         not captured here. Such a plan cannot be installed on a model.
-    solver, time_limit, seed, progress
+    solver, objective, time_limit, seed, progress
         As for :func:`remat.fit`.
     has_assumed_loss
         Whether the memory of the caller's loss is a guess, so that describing it may
@@ -94,6 +96,7 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
             several_budgets(placed, budget),
             fingerprint=fingerprint,
             solver=solver,
+            objective=objective,
             time_limit=time_limit,
             seed=seed,
             progress=progress,
@@ -104,7 +107,8 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
     budget = one_budget(budget, platform)
     budget_bytes = parse_budget(budget, whole_bytes=plain_peak_bytes(graph))
     limits = Limits.after(time_limit, seed)
-    result = _solve(graph, budget_bytes, chosen_solvers(solver), limits, progress)
+    solvers = chosen_solvers(solver, objective=objective)
+    result = _solve(graph, budget_bytes, solvers, limits, progress)
     schedule, floor_bytes = result.schedule, None
     if schedule is None:
         progress("looking for the smallest budget", 0.0)
@@ -281,8 +285,10 @@ def raise_budget_error(
     floor_bytes = floor.budget_bytes
     asked = f"{format_bytes(budget_bytes)} ({budget_bytes:_} bytes)"
     smallest = f"{format_bytes(floor_bytes)} ({floor_bytes:_} bytes)"
-    parts = contributors(graph, floor.schedule, floor.trace.peak_step())[:6]
-    listing = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts)
+    parts = contributors(graph, floor.schedule, floor.trace.peak_step())
+    listing = ", ".join(
+        f"{format_bytes(size)} {name}" for name, size in largest(parts, 6)
+    )
     hint = ""
     if has_assumed_loss:
         hint = loss_hint(graph, floor.schedule, floor.trace)

@@ -15,7 +15,7 @@ from remat.errors import CaptureError, UnitError
 from remat.graph_planning import several_budgets
 from remat.kernel_choice import Kernels
 from remat.platform import Platform
-from remat.problem import check_time_limit
+from remat.problem import Objective, Objectives, check_time_limit
 from remat.serialisation import load_platform
 from remat.solvers import chosen_solvers
 from remat.solvers.base import ProgressCallback, ignore_progress
@@ -38,6 +38,7 @@ class PlanRequest:
     loss: Loss | None = None
     platform: Platform | None = None
     solver: str = "auto"
+    objective: Objectives = "serial"
     time_limit: float | None = None
     seed: int = 0
     costs: Costs = "measured"
@@ -63,7 +64,16 @@ class PlanRequest:
         _check("progress", self.progress, Callable, "a function of (activity, share)")
         _check("seed", self.seed, int, "an integer")
         check_time_limit(self.time_limit)
-        chosen_solvers(self.solver, has_several_devices=self.has_several_devices)
+        if self.objective not in {*Objective}:
+            msg = (
+                f"objective is {self.objective!r}; it must be 'serial' or 'overlapped'"
+            )
+            raise ValueError(msg)
+        chosen_solvers(
+            self.solver,
+            has_several_devices=self.has_several_devices,
+            objective=Objective(self.objective),
+        )
         if self.costs not in {"measured", "estimated"}:
             msg = f"costs is {self.costs!r}; it must be 'measured' or 'estimated'"
             raise ValueError(msg)
@@ -74,6 +84,8 @@ class PlanRequest:
     @property
     def has_several_devices(self) -> bool:
         """Whether the request is for more than one device."""
+        if self.given_plan is not None:
+            return self.given_plan.has_several_devices
         if self.platform is not None:
             return len(self.platform.devices) > 1
         return isinstance(self.budget, Mapping) and len(self.budget) > 1

@@ -4,6 +4,7 @@ import math
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 from remat.errors import UnitError
 from remat.graph import TrainingGraph
@@ -49,6 +50,10 @@ class Objective(StrEnum):
 
     OVERLAPPED = "overlapped"
     """The end of the last step when devices and links work at the same time."""
+
+
+Objectives = Literal["serial", "overlapped"]
+"""The names of objectives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,7 @@ from remat.graph_planning import one_budget, plan_graph, several_budgets
 from remat.kernel_choice import fuse_as_noted, fuse_where_quicker, noted_kernels
 from remat.plan_request import PlanRequest
 from remat.platform import Platform
+from remat.problem import Objective
 from remat.profile.cache import CostCache
 from remat.profile.described_loss import DescribedLoss
 from remat.profile.known import KnownCosts
@@ -253,6 +254,7 @@ class Planner:
             platform=platform,
             fingerprint=program.fingerprint,
             solver=request.solver,
+            objective=Objective(request.objective),
             time_limit=request.time_limit,
             seed=request.seed,
             progress=request.progress,

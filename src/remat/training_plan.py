@@ -1,6 +1,5 @@
 """A plan: a judged schedule for one model, one set of input shapes, one budget."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -8,13 +7,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from remat.bounds import cost_bound_ns
+from remat.contributors import contributors as contributors
+from remat.contributors import largest
 from remat.device_graph import gathered
 from remat.device_use import DeviceUse, LinkUse, device_uses, link_uses
 from remat.errors import FileFormatError, PlanMismatchError
 from remat.graph import Phase, Role, TrainingGraph
 from remat.liveness import schedule_from_order, store_all_order
 from remat.platform import Platform, single_device
-from remat.problem import Problem, Result, Status
+from remat.problem import Objective, Problem, Result, Status
 from remat.schedule import Compute, Copy, Schedule
 from remat.serialisation import (
     graph_from_json,
@@ -182,11 +183,13 @@ class Plan:
         lines.append(f"  at the peak{first and f' of {first}'}:")
         lines += [
             f"    {format_bytes(size):>12}  {name}"
-            for name, size in contributors(
-                self.graph, self.schedule, self.trace.peak_step(), self.platform
-            )[:8]
+            for name, size in largest(self._contributors(), 8)
         ]
         return "\n".join(lines)
+
+    def _contributors(self) -> list[tuple[str, int]]:
+        step = self.trace.peak_step()
+        return contributors(self.graph, self.schedule, step, self.platform)
 
     @property
     def has_several_devices(self) -> bool:
@@ -349,6 +352,22 @@ def _labelled(label: str, lines: Sequence[str]) -> list[str]:
     ]
 
 
+def noted_objective(objective: Objective) -> dict[str, str]:
+    """Return what a plan notes of its objective among its settings."""
+    return {} if objective is Objective.SERIAL else {"objective": str(objective)}
+
+
+def objective_of(settings: Mapping[str, Any]) -> Objective:
+    """Return the objective of a plan with these settings.
+
+    Raises
+    ------
+    ValueError
+        If the settings name none that there is.
+    """
+    return Objective(settings.get("objective", Objective.SERIAL))
+
+
 def plan_settings(
     settings: Mapping[str, Any] | None, solver: str, seed: int, result: Result
 ) -> dict[str, Any]:
@@ -411,66 +430,3 @@ def loss_hint(
         "guess: give loss=, the function of the outputs whose gradient is taken, and what "
         "it needs is predicted"
     )
-
-
-_NUMBER = re.compile(r"(_\d+)?(\.\d+)?\Z")
-
-
-def contributors(
-    graph: TrainingGraph,
-    schedule: Schedule,
-    step: int,
-    platform: Platform | None = None,
-    device: int = 0,
-) -> list[tuple[str, int]]:
-    """Return what is live on a device during a step, grouped by kind, largest first.
-
-    Residents are grouped by role; other storages by role and by the operator that made
-    them, with their number. The workspace of the step's op is an entry of its own.
-
-    Parameters
-    ----------
-    graph, schedule
-        What is trained, and how.
-    step
-        Position in the schedule.
-    platform, device
-        Where; by default one device of the graph's first kind.
-
-    Returns
-    -------
-    list of (name, bytes)
-        Sorted by decreasing size; entries of zero bytes are left out.
-    """
-    platform = platform or single_device(kind=graph.device_kinds[0])
-    kind = graph.kind_index(platform.devices[device].kind)
-    prefix = Schedule(schedule.steps[:step])
-    live = simulate(graph, platform, prefix).live_after[device]
-    groups: dict[str, list[int]] = {}
-
-    def add(name: str, size_bytes: int) -> None:
-        if size_bytes:
-            groups.setdefault(name, []).append(size_bytes)
-
-    for storage in graph.storages:
-        if storage.is_resident and storage.home == device:
-            add(f"{storage.role}, whole step", storage.size_bytes)
-    current = schedule.steps[step] if step < len(schedule.steps) else None
-    written: tuple[int, ...] = ()
-    if isinstance(current, Compute) and current.device == device:
-        op = graph.ops[current.op]
-        add(f"workspace of {op.name}", op.workspace_bytes[kind])
-        written = op.writes
-    elif isinstance(current, Copy) and current.target == device:
-        written = (current.storage,)
-    for storage in [*sorted(live), *written]:
-        block = graph.storages[storage]
-        if block.role is Role.GRADIENT:
-            add("gradients of parameters", block.size_bytes)
-        else:
-            add(f"{block.role} {_NUMBER.sub('', block.name)}", block.size_bytes)
-    named = [
-        (name if len(sizes) == 1 else f"{name} ({len(sizes)})", sum(sizes))
-        for name, sizes in groups.items()
-    ]
-    return sorted(named, key=lambda item: (-item[1], item[0]))

@@ -23,6 +23,7 @@ from remat.fitting import FittedModel, keywords, positional
 from remat.kernel_choice import Kernels
 from remat.plan_request import Loss, PlanRequest, check_model, platform_of
 from remat.platform import Platform
+from remat.problem import Objectives
 from remat.profile.memory import measure
 from remat.solvers.base import ProgressCallback, ignore_progress
 from remat.training_plan import Plan
@@ -215,6 +216,7 @@ def verify(
     loss: Loss | None = None,
     platform: Platform | str | PathLike[str] | None = None,
     solver: str = "auto",
+    objective: Objectives = "serial",
     time_limit: float | None = None,
     seed: int = 0,
     costs: Costs = "measured",
@@ -232,7 +234,7 @@ def verify(
     model, args, kwargs, budget, optimizer, loss, platform
         As for :func:`remat.fit`. Without ``loss``, a scalar output or one named
         ``loss`` is taken, or else the sum of the outputs.
-    solver, time_limit, seed, costs, kernels
+    solver, objective, time_limit, seed, costs, kernels
         As for :func:`remat.fit`.
     progress
         Called with what is being done and the share of it that is done.
@@ -264,6 +266,7 @@ def verify(
         loss=loss,
         platform=platform_of(platform),
         solver=solver,
+        objective=objective,
         time_limit=time_limit,
         seed=seed,
         costs=costs,

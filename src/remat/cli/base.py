@@ -162,7 +162,7 @@ def chosen_platform(options: argparse.Namespace) -> Platform | None:
     return None if options.platform is None else load_platform(options.platform)
 
 
-def add_solving(parser: argparse.ArgumentParser) -> None:
+def add_solving(parser: argparse.ArgumentParser, *, has_objective: bool = True) -> None:
     """Add the options that say how a schedule is found."""
     group = parser.add_argument_group("planning")
     group.add_argument(
@@ -171,6 +171,14 @@ def add_solving(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"auto (the best of several, the default), {', '.join(SOLVERS)}",
     )
+    if has_objective:
+        group.add_argument(
+            "--objective",
+            choices=("serial", "overlapped"),
+            default="serial",
+            help="what is made small on several devices: the sum of all runs and copies "
+            "(serial, the default), or the time with devices and links at work together",
+        )
     group.add_argument(
         "--time-limit",
         type=_seconds,

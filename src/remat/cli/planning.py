@@ -7,6 +7,7 @@ from remat.device_planning import Budget
 from remat.errors import FileFormatError, UsageError
 from remat.graph import TrainingGraph
 from remat.platform import Platform
+from remat.problem import Objectives
 from remat.report.progress import progress_bar
 from remat.serialisation import document_kind, load_graph
 from remat.training_plan import Plan, load_plan
@@ -26,6 +27,9 @@ def check_source(options: argparse.Namespace) -> None:
         raise UsageError(msg)
     if options.graph is not None and options.estimated:
         msg = "--estimated has no effect with --graph: the file holds the costs"
+        raise UsageError(msg)
+    if options.graph is not None and options.kernels != "eager":
+        msg = "--kernels has no effect with --graph: the file holds the operators"
         raise UsageError(msg)
 
 
@@ -52,6 +56,7 @@ def plan_workload(
     budget: Budget | None,
     platform: Platform | None = None,
     solver: str | None = None,
+    objective: Objectives = "serial",
 ) -> Plan:
     """Plan the step that the factory builds; install nothing.
 
@@ -71,6 +76,7 @@ def plan_workload(
             loss=workload.loss,
             platform=platform,
             solver=solver or options.solver,
+            objective=objective,
             time_limit=options.time_limit,
             seed=options.seed,
             costs="estimated" if options.estimated else "measured",

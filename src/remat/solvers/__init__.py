@@ -1,6 +1,7 @@
 """Solvers, one file a method, and the explicit table of them."""
 
 from remat.errors import SolverUnsuitableError
+from remat.problem import Objective
 from remat.solvers.base import Solver as Solver
 from remat.solvers.checkmate import Checkmate as Checkmate
 from remat.solvers.checkmate import CheckmateLpRounding as CheckmateLpRounding
@@ -60,18 +61,55 @@ AUTO_DEVICES: tuple[type[Solver], ...] = (PoFo, DeviceSearch, XEngine)
 """What ``solver="auto"`` runs where there are several devices."""
 
 
-def chosen_solvers(name: str, *, has_several_devices: bool = False) -> list[Solver]:
+OVERLAPPED: tuple[str, ...] = ("auto", "pofo", "device-search", "xengine")
+"""What can make the overlapped time small."""
+
+
+def chosen_solvers(
+    name: str,
+    *,
+    has_several_devices: bool = False,
+    objective: Objective = Objective.SERIAL,
+) -> list[Solver]:
     """Return the solvers that ``name`` stands for: one, or the portfolio of ``auto``.
 
     Raises
     ------
     SolverUnsuitableError
-        If there is no solver of that name.
+        If there is no solver of that name, or it cannot make small what is asked for.
     """
-    if name == "auto":
-        return [make() for make in (AUTO_DEVICES if has_several_devices else AUTO)]
-    if name not in SOLVERS:
+    if name != "auto" and name not in SOLVERS:
         names = ", ".join(["auto", *SOLVERS])
         msg = f"unknown solver {name!r}; there are {names}"
         raise SolverUnsuitableError(msg)
-    return [SOLVERS[name]()]
+    if objective is Objective.OVERLAPPED:
+        _check_overlapped(name, has_several_devices=has_several_devices)
+    if name == "auto":
+        chosen = AUTO_DEVICES if has_several_devices else AUTO
+    else:
+        chosen = (SOLVERS[name],)
+    return [_made(make, objective) for make in chosen]
+
+
+def _made(make: type[Solver], objective: Objective) -> Solver:
+    if make is DeviceSearch:
+        return DeviceSearch(objective=objective)
+    if make is XEngine:
+        return XEngine(objective=objective)
+    return make()
+
+
+def _check_overlapped(name: str, *, has_several_devices: bool) -> None:
+    if not has_several_devices:
+        msg = (
+            "the overlapped objective is the time with devices and links at work "
+            "together, but there is one device; give budgets for several, such as "
+            "budget={'cuda:0': '6 GiB', 'host': '20 GiB'}, or leave objective='serial'"
+        )
+        raise SolverUnsuitableError(msg)
+    if name not in OVERLAPPED:
+        msg = (
+            f"solver {name!r} knows the serial objective only; with "
+            f"objective='overlapped' there are {', '.join(OVERLAPPED)}"
+        )
+        raise SolverUnsuitableError(msg)

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --platform: the budget of a device other than the first, whose budget "
         "varies; once for each that has none in the file (none for no limit)",
     )
-    add_solving(parser)
+    add_solving(parser, has_objective=False)
     add_output(parser)
 
 

@@ -20,6 +20,7 @@ from remat.cli.base import (
 from remat.cli.planning import check_source, load_graph_of, plan_workload
 from remat.errors import UsageError
 from remat.graph_planning import plan_graph
+from remat.problem import Objective
 from remat.report.progress import progress_bar
 from remat.serialisation import save_graph, save_schedule
 
@@ -48,7 +49,9 @@ def run(options: argparse.Namespace) -> ExitCode:
     if budget is None and platform is None:
         raise UsageError("give --budget SIZE, for example --budget 8GiB")
     if options.graph is None:
-        plan = plan_workload(options, budget=budget, platform=platform)
+        plan = plan_workload(
+            options, budget=budget, platform=platform, objective=options.objective
+        )
     else:
         graph = load_graph_of(options.graph)
         with progress_bar(is_quiet=options.quiet) as progress:
@@ -57,6 +60,7 @@ def run(options: argparse.Namespace) -> ExitCode:
                 budget=budget,
                 platform=platform,
                 solver=options.solver,
+                objective=Objective(options.objective),
                 time_limit=options.time_limit,
                 seed=options.seed,
                 progress=progress,

@@ -60,6 +60,7 @@ def run(options: argparse.Namespace) -> ExitCode:
             optimizer=workload.optimizer,
             loss=workload.loss,
             solver=options.solver,
+            objective=options.objective,
             time_limit=options.time_limit,
             seed=options.seed,
             costs="estimated" if options.estimated else "measured",
