@@ -1,17 +1,16 @@
 """What a schedule does on each device and on each link, in figures for people."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from remat.contributors import operator_in
 from remat.graph import TrainingGraph
 from remat.platform import Platform
 from remat.schedule import Compute, Copy, Schedule
 from remat.simulator import Trace
 from remat.units import format_bytes, format_ns
 
-_NUMBERS = re.compile(r"(_\d+)*(\.\d+)?\Z")
 _NAMED = 3
 
 
@@ -104,7 +103,7 @@ def device_uses(
         kind = graph.kind_index(device.kind)
         operators: Counter[str] = Counter()
         for op, count in runs[index].items():
-            operators[_operator(graph.ops[op].name)] += count
+            operators[operator_in(graph.ops[op].name)] += count
         uses.append(
             DeviceUse(
                 name=device.name,
@@ -146,7 +145,7 @@ def _link_use(
     blocks = [graph.storages[s] for s in storages]
     sizes: Counter[str] = Counter()
     for block in blocks:
-        sizes[_operator(block.name)] += block.size_bytes
+        sizes[operator_in(block.name)] += block.size_bytes
     times = [0 if link is None else link.copy_ns(b.size_bytes) for b in blocks]
     return LinkUse(
         source=platform.names[pair[0]],
@@ -156,7 +155,3 @@ def _link_use(
         time_ns=sum(times),
         storages=tuple(sizes.most_common()),
     )
-
-
-def _operator(name: str) -> str:
-    return _NUMBERS.sub("", name) or name

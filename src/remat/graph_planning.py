@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from remat.bounds import cost_bound_ns
+from remat.contributors import contributors, largest
 from remat.device_graph import arrange, home_of, place_graph, place_of
 from remat.device_planning import (
     Budget,
@@ -12,7 +13,6 @@ from remat.device_planning import (
     check_budgets,
     plan_on_devices,
 )
-from remat.contributors import contributors, largest
 from remat.errors import (
     BudgetError,
     InvalidPlatformError,
@@ -27,7 +27,7 @@ from remat.problem import Limits, Objective, Problem, Result, Status, check_time
 from remat.simulator import simulate
 from remat.solvers import chosen_solvers
 from remat.solvers.base import ProgressCallback, Solver, ignore_progress
-from remat.training_plan import Plan, contributors, loss_hint, plan_settings
+from remat.training_plan import Plan, loss_hint, plan_settings
 from remat.units import ANY_WHOLE_BYTES, format_bytes, parse_budget
 
 

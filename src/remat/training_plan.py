@@ -12,11 +12,11 @@ from remat.contributors import largest
 from remat.device_graph import gathered
 from remat.device_use import DeviceUse, LinkUse, device_uses, link_uses
 from remat.errors import FileFormatError, PlanMismatchError
-from remat.graph import Phase, Role, TrainingGraph
+from remat.graph import Phase, TrainingGraph
 from remat.liveness import schedule_from_order, store_all_order
 from remat.platform import Platform, single_device
 from remat.problem import Objective, Problem, Result, Status
-from remat.schedule import Compute, Copy, Schedule
+from remat.schedule import Compute, Schedule
 from remat.serialisation import (
     graph_from_json,
     graph_to_json,

@@ -20,7 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from remat.capture.autocast import Autocast
 from remat.capture.fused_kernel import FusedKernel
 from remat.capture.gradient_layouts import spanned_bytes
+from remat.capture.layers import layer_name
 from remat.capture.returned import ReturnedTensor
+from remat.contributors import labelled
 from remat.errors import CaptureError
 from remat.graph import Op, Phase, Role, Storage, TrainingGraph
 from remat.platform import Platform
@@ -447,14 +449,15 @@ class _Analysis:
         source = user_source_line(node)
         values = values_of(node)
         is_tuple = not isinstance(node.meta.get("val"), torch.Tensor)
+        layer = layer_name(node)
         outputs: list[int | None] = []
         for index, value in enumerate(values):
             if value is None:
                 outputs.append(None)
                 continue
-            label = f"{node.name}.{index}" if is_tuple else node.name
+            made = f"{node.name}.{index}" if is_tuple else node.name
             storage = Storage(
-                name=label,
+                name=labelled(layer, made),
                 size_bytes=value.untyped_storage().nbytes(),
                 role=Role.ACTIVATION,
             )
