@@ -12,36 +12,38 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.errors import FileFormatError, RematError
-from remat.graph import Op, Phase, Role, Storage, TrainingGraph
-from remat.platform import Device, DeviceKind, Link, Platform
-from remat.schedule import Boundary, Compute, Copy, Discard, Schedule
-from remat.serialisation import (
+from remat.documents import (
     VERSION,
     document_kind,
     format_document,
-    graph_from_json,
-    graph_to_json,
     load_document,
-    load_graph,
-    load_platform,
-    load_schedule,
     parse_choice,
     parse_document,
     parse_integer,
     parse_integers,
     parse_number,
     parse_texts,
+    read_document,
+    write_bytes,
+    write_document,
+)
+from remat.errors import FileFormatError, RematError
+from remat.graph import Op, Phase, Role, Storage, TrainingGraph
+from remat.platform import Device, DeviceKind, Link, Platform
+from remat.schedule import Boundary, Compute, Copy, Discard, Schedule
+from remat.serialisation import (
+    graph_from_json,
+    graph_to_json,
+    load_graph,
+    load_platform,
+    load_schedule,
     platform_from_json,
     platform_to_json,
-    read_document,
     save_graph,
     save_platform,
     save_schedule,
     schedule_from_json,
     schedule_to_json,
-    write_bytes,
-    write_document,
 )
 from tests.strategies import Case, cases
 

@@ -11,6 +11,14 @@ from remat.contributors import contributors as contributors
 from remat.contributors import largest
 from remat.device_graph import gathered
 from remat.device_use import DeviceUse, LinkUse, device_uses, link_uses
+from remat.documents import (
+    load_document,
+    parse_choice,
+    parse_integer,
+    parse_mapping,
+    parse_text,
+    write_document,
+)
 from remat.errors import FileFormatError, PlanMismatchError
 from remat.graph import Phase, TrainingGraph
 from remat.liveness import schedule_from_order, store_all_order
@@ -20,16 +28,10 @@ from remat.schedule import Compute, Schedule
 from remat.serialisation import (
     graph_from_json,
     graph_to_json,
-    load_document,
-    parse_choice,
-    parse_integer,
-    parse_mapping,
-    parse_text,
     platform_from_json,
     platform_to_json,
     schedule_from_json,
     schedule_to_json,
-    write_document,
 )
 from remat.simulator import Trace, simulate
 from remat.units import format_bytes, format_ns

@@ -4,12 +4,13 @@ import argparse
 
 import remat
 from remat.device_planning import Budget
+from remat.documents import document_kind
 from remat.errors import FileFormatError, UsageError
 from remat.graph import TrainingGraph
 from remat.platform import Platform
 from remat.problem import Objectives
 from remat.report.progress import progress_bar
-from remat.serialisation import document_kind, load_graph
+from remat.serialisation import load_graph
 from remat.training_plan import Plan, load_plan
 
 

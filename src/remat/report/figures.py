@@ -14,6 +14,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from remat.documents import write_bytes
 from remat.errors import UsageError
 from remat.graph import TrainingGraph
 from remat.platform import Platform
@@ -25,7 +26,6 @@ from remat.report.timelines import (
     replayed_timeline,
 )
 from remat.schedule import Schedule
-from remat.serialisation import write_bytes
 from remat.training_plan import Plan
 from remat.units import format_bytes
 

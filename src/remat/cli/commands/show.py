@@ -6,6 +6,7 @@ from collections import Counter
 from remat.bounds import peak_bound_bytes
 from remat.cli.base import Command, ExitCode, add_output, note, print_json
 from remat.cli.planning import load_graph_of
+from remat.documents import document_kind
 from remat.errors import FileFormatError, UsageError
 from remat.graph import Phase, TrainingGraph
 from remat.graph_planning import plain_peak_bytes
@@ -17,7 +18,7 @@ from remat.report.tables import (
     roles_table,
 )
 from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
-from remat.serialisation import document_kind, load_graph, load_schedule
+from remat.serialisation import load_graph, load_schedule
 from remat.simulator import simulate
 from remat.training_plan import Plan, contributors, load_plan
 from remat.units import format_bytes, format_ns
