@@ -266,6 +266,10 @@ class TestWrongUsage:
                 ["plan", "--graph", "graph.json", "--budget", "1", "--estimated"],
                 "--estimated has no effect",
             ),
+            (
+                ["plan", "--graph", "g.json", "--budget", "1", "--kernels", "fused"],
+                "--kernels has no effect",
+            ),
             (["curve", "--graph", "graph.json", "--points", "1"], "at least 2"),
             (["curve", "--graph", "graph.json", "--budgets", ","], "names no budget"),
             (["curve", "--graph", "graph.json", "--plot", "x"], "end it with .png"),
