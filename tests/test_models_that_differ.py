@@ -66,6 +66,21 @@ def test_cells_of_recurrent_networks(cell):
     assert report.measured_peak_bytes <= report.budget_bytes
 
 
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_recurrent_modules_are_refused_with_what_to_write_instead(kind):
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recurrent = kind(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            outputs, _state = self.recurrent(x)
+            return outputs.sum()
+
+    with pytest.raises(CaptureError, match=r"self\.recurrent.*LSTMCell"):
+        remat.plan(Encoder(), (torch.randn(5, 2, 8),), budget="100%")
+
+
 class Resampling(nn.Module):
     """Convolutions around an image that is resampled."""
 

@@ -20,6 +20,7 @@ _CONTEXT = re.compile(r"Developer debug context: (.+)")
 _FAILED_CALL = re.compile(
     r"call_\w+ <[^>]*?(\w+)(?: at \w+)?>.*: got (\w+)\((.+)\)$", re.MULTILINE
 )
+_RECURRENT = "RNN, GRU, or LSTM"
 _QUOTES = "\"'"
 _NOT_THE_USERS = ("/site-packages/torch/", "remat/capture/tracing.py")
 _USER_FRAME = re.compile(
@@ -127,6 +128,13 @@ def raise_capture_error(error: Exception, failure: RematError | None) -> NoRetur
         msg = f"the example raises inside the model: {raised[1]}; at {where}"
     elif type(error).__name__ == "InternalTorchDynamoError":
         msg = f"the tracer itself failed: {what}; at {where}"
+    elif _RECURRENT in text:
+        msg = (
+            "nn.RNN, nn.GRU and nn.LSTM cannot be traced: their loop over time is one "
+            f"operator that the tracer refuses; at {where}. Write the loop with "
+            "nn.RNNCell, nn.GRUCell or nn.LSTMCell, or fit the part of the model without "
+            "it"
+        )
     elif "making fake tensor call" in text:
         what = _what_failed(text)
         msg = f"the example raises inside the model: {what}; at {where}"
