@@ -212,15 +212,15 @@ def _weakly(
     return choose_schedule
 
 
-def _kernels_weakly(planner: Planner) -> Callable[[fx.GraphModule], None]:
+def _kernels_weakly(planner: Planner) -> Callable[[fx.GraphModule, int], None]:
     """Return the planner's choice of kernels, without keeping the planner."""
     method = weakref.WeakMethod(planner.choose_kernels)
 
-    def choose_kernels(joint: fx.GraphModule) -> None:
+    def choose_kernels(joint: fx.GraphModule, forward_output_count: int) -> None:
         choose = method()
         if choose is None:
             raise ExecutionError("the plan of this model was released")
-        choose(joint)
+        choose(joint, forward_output_count)
 
     return choose_kernels
 

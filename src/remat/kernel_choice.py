@@ -1,14 +1,24 @@
 """Which kernels a step runs: those of eager PyTorch, or fused ones where they help."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
 from torch import fx
 
 from remat.capture.fused_kernel import FusedKernel
-from remat.capture.fused_kernels import FusionCandidate, fuse, fusion_candidates
+from remat.capture.fused_kernels import (
+    FusionCandidate,
+    fuse,
+    fusion_candidates,
+    recomputed_outside,
+)
 from remat.capture.joint_program import needed_arguments, user_source_line
+from remat.capture.kernel_recomputation import (
+    original_of,
+    read_instead,
+    recompute_in_backward,
+)
 from remat.errors import MissingDependencyError
 from remat.profile.cache import CostCache
 from remat.profile.operators import (
@@ -29,8 +39,8 @@ _IS_QUICKER: dict[str, bool] = {}
 
 
 def fuse_where_quicker(
-    joint: fx.GraphModule, on_progress: ProgressCallback
-) -> list[FusionCandidate]:
+    joint: fx.GraphModule, forward_output_count: int, on_progress: ProgressCallback
+) -> frozenset[str]:
     """Fuse the operators of a traced step, in place, where that was measured to help.
 
     A kernel takes the place of its operators if it takes less time than they do one
@@ -41,13 +51,15 @@ def fuse_where_quicker(
     ----------
     joint
         A functional joint graph, annotated with fake tensors.
+    forward_output_count
+        How many of its outputs belong to the forward pass.
     on_progress
         Called while kernels are compiled and measured.
 
     Returns
     -------
-    list[FusionCandidate]
-        What was fused.
+    frozenset[str]
+        The names of the kernels that were found to be quicker.
 
     Raises
     ------
@@ -56,7 +68,42 @@ def fuse_where_quicker(
     ProfileError
         If a kernel or one of its operators cannot be run alone.
     """
-    candidates = fusion_candidates(joint)
+    names: set[str] = set()
+
+    def quicker(candidates: list[FusionCandidate]) -> list[FusionCandidate]:
+        chosen = _quicker(joint, candidates, on_progress)
+        names.update(repr(candidate.kernel) for candidate in chosen)
+        return chosen
+
+    _fuse(joint, forward_output_count, quicker)
+    return frozenset(names)
+
+
+def _fuse(
+    joint: fx.GraphModule,
+    forward_output_count: int,
+    choose: Callable[[list[FusionCandidate]], list[FusionCandidate]],
+) -> None:
+    """Fuse what is chosen, with all that backward computes again inside of it."""
+    recompute_in_backward(joint, forward_output_count)
+    while True:
+        candidates = fusion_candidates(joint)
+        # Before anything is compiled: what can be in no kernel is not computed again.
+        outside = recomputed_outside(joint, candidates)
+        if not outside:
+            candidates = choose(candidates)
+            outside = recomputed_outside(joint, candidates)
+        if not outside:
+            fuse(joint, candidates)
+            return
+        read_instead(joint, outside)
+
+
+def _quicker(
+    joint: fx.GraphModule,
+    candidates: list[FusionCandidate],
+    on_progress: ProgressCallback,
+) -> list[FusionCandidate]:
     if not candidates:
         return []
     _check_compiler(candidates)
@@ -72,7 +119,11 @@ def fuse_where_quicker(
         for candidate, cost in zip(candidates, fused, strict=True)
         if _is_faithful(candidate, cost)
     ]
-    calls = [[_call(joint, n) for n in c.members] for c, _ in faithful]
+    # Without the kernel nothing would be computed again.
+    calls = [
+        [_call(joint, node) for node in candidate.members if original_of(node) is None]
+        for candidate, _ in faithful
+    ]
     single = iter(
         profile_operators(
             [call for group in calls for call in group],
@@ -85,7 +136,6 @@ def fuse_where_quicker(
         separate_ns = sum(next(single).cost_ns for _ in group)
         if is_quicker(repr(candidate.kernel), cost.cost_ns, separate_ns):
             chosen.append(candidate)
-    fuse(joint, chosen)
     return chosen
 
 
@@ -98,35 +148,48 @@ def is_quicker(name: str, fused_ns: int, separate_ns: int) -> bool:
     return _IS_QUICKER.setdefault(name, fused_ns < separate_ns)
 
 
-def fuse_as_noted(joint: fx.GraphModule, settings: Mapping[str, Any]) -> None:
+def fuse_as_noted(
+    joint: fx.GraphModule, forward_output_count: int, settings: Mapping[str, Any]
+) -> frozenset[str]:
     """Fuse the operators of a traced step, in place, as a plan's settings say.
 
     Parameters
     ----------
     joint
         A functional joint graph, annotated with fake tensors.
+    forward_output_count
+        How many of its outputs belong to the forward pass.
     settings
         Those of a plan, with :func:`noted_kernels`. Kernels that the graph has no use
         for are passed over: the step is then another one than the plan's.
+
+    Returns
+    -------
+    frozenset[str]
+        The names that the settings hold.
     """
-    names = set(str(settings.get(_KERNEL_NAMES, "")).split())
+    names = frozenset(str(settings.get(_KERNEL_NAMES, "")).split())
     if names:
-        fuse(joint, [c for c in fusion_candidates(joint) if repr(c.kernel) in names])
+        _fuse(
+            joint,
+            forward_output_count,
+            lambda candidates: [c for c in candidates if repr(c.kernel) in names],
+        )
+    return names
 
 
-def noted_kernels(kernels: Kernels, graph: fx.Graph) -> dict[str, str]:
+def noted_kernels(kernels: Kernels, names: Iterable[str]) -> dict[str, str]:
     """Return what a plan notes of its kernels among its settings.
 
     Parameters
     ----------
     kernels
         What was asked for.
-    graph
-        The joint graph, after the choice.
+    names
+        From :func:`fuse_where_quicker`.
     """
     if kernels == "eager":
         return {}
-    names = {repr(n.target) for n in graph.nodes if isinstance(n.target, FusedKernel)}
     return {_KERNELS: kernels, _KERNEL_NAMES: " ".join(sorted(names))}
 
 

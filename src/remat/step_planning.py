@@ -123,6 +123,8 @@ class Planner:
         self.repetition_count = 0
         # Whether plans need not run here, so that home need not be here either.
         self.is_only_planned = False
+        # Names of the fused kernels of the step that is being traced.
+        self.kernels: frozenset[str] = frozenset()
 
     @property
     def model(self) -> nn.Module | None:
@@ -144,14 +146,18 @@ class Planner:
             raise ExecutionError(msg)
         return model
 
-    def choose_kernels(self, joint: fx.GraphModule) -> None:
+    def choose_kernels(self, joint: fx.GraphModule, forward_output_count: int) -> None:
         """Fuse operators of a traced step, in place, if that is asked for."""
         given = self.request.given_plan
         with _outside_of_tracing():
             if given is not None:
-                fuse_as_noted(joint, given.settings)
+                self.kernels = fuse_as_noted(
+                    joint, forward_output_count, given.settings
+                )
             elif self.request.kernels == "fused":
-                fuse_where_quicker(joint, self.request.progress)
+                self.kernels = fuse_where_quicker(
+                    joint, forward_output_count, self.request.progress
+                )
 
     def choose_schedule(self, program: JointProgram) -> tuple[JointProgram, Schedule]:
         """Plan a traced step, or find the plan made for an equal one."""
@@ -262,7 +268,7 @@ class Planner:
             settings={
                 "torch": torch.__version__,
                 "costs": request.costs,
-                **noted_kernels(request.kernels, program.module.graph),
+                **noted_kernels(request.kernels, self.kernels),
             },
         )
 

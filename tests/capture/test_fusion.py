@@ -2,14 +2,21 @@
 
 import operator
 import random
+from typing import Any
 
 import pytest
 import torch
 from torch import fx
 
+from remat.capture import kernel_recomputation
 from remat.capture.fused_kernel import FusedKernel
-from remat.capture.fused_kernels import fuse, fusion_candidates
+from remat.capture.fused_kernels import fuse, fusion_candidates, recomputed_outside
 from remat.capture.fusion_groups import computed_by, fusion_groups, is_operator
+from remat.capture.kernel_recomputation import (
+    original_of,
+    read_instead,
+    recompute_in_backward,
+)
 
 aten = torch.ops.aten
 SIDE = 4
@@ -40,7 +47,7 @@ class Drawing:
         node.meta["partitioner_tag"] = self.tag
         self.values.append(node)
 
-    def call(self, target: object, *args: object) -> fx.Node:
+    def call(self, target: Any, *args: Any) -> fx.Node:
         node = self.graph.call_function(target, args)
         node.meta["partitioner_tag"] = self.tag
         return node
@@ -111,6 +118,51 @@ def test_fused_graphs_compute_what_they_did(seed: int) -> None:
     after = sum(is_operator(node) for node in module.graph.nodes)
     saved = sum(len(c.members) - 1 for c in chosen)
     assert after == before - saved
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("seed", range(60))
+def test_backward_may_compute_again_what_kernels_read(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = Drawing(seed).module
+    expected = module(*inputs())
+    names = {node.name for node in module.graph.nodes}
+    monkeypatch.setattr(kernel_recomputation, "_recomputed_names", lambda *_: names)
+    recompute_in_backward(module, 1)
+    again = [n for n in module.graph.nodes if original_of(n) is not None]
+    for node in again:
+        assert node.meta["partitioner_tag"] == "is_backward"
+        original = original_of(node)
+        assert original is not None
+        assert original.meta["partitioner_tag"] == "is_forward"
+    chosen = fusion_candidates(module)
+    if seed % 2:
+        chosen = [c for c in chosen if random.Random(seed).random() < 0.5]
+    # As often as it takes: what is read instead may have been in a kernel.
+    while outside := recomputed_outside(module, chosen):
+        read_instead(module, outside)
+        kept = {c.members[0] for c in chosen}
+        chosen = [c for c in fusion_candidates(module) if c.members[0] in kept]
+    fuse(module, chosen)
+    module.graph.lint()
+    for left, right in zip(expected, module(*inputs()), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_some_random_graphs_compute_something_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts: list[int] = []
+    for seed in range(60):
+        module = Drawing(seed).module
+        names = {node.name for node in module.graph.nodes}
+        monkeypatch.setattr(
+            kernel_recomputation, "_recomputed_names", lambda *_, x=names: x
+        )
+        recompute_in_backward(module, 1)
+        counts.append(sum(original_of(n) is not None for n in module.graph.nodes))
+    assert sum(count > 0 for count in counts) > 15
 
 
 def test_many_random_graphs_have_groups() -> None:

@@ -3,7 +3,7 @@
 import heapq
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from remat.capture.fusion_groups import (
     results_of,
 )
 from remat.capture.joint_program import moot_positions, needed_arguments
+from remat.capture.kernel_recomputation import original_of
 
 _KNOWN: weakref.WeakValueDictionary[str, FusedKernel] = weakref.WeakValueDictionary()
 """Kernels by name: one that is in use is not compiled again."""
@@ -57,6 +58,15 @@ def fusion_candidates(joint: fx.GraphModule) -> list[FusionCandidate]:
         if candidate is not None:
             found.append(candidate)
     return found
+
+
+def recomputed_outside(
+    joint: fx.GraphModule, candidates: Iterable[FusionCandidate]
+) -> list[fx.Node]:
+    """Return what backward computes again although none of the kernels does."""
+    inside = {node for candidate in candidates for node in candidate.members}
+    again = [node for node in joint.graph.nodes if original_of(node) is not None]
+    return [node for node in again if node not in inside]
 
 
 class _Candidate:

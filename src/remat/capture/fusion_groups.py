@@ -128,6 +128,20 @@ def statistics_readers(node: fx.Node) -> Iterator[fx.Node]:
                     yield user
 
 
+def is_fusible(node: fx.Node) -> bool:
+    """Return whether an operator is one that a compiler can fuse with others."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or is_random(node):
+        return False
+    if node.meta.get("partitioner_tag") is None:
+        return False
+    if not node.all_input_nodes:
+        return False  # What it makes, on which device, is said by arguments.
+    if target is BATCH_NORM:
+        return _is_plain_batch_norm(node)
+    return torch.Tag.pointwise in target.tags or name_of(node) in _BEYOND_ELEMENTWISE
+
+
 class _Grouping:
     def __init__(self, graph: fx.Graph) -> None:
         self.operators = [node for node in graph.nodes if is_operator(node)]
@@ -175,18 +189,7 @@ class _Grouping:
         return self.is_fusible(other) and other.meta.get(tag) == node.meta.get(tag)
 
     def is_fusible(self, node: fx.Node) -> bool:
-        target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or is_random(node):
-            return False
-        if node in self.held or node.meta.get("partitioner_tag") is None:
-            return False
-        if not node.all_input_nodes:
-            return False  # What it makes, on which device, is said by arguments.
-        if target is BATCH_NORM:
-            return _is_plain_batch_norm(node)
-        return (
-            torch.Tag.pointwise in target.tags or name_of(node) in _BEYOND_ELEMENTWISE
-        )
+        return node not in self.held and is_fusible(node)
 
     def join(self, index: int, read: list[int]) -> None:
         """Merge an operator with the groups of the operators that it reads."""

@@ -42,7 +42,7 @@ def sources_of(module: fx.GraphModule) -> list[str]:
     return sources
 
 
-def keep_kernels(joint: fx.GraphModule) -> None:
+def keep_kernels(joint: fx.GraphModule, forward_output_count: int) -> None:
     """Leave every operator of a traced step as it is."""
 
 
@@ -57,8 +57,9 @@ class PlannedBackend:
     name
         Name of the training graphs, for people.
     choose_kernels
-        Called once per traced training step before that, with the joint graph, in
-        which it may put other operators in the place of some; may raise.
+        Called once per traced training step before that, with the joint graph and the
+        count of its forward outputs; may put other operators in the place of some, and
+        raise.
 
     Attributes
     ----------
@@ -76,7 +77,7 @@ class PlannedBackend:
         self,
         choose_schedule: Callable[[JointProgram], tuple[JointProgram, Schedule]],
         name: str,
-        choose_kernels: Callable[[fx.GraphModule], None] = keep_kernels,
+        choose_kernels: Callable[[fx.GraphModule, int], None] = keep_kernels,
     ) -> None:
         self.choose_schedule = choose_schedule
         self.choose_kernels = choose_kernels
@@ -180,7 +181,7 @@ class PlannedBackend:
         """Return the forward and backward modules that run the chosen schedule."""
         try:
             correct_statistics(joint)
-            self.choose_kernels(joint)
+            self.choose_kernels(joint, forward_output_count)
             program = analyse(
                 joint,
                 forward_output_count=forward_output_count,

@@ -41,7 +41,7 @@ class StepPlanner(Protocol):
         """Return the schedule of the variant that was begun last."""
         ...
 
-    def choose_kernels(self, joint: fx.GraphModule) -> None:
+    def choose_kernels(self, joint: fx.GraphModule, forward_output_count: int) -> None:
         """Replace operators of a traced step by others, in place, where asked to."""
         ...
 
