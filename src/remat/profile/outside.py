@@ -385,8 +385,9 @@ def loss_bytes(
     except Exception as error:
         msg = (
             "the memory of the loss cannot be predicted without running it: "
-            f"{type(error).__name__}: {error}. Compute the loss inside the model, or "
-            "write it without branches on values of tensors"
+            f"{type(error).__name__}: {error}. Compute the loss inside the model, "
+            "write it without operators and branches that depend on values of tensors, "
+            "or leave loss= out: what it needs is then assumed"
         )
         raise CaptureError(msg) from error
     return LossMemory(
