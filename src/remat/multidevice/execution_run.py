@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from remat.liveness import BOUNDARY
+from remat.native import native
 
 END = -2
 """Marks the end, where final outputs are used."""
@@ -101,6 +102,7 @@ class Bounds(NamedTuple):
     run_limit: int
 
 
+@native
 def run_on_devices(
     base: Sequence[int],
     placement: Sequence[Sequence[int]],
