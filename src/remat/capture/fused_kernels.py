@@ -21,6 +21,14 @@ from remat.capture.fusion_groups import (
 from remat.capture.joint_program import moot_positions, needed_arguments
 from remat.capture.kernel_recomputation import original_of
 
+_INHERITED = (
+    "partitioner_tag",
+    "stack_trace",
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+)
+"""What ``meta`` of a kernel's node has of its last operator's."""
+
 _KNOWN: weakref.WeakValueDictionary[str, FusedKernel] = weakref.WeakValueDictionary()
 """Kernels by name: one that is in use is not compiled again."""
 
@@ -198,11 +206,7 @@ def _replace(
     with graph.inserting_after(last):
         inputs = tuple(new.get(node, node) for node in candidate.inputs)
         call = graph.call_function(candidate.kernel, inputs)
-    call.meta = {
-        key: last.meta[key]
-        for key in ("partitioner_tag", "stack_trace", "nn_module_stack")
-        if key in last.meta
-    }
+    call.meta = {key: last.meta[key] for key in _INHERITED if key in last.meta}
     call.meta["val"] = tuple(result.meta["val"] for result in candidate.results)
     rank[call] = rank[last]
     before = call
