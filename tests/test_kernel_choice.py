@@ -1,6 +1,8 @@
 """Fused kernels through the public calls: exact, within budget, quicker or absent."""
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,15 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 import remat
 from remat import kernel_choice
+from remat.capture.fused_kernel import FusedKernel
 from remat.errors import MissingDependencyError
 from remat.fitting import FittedModel
+from remat.profile.operators import (
+    OperatorCall,
+    OperatorCost,
+    profile_operators,
+    result_layouts,
+)
 from remat.step_planning import CompilerPlanner
 
 
@@ -94,6 +103,77 @@ def test_kernels_that_are_not_quicker_are_left_out(
     report = remat.verify(model, X, budget="85%", kernels="fused", repeats=1)
     assert fused_ops(report.plan) == []
     assert report.against_eager == ()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cost: replace(cost, aliases_input=True),
+        lambda cost: replace(cost, output_sizes_bytes=(0,) * 9),
+    ],
+    ids=["a result that is an input", "results in one block"],
+)
+def test_kernels_must_hand_over_blocks_of_their_own(
+    model: nn.Module,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[OperatorCost], OperatorCost],
+) -> None:
+    def measured(calls: Sequence[OperatorCall], **options: Any) -> list[OperatorCost]:
+        return [
+            change(cost) if isinstance(call.target, FusedKernel) else cost
+            for call, cost in zip(
+                calls, profile_operators(calls, **options), strict=True
+            )
+        ]
+
+    monkeypatch.setattr(kernel_choice, "profile_operators", measured)
+    assert fused_ops(remat.plan(model, X, budget="1 GiB", kernels="fused")) == []
+
+
+def test_kernels_must_lay_results_out_as_their_operators_do(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        kernel_choice, "result_layouts", lambda call: [*result_layouts(call), None]
+    )
+    assert fused_ops(remat.plan(model, X, budget="1 GiB", kernels="fused")) == []
+
+
+class SharedNorm(nn.Module):
+    """The second call reads the statistics that the first one wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.norm(x).tanh().exp()).tanh().exp().sum()
+
+
+def test_a_norm_whose_statistics_another_one_wrote_runs_alone() -> None:
+    report = remat.verify(SharedNorm(), X, budget="1 GiB", kernels="fused", repeats=1)
+    names = [op.name for op in report.plan.graph.ops]
+    assert sum(name.startswith("_native_batch_norm_legit") for name in names) == 1
+    assert fused_ops(report.plan)
+    assert report.is_exact
+
+
+class Phase(nn.Module):
+    """Complex numbers, and a constant among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(1j * self.linear(x)).abs().exp().tanh().sum()
+
+
+def test_complex_numbers_keep_the_operators_of_eager() -> None:
+    report = remat.verify(
+        Phase(), torch.randn(4, 8), budget="1 GiB", kernels="fused", repeats=1
+    )
+    assert report.is_exact
 
 
 def test_a_compiler_takes_a_backend_with_fused_kernels(model: nn.Module) -> None:

@@ -191,3 +191,20 @@ def test_tracing_at_every_call_is_warned_of_once():
     said = [str(w.message) for w in caught if w.category is RuntimeWarning]
     assert len(said) == 1
     assert "a counter in Python" in said[0]
+
+
+class OneHot(nn.Module):
+    """What one_hot checks of its classes holds of some made-up values only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 16)
+
+    def forward(self, classes: Tensor) -> Tensor:
+        return self.linear(functional.one_hot(classes, 8).float()).square().sum()
+
+
+def test_checks_inside_operators_are_measured_on_values_that_pass():
+    report = remat.verify(OneHot(), torch.randint(8, (320,)), budget="1 GiB", repeats=1)
+    assert report.is_exact
+    assert not report.against_eager

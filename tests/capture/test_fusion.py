@@ -231,3 +231,37 @@ def test_equal_groups_share_a_kernel() -> None:
     candidates = fusion_candidates(fx.GraphModule(torch.nn.Module(), graph))
     assert len(candidates) == 2
     assert candidates[0].kernel is candidates[1].kernel
+
+
+def test_what_the_caller_holds_runs_alone() -> None:
+    # Its operator runs once, and so would everything that is fused with it.
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    a = graph.call_function(aten.tanh.default, (x,))
+    b = graph.call_function(aten.exp.default, (a,))
+    graph.output((b,))
+    for node in (x, a, b):
+        node.meta = {"val": torch.empty(2, 2), "partitioner_tag": "is_forward"}
+    assert fusion_groups(graph) == []
+
+
+def test_a_view_of_a_number_is_computed_by_nothing_else() -> None:
+    graph = fx.Graph()
+    view = graph.call_function(aten._conj.default, (1j,))
+    assert computed_by(view) is view
+
+
+def test_complex_numbers_and_random_ones_are_not_fused() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    a = graph.call_function(aten.tanh.default, (x,))
+    b = graph.call_function(aten.bernoulli.p, (a, 0.5))
+    c = graph.call_function(aten.exp.default, (b,))
+    d = graph.call_function(aten.mul.Tensor, (c, 1j))
+    e = graph.call_function(aten.exp.default, (d,))
+    graph.output((e,))
+    for node in (x, a, b, c, d, e):
+        dtype = torch.complex64 if node in (d, e) else torch.float32
+        value = torch.empty(2, 2, dtype=dtype)
+        node.meta = {"val": value, "partitioner_tag": "is_backward"}
+    assert fusion_groups(graph) == []

@@ -99,8 +99,11 @@ def is_operator(node: fx.Node) -> bool:
 
 
 def computed_by(node: fx.Node) -> fx.Node:
-    """Return the operator, input or constant in whose storage a node's value lives."""
-    while not (node.op != "call_function" or is_operator(node)):
+    """Return the operator, input or constant in whose storage a node's value lives.
+
+    A view of a number, such as its conjugate, is taken for a constant.
+    """
+    while node.op == "call_function" and not is_operator(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
@@ -133,7 +136,7 @@ def is_fusible(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or is_random(node):
         return False
-    if node.meta.get("partitioner_tag") is None:
+    if node.meta.get("partitioner_tag") is None or _is_complex(node):
         return False
     if not node.all_input_nodes:
         return False  # What it makes, on which device, is said by arguments.
@@ -227,6 +230,12 @@ class _Grouping:
                 self.waits_for[unit] = waits_for & ~both | found
                 if self.reads[unit] & both:
                     self.reads[unit] = self.reads[unit] & ~both | 1 << kept
+
+
+def _is_complex(node: fx.Node) -> bool:
+    """Return whether a node reads or makes complex numbers, which no kernel does."""
+    values = [other.meta.get("val") for other in (node, *node.all_input_nodes)]
+    return any(isinstance(v, torch.Tensor) and v.is_complex() for v in values)
 
 
 def _is_plain_batch_norm(node: fx.Node) -> bool:

@@ -46,9 +46,14 @@ def _probability(count: int, generator: torch.Generator) -> torch.Tensor:
     return torch.rand(count, generator=generator, dtype=torch.float32) * 0.8 + 0.1
 
 
+def _ones(count: int, generator: torch.Generator) -> torch.Tensor:  # noqa: ARG001
+    return torch.ones(count, dtype=torch.float32)
+
+
 FILLS = (
     Fill("normal floats, integers 0", 0, _normal),
     Fill("floats between 0 and 1, integers 1", 1, _probability),
+    Fill("ones", 1, _ones),
 )
 """The fills in the order in which they are tried."""
 
@@ -282,7 +287,7 @@ class ArgumentMaker:
         if key not in self._pools:
             values = fill.floats(_POOL_COUNT, self._generator)
             if dtype is torch.bool:
-                values = values > values.median()
+                values = values >= values.median()
             self._pools[key] = values.to(device=device, dtype=dtype)
         return self._pools[key]
 
