@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map
 
 from remat.capture.joint_program import (
     JointProgram,
+    example_value,
     map_nodes,
     moot_positions,
     needed_arguments,
@@ -473,9 +474,7 @@ def _fake_arguments(
     program: JointProgram, node: torch.fx.Node
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def value(argument: torch.fx.Node) -> Any:
-        if argument.op == "get_attr":
-            return getattr(program.module, str(argument.target))
-        return argument.meta["val"]
+        return example_value(program.module, argument)
 
     return map_nodes(tuple(node.args), value), map_nodes(dict(node.kwargs), value)
 

@@ -13,7 +13,11 @@ from remat.capture.fused_kernels import (
     fusion_candidates,
     recomputed_outside,
 )
-from remat.capture.joint_program import needed_arguments, user_source_line
+from remat.capture.joint_program import (
+    example_value,
+    needed_arguments,
+    user_source_line,
+)
 from remat.capture.kernel_recomputation import (
     original_of,
     read_instead,
@@ -239,24 +243,18 @@ def _in_expected_layouts(
 def _kernel_call(joint: fx.GraphModule, candidate: FusionCandidate) -> OperatorCall:
     return OperatorCall(
         candidate.kernel,
-        tuple(_value(joint, node) for node in candidate.inputs),
+        tuple(example_value(joint, node) for node in candidate.inputs),
         source=user_source_line(candidate.members[0]),
     )
 
 
 def _call(joint: fx.GraphModule, node: fx.Node) -> OperatorCall:
-    args: Any = fx.map_arg(needed_arguments(node), lambda n: _value(joint, n))
+    args: Any = fx.map_arg(needed_arguments(node), lambda n: example_value(joint, n))
     kwargs: Mapping[str, Any] = fx.map_arg(
-        dict(node.kwargs), lambda n: _value(joint, n)
+        dict(node.kwargs), lambda n: example_value(joint, n)
     )
     target = cast("Callable[..., Any]", node.target)
     return OperatorCall(target, args, kwargs, source=user_source_line(node))
-
-
-def _value(joint: fx.GraphModule, node: fx.Node) -> Any:
-    if node.op == "get_attr":
-        return getattr(joint, str(node.target))
-    return node.meta["val"]
 
 
 def _is_faithful(candidate: FusionCandidate, cost: OperatorCost) -> bool:

@@ -18,7 +18,11 @@ from remat.capture.fusion_groups import (
     name_of,
     results_of,
 )
-from remat.capture.joint_program import moot_positions, needed_arguments
+from remat.capture.joint_program import (
+    example_value,
+    moot_positions,
+    needed_arguments,
+)
 from remat.capture.kernel_recomputation import original_of
 
 _INHERITED = (
@@ -106,7 +110,7 @@ class _Candidate:
         kernel = FusedKernel(
             module,
             operators=[name_of(node) for node in self.members],
-            inputs=[node.meta["val"] for node in self.inputs],
+            inputs=[example_value(self.joint, node) for node in self.inputs],
             moot_inputs=moot,
             statistics_outputs=statistics,
         )
@@ -130,7 +134,7 @@ class _Candidate:
             if computed_by(node) not in self.own:
                 name = f"x{len(self.inputs)}"
                 self.copies[node] = self.graph.placeholder(name)
-                self.copies[node].meta["val"] = node.meta["val"]
+                self.copies[node].meta["val"] = example_value(self.joint, node)
                 self.inputs.append(node)
             elif node not in self.own:
                 needed.extend(node.all_input_nodes)

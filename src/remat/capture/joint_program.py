@@ -219,6 +219,13 @@ def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in tags
 
 
+def example_value(module: fx.GraphModule, node: fx.Node) -> Any:
+    """Return a node's fake value, or the tensor itself if it is a constant."""
+    if node.op == "get_attr":
+        return getattr(module, str(node.target))
+    return node.meta["val"]
+
+
 def values_of(node: fx.Node) -> list[torch.Tensor | None]:
     """Return the fake tensors that the node produces, one per output."""
     value = node.meta.get("val")
