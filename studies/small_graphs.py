@@ -2,7 +2,8 @@
 
 ``python -m studies.small_graphs --ops 6 --devices 1`` asks Checkmate with the default
 rows for the optimum of every set of edges among six ops, at three budgets each, and
-``--devices 2`` asks XEngine, with another device of other costs beside the first. Each
+``--devices 2`` asks XEngine, with another device of other costs beside the first.
+``--unlike`` leaves out the graphs that are an earlier one with its ops renamed. Each
 answer is compared with exhaustive search over the same class of schedules, and replayed
 by the judge. Blocks of graphs are recorded as they are done, so that a run which was
 interrupted goes on where it stopped.
@@ -13,9 +14,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import compress, islice, permutations
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tests.device_oracles import best_on_devices
 from tests.frontier_oracle import FrontierOracle
@@ -25,6 +29,7 @@ from remat.graph import TrainingGraph
 from remat.planning import solve
 from remat.platform import Device, Link, Platform, single_device
 from remat.problem import Limits, Problem, Result, Status
+from remat.solvers.backends import mathopt
 from remat.solvers.base import Solver
 from remat.solvers.checkmate import Checkmate
 from remat.solvers.xengine import XEngine
@@ -37,6 +42,7 @@ BLOCK = 256
 
 _BUDGETS = 3
 _LIMIT_S = 60.0
+_ALL_ROWS = 1 << 60
 _OTHER_COSTS = (2, 6, 3, 3, 1, 4)
 _CLASS_ALONE = Checkmate(
     backward_ops_per_stage=0, starts_from_known=False, improves=False
@@ -107,6 +113,30 @@ def cases_of(graph: TrainingGraph, device_count: int) -> Iterator[Case]:
         yield Case(problem, XEngine(copies_anywhere=True), optimum)
 
 
+def unlike(op_count: int) -> NDArray[np.bool_]:
+    """Tell of each of :func:`all_graphs` if it is the first of those it is renamed to.
+
+    Returns
+    -------
+    NDArray[np.bool_]
+        Shape ``(2 ** pairs,)``; the number of those set is that of acyclic graphs with
+        ``op_count`` unlabelled vertices (OEIS A003087).
+    """
+    pairs = [(i, k) for k in range(op_count) for i in range(k)]
+    numbers = np.arange(1 << len(pairs))
+    # The first pair is the highest bit, as in the order of the product.
+    edges = [(numbers >> bit) & 1 for bit in reversed(range(len(pairs)))]
+    names = np.full(len(numbers), np.iinfo(np.int64).max)
+    for order in permutations(range(op_count)):
+        name = np.zeros(len(numbers), np.int64)
+        for (i, k), is_in in zip(pairs, edges, strict=True):
+            name |= is_in << (order[i] * op_count + order[k])
+        np.minimum(names, name, out=names)
+    is_first = np.zeros(len(numbers), np.bool_)
+    is_first[np.unique(names, return_index=True)[1]] = True
+    return is_first
+
+
 def study_block(graphs: Sequence[TrainingGraph], device_count: int) -> dict[str, Any]:
     """Return how many cases there are, and those that disagree."""
     started = time.process_time()
@@ -138,17 +168,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--every", type=int, default=1, help="only each so-many-th graph"
     )
+    parser.add_argument(
+        "--unlike", action="store_true", help="one graph of those that differ in names"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
     options = parser.parse_args(arguments)
     file = options.results / f"{STUDY}.jsonl"
-    key = {name: getattr(options, name) for name in ("ops", "devices", "every")}
+    names = ("ops", "devices", "every", "unlike")
+    key = {name: getattr(options, name) for name in names}
     digest = source_digest()
     done = {
         line["block"]
         for line in read(file)
-        if {name: line[name] for name in key} == key and line["source"] == digest
+        if {name: line.get(name, False) for name in key} == key
+        and line["source"] == digest
     }
-    graphs = islice(all_graphs(options.ops), 0, None, options.every)
+    graphs = all_graphs(options.ops)
+    if options.unlike:
+        graphs = compress(graphs, unlike(options.ops))
+    graphs = islice(graphs, 0, None, options.every)
+    # A process for each solve, for Ctrl-C's sake, would take most of the time.
+    mathopt.IN_PROCESS_ROWS = _ALL_ROWS
     block, is_clean = 0, True
     while chunk := list(islice(graphs, BLOCK)):
         if block not in done:
