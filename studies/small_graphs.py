@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
 from tests.device_oracles import best_on_devices
 from tests.frontier_oracle import FrontierOracle
 from tests.solvers.milp_cases import all_graphs
