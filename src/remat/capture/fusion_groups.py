@@ -25,6 +25,7 @@ _BEYOND_ELEMENTWISE = frozenset(
         "_log_softmax",
         "_log_softmax_backward_data",
         "_native_batch_norm_legit_functional",
+        "_safe_softmax",
         "_softmax",
         "_softmax_backward_data",
         "_to_copy",

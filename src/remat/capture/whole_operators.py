@@ -5,11 +5,11 @@ fuse them again. Run one by one these need several times the memory and time, an
 otherwise. The dispatcher does so for as long as an operator has a Python kernel for it.
 """
 
-from collections.abc import Generator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
+
+from remat.capture.python_kernels import python_kernels
 
 _NAMES = (
     "upsample_linear1d",
@@ -25,27 +25,10 @@ _NAMES = (
     "_upsample_bilinear2d_aa",
     "_upsample_bicubic2d_aa",
 )
-_KEYS = (
-    torch._C.DispatchKey.Autograd,
-    torch._C.DispatchKey.CompositeImplicitAutograd,
-)
 
 
-@contextmanager
-def whole_operators() -> Generator[None]:
+def whole_operators() -> AbstractContextManager[None]:
     """Trace resampling as the operators that eager PyTorch runs."""
-    taken: list[tuple[Any, Any, Any]] = []
-    for name in _NAMES:
-        packet = getattr(torch.ops.aten, name)
-        for overload in packet.overloads():
-            op = getattr(packet, overload)
-            for key in _KEYS:
-                if key in op.py_kernels:
-                    taken.append((op, key, op.py_kernels.pop(key)))
-                    op._dispatch_cache.clear()
-    try:
-        yield
-    finally:
-        for op, key, kernel in taken:
-            op.py_kernels[key] = kernel
-            op._dispatch_cache.clear()
+    packets = [getattr(torch.ops.aten, name) for name in _NAMES]
+    overloads = [getattr(p, overload) for p in packets for overload in p.overloads()]
+    return python_kernels(dict.fromkeys(overloads))

@@ -10,6 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen
 
 from remat.capture.autocast import Autocast, autocast_now
+from remat.capture.dropout import eager_dropout
 from remat.capture.gradient_layouts import dense_gradients
 from remat.capture.joint_program import InputSpec, JointProgram, analyse
 from remat.capture.norm_statistics import correct_statistics
@@ -135,7 +136,12 @@ class PlannedBackend:
             inference_compiler=self.compile_pass,
             partition_fn=partition,
         )
-        with whole_operators(), real_layouts(), dense_gradients():
+        with (
+            whole_operators(),
+            eager_dropout(),
+            real_layouts(),
+            dense_gradients(),
+        ):
             compiled = compiler(module, example_inputs)
 
         def run(*values: Any) -> Any:

@@ -1,0 +1,88 @@
+"""Dropout on the CPU as eager PyTorch computes it, with a mask of one byte per element.
+
+Eager PyTorch draws noise of the input's type, divides it by the share that is kept, and
+multiplies. The tracer has one operator for that, which multiplies by the inverse of the
+share instead: for about a seventh of all shares that is another number in the last
+digit, and in half precision the gradient is another one too. So the steps of eager
+PyTorch are traced, except that what is drawn is a mask, of bytes because they become
+numbers three times faster than booleans do. The noise can be made from it again, which
+is cheaper than to keep it, or to draw; and since all that is kept is divided alike, one
+division will do.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+
+from remat.capture.python_kernels import python_kernels
+
+_aten = torch.ops.aten
+
+_LIBRARY = torch.library.Library("remat", "DEF")
+_LIBRARY.define(
+    "dropout_mask(int[] size, int[] stride, float keep) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag),
+)
+
+
+def _empty_mask(size: Sequence[int], stride: Sequence[int], _: float) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=torch.uint8)
+
+
+def _draw_mask(size: Sequence[int], stride: Sequence[int], keep: float) -> torch.Tensor:
+    # The generator gives the same numbers whatever the type that they are stored as.
+    return _empty_mask(size, stride, keep).bernoulli_(keep)
+
+
+_LIBRARY.impl("dropout_mask", _draw_mask, "CompositeExplicitAutograd")
+torch.library.register_fake("remat::dropout_mask", _empty_mask, lib=_LIBRARY)
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_TRACED = _aten.dropout.default.py_kernels[_COMPOSITE]
+
+
+def _noise(input_: torch.Tensor, p: float) -> torch.Tensor:
+    # The noise lies as ``empty_like`` lies, which eager PyTorch fills.
+    like = torch.empty_like(input_)
+    mask = torch.ops.remat.dropout_mask(like.shape, like.stride(), 1 - p)
+    return mask.to(input_.dtype) * _kept(input_.dtype, 1 - p)
+
+
+def _kept(dtype: torch.dtype, keep: float) -> float:
+    """Return what eager PyTorch multiplies by where it keeps."""
+    with unset_fake_temporarily(), _disable_current_modes():
+        return torch.ones((), dtype=dtype).div_(keep).item()
+
+
+def _has_no_effect(input_: torch.Tensor, p: float, *, train: bool) -> bool:
+    return p == 0 or not train or input_.numel() == 0
+
+
+def _factors(input_: torch.Tensor, p: float) -> torch.Tensor:
+    return torch.zeros((), dtype=input_.dtype) if p == 1 else _noise(input_, p)
+
+
+def _dropout(input_: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: FBT001
+    if input_.device.type != "cpu":
+        return _TRACED(input_, p, train)
+    if _has_no_effect(input_, p, train=train):
+        return input_
+    return input_.mul(_factors(input_, p))
+
+
+def _dropout_in_place(input_: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: FBT001
+    if input_.device.type != "cpu":
+        return _aten.dropout_.default._op_dk(_COMPOSITE, input_, p, train)
+    if _has_no_effect(input_, p, train=train):
+        return input_
+    return input_.mul_(_factors(input_, p))
+
+
+def eager_dropout() -> AbstractContextManager[None]:
+    """Trace dropout as eager PyTorch computes it."""
+    return python_kernels(
+        {_aten.dropout.default: _dropout, _aten.dropout_.default: _dropout_in_place}
+    )
