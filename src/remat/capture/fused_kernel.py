@@ -64,15 +64,33 @@ class FusedKernel:
         return self._compiled[device](*inputs)
 
     def _compile(self, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        # The compiler takes a second to import, and most plans never need it.
+        from torch._functorch import config  # noqa: PLC0415
+        from torch._inductor.compile_fx import compile_fx_inner  # noqa: PLC0415
+
+        made: list[Any] = []
+
+        def compile_inner(*args: Any, **kwargs: Any) -> Any:
+            made.append(compile_fx_inner(*args, **kwargs))
+            return made[-1]
+
         device_type = inputs[0].device.type
         with (
             unset_fake_temporarily(),
             _disable_current_modes(),
             torch.no_grad(),
             torch.autocast(device_type, enabled=False),
+            # What it keeps is what is around the kernel.
+            config.patch(enable_autograd_cache=False),
         ):
-            return torch._inductor.standalone_compile(
+            torch._inductor.standalone_compile(
                 self.module,
                 [x.detach() for x in inputs],
                 dynamic_shapes="from_example_inputs",
+                options={"inner_compile": compile_inner},
             )
+        # The kernel itself: around it are checks, for views and changed inputs, that
+        # take longer than many a kernel.
+        (kernel,) = made
+        call = kernel.current_callable
+        return lambda *values: call(list(values))
