@@ -7,6 +7,7 @@
 #include "eviction.hpp"
 #include "lower_sets.hpp"
 #include "plain_lower_sets.hpp"
+#include "random_masks.hpp"
 #include "retention.hpp"
 
 namespace nb = nanobind;
@@ -18,5 +19,6 @@ NB_MODULE(_core, module) {
   remat::bind_eviction(module);
   remat::bind_lower_sets(module);
   remat::bind_plain_lower_sets(module);
+  remat::bind_random_masks(module);
   remat::bind_retention(module);
 }
