@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.capture.python_kernels import python_kernels
-from remat.errors import MissingDependencyError
-from remat.native import core
+from remat.native import native
 
 _aten = torch.ops.aten
 
@@ -42,33 +43,41 @@ def _draw_mask(size: Sequence[int], stride: Sequence[int], keep: float) -> torch
         # The generator gives the same numbers whatever type they are stored as.
         return mask.bernoulli_(keep)
     state = torch.get_rng_state()
-    _draw_in_core(state, in_memory, keep)
+    draw_mask(state.numpy(), in_memory.numpy(), keep)
     torch.set_rng_state(state)
     return mask
 
 
-def _draw_in_core(state: torch.Tensor, mask: torch.Tensor, keep: float) -> None:
-    """Fill a mask from a state of the generator, and change the state."""
-    module = core()
-    if module is None:
-        msg = "masks are drawn in the native core, which is not there"
-        raise MissingDependencyError(msg)
-    module.draw_mask(state.numpy(), mask.numpy(), keep)
+@native
+def draw_mask(state: NDArray[np.uint8], mask: NDArray[np.uint8], keep: float) -> None:
+    """Fill a mask from a state of the CPU's generator, and move the state on.
+
+    Parameters
+    ----------
+    state
+        As ``torch.get_rng_state`` returns it.
+    mask
+        Shape ``(n,)``; becomes 1 with probability ``keep`` and 0 otherwise.
+    keep
+        Between 0 and 1.
+    """
+    generator = torch.Generator()
+    generator.set_state(torch.from_numpy(state))
+    torch.from_numpy(mask).bernoulli_(keep, generator=generator)
+    state[:] = generator.get_state().numpy()
 
 
 @cache
 def _core_draws_alike() -> bool:
-    """Return whether the native core draws what PyTorch draws here, only faster.
+    """Return whether the native core draws what PyTorch draws here.
 
     On processors of Intel PyTorch has MKL draw, which draws otherwise.
     """
-    if core() is None:
-        return False
     generator = torch.Generator().manual_seed(1)
     state = generator.get_state()
     mask = torch.empty(1001, dtype=torch.uint8)
     for keep in (0.9, 0.25):
-        _draw_in_core(state, mask, keep)
+        draw_mask(state.numpy(), mask.numpy(), keep)
         expected = torch.empty_like(mask).bernoulli_(keep, generator=generator)
         if not torch.equal(mask, expected):
             return False
