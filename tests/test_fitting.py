@@ -603,7 +603,7 @@ def test_replaying_a_random_op_counts_the_generators_state() -> None:
     (dropout,) = [
         op
         for op in plan.graph.ops
-        if op.name.startswith("native_dropout") and op.is_ordered
+        if op.name.startswith("dropout_mask") and op.is_ordered
     ]
     assert dropout.workspace_bytes[0] >= torch.get_rng_state().numel()
 

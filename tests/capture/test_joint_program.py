@@ -94,7 +94,7 @@ def test_random_ops_are_ordered_and_read_the_generators_state() -> None:
     model = nn.Sequential(*layers)
     program = trace(model, torch.randn(3, 4))
     states = ops_named(program, "rng_state")
-    dropouts = [op for op in ops_named(program, "native_dropout") if op.is_ordered]
+    dropouts = [op for op in ops_named(program, "dropout_mask") if op.is_ordered]
     assert len(states) == len(dropouts) == len(program.random_states) == 2
     for state, dropout in zip(states, dropouts, strict=True):
         assert state.writes[0] in dropout.reads

@@ -10,6 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen
 
 from remat.capture.autocast import Autocast, autocast_now
+from remat.capture.detached import drop_detaching
 from remat.capture.dropout import eager_dropout
 from remat.capture.gradient_layouts import dense_gradients
 from remat.capture.joint_program import InputSpec, JointProgram, analyse
@@ -186,6 +187,7 @@ class PlannedBackend:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the forward and backward modules that run the chosen schedule."""
         try:
+            drop_detaching(joint)
             correct_statistics(joint)
             self.choose_kernels(joint, forward_output_count)
             program = analyse(
