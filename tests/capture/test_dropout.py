@@ -1,5 +1,6 @@
 """Dropout as it is traced, against dropout as eager PyTorch computes it."""
 
+import inspect
 from collections.abc import Callable
 
 import numpy as np
@@ -147,7 +148,7 @@ def test_the_twin_draws_what_pytorch_draws() -> None:
     generator = torch.Generator().manual_seed(7)
     state = generator.get_state()
     mask = torch.empty(100, dtype=torch.uint8)
-    draw_mask.__wrapped__(state.numpy(), mask.numpy(), 0.6)
+    inspect.unwrap(draw_mask)(state.numpy(), mask.numpy(), 0.6)
     expected = torch.empty_like(mask).bernoulli_(0.6, generator=generator)
     assert torch.equal(mask, expected)
     assert torch.equal(state, generator.get_state())

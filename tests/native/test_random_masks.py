@@ -36,8 +36,8 @@ def test_masks_and_states_are_pytorchs(
     masks = [np.full(count, 7, np.uint8) for _ in range(2)]
     for draw, state, mask in zip((draw_mask, twin), states, masks, strict=True):
         draw(state, mask, keep)
-    np.testing.assert_array_equal(*masks)
-    np.testing.assert_array_equal(*states)
+    assert np.array_equal(masks[0], masks[1])
+    assert np.array_equal(states[0], states[1])
 
 
 @pytest.mark.parametrize(
