@@ -450,6 +450,25 @@ class TestFiles:
         with pytest.raises(InvalidPlatformError, match=words):
             plan_small(edited(measured, other))
 
+    @pytest.mark.parametrize("device", ["cpu", "cpu:1"])
+    @pytest.mark.parametrize("change", [-1, 1])
+    def test_an_output_of_another_size(
+        self, measured: Platform, device: str, change: int
+    ) -> None:
+        def other(cost: MeasuredCost) -> MeasuredCost:
+            if cost.device != device or "tanh.def" not in cost.operator:
+                return cost
+            (size_bytes,) = cost.output_sizes_bytes
+            return replace(cost, output_sizes_bytes=(size_bytes + change,))
+
+        if change > 0:
+            # Kernels may round up.
+            plan_small(edited(measured, other))
+            return
+        words = "output takes 2047 bytes, but its elements alone take 2048"
+        with pytest.raises(InvalidPlatformError, match=words):
+            plan_small(edited(measured, other))
+
 
 def test_costs_of_several_models_come_together(measured: Platform) -> None:
     model, x = nn.Linear(3, 5), torch.ones(2, 3)

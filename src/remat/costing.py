@@ -14,6 +14,7 @@ from remat.capture.joint_program import (
     map_nodes,
     moot_positions,
     needed_arguments,
+    values_of,
 )
 from remat.device_graph import CostColumn, nowhere, place_of, scaled, with_columns
 from remat.errors import CaptureError, InvalidPlatformError, ProfileError
@@ -72,11 +73,13 @@ def with_costs(
     ProfileError
         If an operator cannot be run alone.
     """
-    indices = [index for index, _ in program.calls()]
+    nodes = dict(program.calls())
+    indices = list(nodes)
     calls = _calls(program)
     cache = CostCache()
     known = known or KnownCosts("home", {})
     found, missing = known.split(calls)
+    looked_up = set(found)
     others = [calls[position] for position in missing]
     if place is not None:
         known.refuse_missing(others, place)
@@ -96,6 +99,8 @@ def with_costs(
                 known.refuse_unable(ops[index].name)
             continue
         known.check_outputs(calls[position], cost, len(ops[index].writes))
+        if position in looked_up:
+            known.check_sizes(calls[position], cost, values_of(nodes[index]))
         _check_alias(ops[index], cost)
         state = program.random_states.get(index)
         # Replaying holds the generator's present state meanwhile.
@@ -322,15 +327,16 @@ def _with_known(
     device_type = (place or "").partition(":")[0]
     granule = ALLOCATION_GRANULES_BYTES.get(device_type, 1)
     cost_ns, workspaces = list(column.cost_ns), list(column.workspace_bytes)
-    indices, all_calls = [index for index, _ in program.calls()], _calls(program)
+    nodes, all_calls = list(program.calls()), _calls(program)
     for position, cost in found.items():
-        index = indices[position]
+        index, node = nodes[position]
         writes = graph.ops[index].writes
         # An alias is not what the operator returns at home.
         cost_ns[index] = None
         if cost is None or cost.aliases_input:
             continue
         known.check_outputs(all_calls[position], cost, len(writes))
+        known.check_sizes(all_calls[position], cost, values_of(node))
         cost_ns[index] = cost.cost_ns
         state = program.random_states.get(index)
         state_bytes = 0 if state is None else graph.storages[state].size_bytes

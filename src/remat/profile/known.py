@@ -4,6 +4,7 @@ The text that describes an operator there is that of the cache on disk without t
 devices of its tensors, so that costs measured on one machine are found on another.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -85,6 +86,40 @@ class KnownCosts:
             )
             raise InvalidPlatformError(msg)
 
+    def check_sizes(
+        self,
+        call: OperatorCall,
+        cost: OperatorCost,
+        values: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Refuse a cost whose outputs are smaller than their elements.
+
+        They may be larger: some kernels round up, or leave gaps.
+
+        Parameters
+        ----------
+        call, cost
+            An operator, and what is known of it.
+        values
+            What it returns, as traced.
+
+        Raises
+        ------
+        InvalidPlatformError
+            If the elements of an output do not fit into its size.
+        """
+        made = [value for value in values if value is not None]
+        for value, size_bytes in zip(made, cost.output_sizes_bytes, strict=True):
+            needed_bytes = _element_bytes(value)
+            if size_bytes < needed_bytes:
+                msg = (
+                    f"the platform's cost of operator {target_name(call.target)} on device "
+                    f"{self.device!r} says that an output takes {size_bytes} bytes, but its "
+                    f"elements alone take {needed_bytes}; measure it again with remat "
+                    "profile-platform"
+                )
+                raise InvalidPlatformError(msg)
+
     def refuse_unable(self, op_name: str) -> NoReturn:
         """Refuse an op that cannot run on the one device that is planned for.
 
@@ -134,6 +169,17 @@ class KnownCosts:
             "describe its kind with flops_per_s and bytes_per_s"
         )
         raise InvalidPlatformError(msg)
+
+
+def _element_bytes(value: torch.Tensor) -> int:
+    """Return the bytes of the elements of a strided tensor that lie apart."""
+    if value.layout is not torch.strided:
+        return 0
+    lengths = [
+        n if stride else 1
+        for n, stride in zip(value.shape, value.stride(), strict=True)
+    ]
+    return math.prod(lengths) * value.element_size() if value.numel() else 0
 
 
 def _operator_cost(known: MeasuredCost) -> OperatorCost | None:
