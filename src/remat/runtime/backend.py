@@ -1,6 +1,7 @@
 """The compiler backend: trace, plan, lower, and hand back code that runs the plan."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -121,6 +122,8 @@ class PlannedBackend:
             num_fwd_outputs: int,
             **_options: Any,
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            # All is traced: other threads, and the solvers' callers, get torch's own.
+            replaced.close()
             defined.read(joint, num_fwd_outputs)
             return self.partition(joint, num_fwd_outputs, inputs, autocast)
 
@@ -137,12 +140,9 @@ class PlannedBackend:
             inference_compiler=self.compile_pass,
             partition_fn=partition,
         )
-        with (
-            whole_operators(),
-            eager_dropout(),
-            real_layouts(),
-            dense_gradients(),
-        ):
+        with ExitStack() as replaced, real_layouts(), dense_gradients():
+            replaced.enter_context(whole_operators())
+            replaced.enter_context(eager_dropout())
             compiled = compiler(module, example_inputs)
 
         def run(*values: Any) -> Any:
