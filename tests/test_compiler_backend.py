@@ -153,3 +153,15 @@ def test_arguments_inside_others_are_refused(sources: list[str]) -> None:
 def test_bad_budgets_are_refused_at_once(budget: Any) -> None:
     with pytest.raises(UnitError):
         remat.backend(budget=budget)
+
+
+def test_a_batch_that_another_compile_marked_is_refused_with_advice() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    x = torch.empty(0)
+    for batch in (2, 3):
+        x = torch.randn(batch, 4, 10, 10)
+        torch.compile(model, backend="aot_eager")(x).sum().backward()
+    fresh = copy.deepcopy(model)
+    with pytest.raises(CaptureError, match=r"copy \(x\.clone\(\)\)"):
+        remat.fit(fresh, x, budget="1 GiB", costs="estimated")
+    remat.fit(fresh, x.clone(), budget="1 GiB", costs="estimated")

@@ -168,7 +168,9 @@ class PlannedBackend:
                 msg = (
                     f"input {spec.name!r} is a {type(value).__name__}, not a tensor: the "
                     "step was traced with dynamic shapes; compile with dynamic=False, "
-                    "so that each input shape gets a plan of its own"
+                    "so that each input shape gets a plan of its own, and pass a copy "
+                    "(x.clone()) of a batch that another torch.compile has seen in "
+                    "several shapes, which marks the tensor itself"
                 )
                 self.fail(CaptureError(msg))
         return specs
