@@ -76,9 +76,10 @@ def train(task: TrainingTask, step_count: int, budget_bytes: int | None) -> Run:
 
     def step() -> None:
         optimizer.zero_grad()
-        # A fresh copy, as a data loader would make: the batch is part of the step.
-        inputs, targets = (part.clone() for part in batches[len(losses)])
-        loss = task.loss(model(inputs), targets)
+        inputs, targets = batches[len(losses)]
+        # A fresh copy, as a data loader would make: the model's batch is part of the
+        # step. Targets are not: what the loss reads besides outputs, no plan counts.
+        loss = task.loss(model(inputs.clone()), targets)
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())

@@ -38,9 +38,9 @@ struct State {
 };
 static_assert(sizeof(State) == 24 + 8 * word_count);
 
-// The loops below are compiled twice, and the processor's abilities choose. Not with
-// the address sanitizer, which is not ready yet when they are asked for.
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && \
+// The loops below are compiled twice, and the processor's abilities choose, where the
+// loader can. Not with the address sanitizer, which is not ready yet when it asks.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && \
     !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
 #define REMAT_WITH_AVX2 __attribute__((target_clones("avx2", "default")))
 #else
