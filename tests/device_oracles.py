@@ -6,8 +6,9 @@ tried. That loses nothing: keeping more is never worse, since a discard is free 
 time. Memory is that of the steps one after the other; time is their sum.
 
 With ``is_staged`` only schedules of the frontier class are searched: first runs happen
-in graph order, and between two of them (or one and the boundary or the end) every op
-runs at most once per device, in graph order.
+in graph order, those of needed forward ops before the boundary, and between two of them
+(or one and the boundary or the end) every op runs at most once per device, in graph
+order.
 """
 
 import heapq
@@ -133,6 +134,7 @@ class DeviceSearch:
         graph = self.graph
         if (
             place.is_backward
+            or (self.is_staged and self.is_forward_left(place))
             or not self.at_home(place, graph.forward_outputs)
             or not self.effects_done(place, Phase.FORWARD)
         ):
@@ -156,6 +158,11 @@ class DeviceSearch:
                 home = graph.storages[storage].home
                 after = self.with_live(after, [storage], home)
             yield Boundary(), 0, after
+
+    def is_forward_left(self, place: Place) -> bool:
+        ops = self.graph.ops
+        left = place.frontier < len(ops)
+        return left and ops[place.frontier].phase is Phase.FORWARD
 
     def copies(self, place: Place) -> Iterator[tuple[Step, int, Place]]:
         for link in self.platform.links:

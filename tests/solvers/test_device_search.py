@@ -6,8 +6,8 @@ import pytest
 from tests.instances import resnet_like, transformer_like
 from tests.solvers.test_xengine import chain, linked
 
-from remat.bounds import peak_bound_bytes
-from remat.errors import MissingDependencyError
+from remat.bounds import peak_bound_bytes, required_ops
+from remat.errors import MissingDependencyError, SolverUnsuitableError
 from remat.graph import TrainingGraph
 from remat.multidevice.execution import Executor
 from remat.planning import solve
@@ -122,3 +122,14 @@ def test_missing_solver_library_is_named():
     problem = Problem(graph=graph, platform=linked(("a", "b"), (60, 60)))
     with pytest.raises(MissingDependencyError, match="Gurobi"):
         solve(problem, XEngine(solver=MipSolver.GUROBI))
+
+
+@pytest.mark.parametrize("solver", [DeviceSearch(), XEngine()])
+def test_a_step_in_which_no_op_is_needed(solver: DeviceSearch | XEngine):
+    graph = chain([(1, 1), (1, 1)], [2, 2], ("a", "b"))
+    ops = tuple(replace(op, is_ordered=False) for op in graph.ops)
+    nothing = replace(graph, ops=ops, final_outputs=())
+    assert not required_ops(nothing)
+    problem = Problem(graph=nothing, platform=linked(("a", "b"), (10, 10)))
+    with pytest.raises(SolverUnsuitableError, match=r"no op of graph .* is needed"):
+        solve(problem, solver)

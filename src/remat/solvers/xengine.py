@@ -119,7 +119,8 @@ class _Search:
 class XEngine:
     """The exact model, from the best schedule that :class:`DeviceSearch` finds.
 
-    **Optimal among** schedules of the frontier class (first runs in graph order;
+    **Optimal among** schedules of the frontier class (first runs in graph order, those
+    of needed forward ops before the boundary;
     between two of them each op at most once per device, in graph order) whose copies
     are right before or after a use. The memory of the model is that of the list of
     steps. Where the judge finds that copies running ahead exceed a budget in overlapped

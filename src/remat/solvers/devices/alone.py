@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from remat.bounds import required_ops
 from remat.errors import SolverUnsuitableError
 from remat.problem import Limits, Problem, Proposal, Status
 from remat.solvers.base import ignore_progress
@@ -25,9 +26,16 @@ def answer_for_one_device(
     Raises
     ------
     SolverUnsuitableError
-        If not everything fits: that is for solvers of one device.
+        If not everything fits: that is for solvers of one device. Or if there are more
+        and no op is needed.
     """
     if len(problem.platform.devices) > 1:
+        if not required_ops(problem.graph):
+            msg = (
+                f"no op of graph {problem.graph.name!r} is needed, so there is nothing to "
+                "place: use solver='store-all', or name what the step hands over"
+            )
+            raise SolverUnsuitableError(msg)
         return None
     found = StoreAll().solve(problem, limits, ignore_progress)
     if found.schedule is None:
