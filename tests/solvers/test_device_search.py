@@ -128,7 +128,7 @@ def test_missing_solver_library_is_named():
 def test_a_step_in_which_no_op_is_needed(solver: DeviceSearch | XEngine):
     graph = chain([(1, 1), (1, 1)], [2, 2], ("a", "b"))
     ops = tuple(replace(op, is_ordered=False) for op in graph.ops)
-    nothing = replace(graph, ops=ops, final_outputs=())
+    nothing = replace(graph, ops=ops, forward_outputs=(), final_outputs=())
     assert not required_ops(nothing)
     problem = Problem(graph=nothing, platform=linked(("a", "b"), (10, 10)))
     with pytest.raises(SolverUnsuitableError, match=r"no op of graph .* is needed"):
