@@ -3,7 +3,8 @@
 ``python -m studies.small_graphs --ops 6 --devices 1`` asks Checkmate with the default
 rows for the optimum of every set of edges among six ops, at three budgets each, and
 ``--devices 2`` asks XEngine, with another device of other costs beside the first.
-``--unlike`` leaves out the graphs that are an earlier one with its ops renamed. Each
+``--unlike`` leaves out the graphs that are an earlier one with its ops numbered
+otherwise, although these are other problems: sizes and costs go by number. Each
 answer is compared with exhaustive search over the same class of schedules, and replayed
 by the judge. Blocks of graphs are recorded as they are done, so that a run which was
 interrupted goes on where it stopped.
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import compress, islice, permutations
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,7 +82,7 @@ class Case:
 
 
 def cases_of(graph: TrainingGraph, device_count: int) -> Iterator[Case]:
-    """Yield the cases of a graph: three budgets from none that fits to all."""
+    """Yield the cases of a graph: up to three budgets, the largest one for all."""
     if device_count == 1:
         oracle = FrontierOracle(graph)
         for budget in budgets_between(graph, _BUDGETS):
@@ -113,7 +115,7 @@ def cases_of(graph: TrainingGraph, device_count: int) -> Iterator[Case]:
 
 
 def unlike(op_count: int) -> NDArray[np.bool_]:
-    """Tell of each of :func:`all_graphs` if it is the first of those it is renamed to.
+    """Tell of each of :func:`all_graphs` if it is the first but for its numbering.
 
     Returns
     -------
@@ -168,7 +170,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--every", type=int, default=1, help="only each so-many-th graph"
     )
     parser.add_argument(
-        "--unlike", action="store_true", help="one graph of those that differ in names"
+        "--unlike",
+        action="store_true",
+        help="one graph of those that differ in numbering",
     )
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
     options = parser.parse_args(arguments)
@@ -186,12 +190,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.unlike:
         graphs = compress(graphs, unlike(options.ops))
     graphs = islice(graphs, 0, None, options.every)
-    # A process for each solve, for Ctrl-C's sake, would take most of the time.
-    mathopt.IN_PROCESS_ROWS = _ALL_ROWS
     block, is_clean = 0, True
     while chunk := list(islice(graphs, BLOCK)):
         if block not in done:
-            line = study_block(chunk, options.devices)
+            # A process for each solve, for Ctrl-C's sake, would take most of the time.
+            with patch.object(mathopt, "IN_PROCESS_ROWS", _ALL_ROWS):
+                line = study_block(chunk, options.devices)
             full = {"study": STUDY, "block": block, **key, **line, **environment()}
             append(file, full)
             is_clean = is_clean and not line["differing"]

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from studies.small_graphs import cases_of, main
+from studies.small_graphs import cases_of, main, unlike
 from tests.solvers.milp_cases import joint_graph
 
 from remat.planning import solve
+from remat.solvers.backends import mathopt
 
 # What is cheapest on two devices leaves the class of the exact model.
 LEAVING = [
@@ -39,3 +40,20 @@ def test_blocks_are_recorded_once(devices: int, tmp_path: Path):
     assert found["graphs"] == 8
     assert found["cases"] >= 8
     assert found["differing"] == []
+
+
+def test_one_graph_of_each_numbering(tmp_path: Path):
+    # Acyclic graphs with unlabelled vertices: OEIS A003087.
+    assert [int(unlike(count).sum()) for count in range(1, 7)] == [
+        1,
+        2,
+        6,
+        31,
+        302,
+        5984,
+    ]
+    limit = mathopt.IN_PROCESS_ROWS
+    assert main(["--ops", "3", "--unlike", "--results", str(tmp_path)]) == 0
+    assert limit == mathopt.IN_PROCESS_ROWS
+    (line,) = (tmp_path / "small_graphs.jsonl").read_text().splitlines()
+    assert json.loads(line)["graphs"] == 6

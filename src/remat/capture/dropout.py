@@ -11,9 +11,9 @@ division will do. The native core draws large masks about five times as fast as 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -133,27 +133,15 @@ def _factors(input_: torch.Tensor, p: float) -> torch.Tensor:
     return torch.zeros((), dtype=input_.dtype) if p == 1 else _noise(input_, p)
 
 
-def _dropout(input_: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: FBT001
-    if input_.device.type != "cpu":
-        return _TRACED(input_, p, train)
-    if _has_no_effect(input_, p, train=train):
-        return input_
+def _dropout(input_: torch.Tensor, p: float) -> torch.Tensor:
     return input_.mul(_factors(input_, p))
 
 
-def _dropout_in_place(input_: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: FBT001
-    if input_.device.type != "cpu":
-        return _aten.dropout_.default._op_dk(_COMPOSITE, input_, p, train)
-    if _has_no_effect(input_, p, train=train):
-        return input_
+def _dropout_in_place(input_: torch.Tensor, p: float) -> torch.Tensor:
     return input_.mul_(_factors(input_, p))
 
 
-def _alpha_dropout(input_: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: FBT001
-    if input_.device.type != "cpu":
-        return _aten.alpha_dropout.default._op_dk(_COMPOSITE, input_, p, train)
-    if _has_no_effect(input_, p, train=train):
-        return input_
+def _alpha_dropout(input_: torch.Tensor, p: float) -> torch.Tensor:
     if p == 1:
         return input_.mul(_factors(input_, p))
     scale, shift = _alpha_factors(p)
@@ -166,12 +154,27 @@ def _alpha_factors(p: float) -> tuple[float, float]:
     return scale, _ALPHA * scale * p
 
 
+def _kernel(
+    on_cpu: Callable[[torch.Tensor, float], torch.Tensor],
+    elsewhere: Callable[..., torch.Tensor],
+) -> Callable[..., torch.Tensor]:
+    """Return a kernel that leaves other devices to another one."""
+
+    def kernel(input_: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: FBT001
+        if input_.device.type != "cpu":
+            return elsewhere(input_, p, train)
+        return input_ if _has_no_effect(input_, p, train=train) else on_cpu(input_, p)
+
+    return kernel
+
+
 def eager_dropout() -> AbstractContextManager[None]:
     """Trace dropout as eager PyTorch computes it."""
+    in_place, alpha = _aten.dropout_.default, _aten.alpha_dropout.default
     return python_kernels(
         {
-            _aten.dropout.default: _dropout,
-            _aten.dropout_.default: _dropout_in_place,
-            _aten.alpha_dropout.default: _alpha_dropout,
+            _aten.dropout.default: _kernel(_dropout, _TRACED),
+            in_place: _kernel(_dropout_in_place, partial(in_place._op_dk, _COMPOSITE)),
+            alpha: _kernel(_alpha_dropout, partial(alpha._op_dk, _COMPOSITE)),
         }
     )

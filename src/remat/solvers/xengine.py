@@ -120,10 +120,9 @@ class XEngine:
     """The exact model, from the best schedule that :class:`DeviceSearch` finds.
 
     **Optimal among** schedules of the frontier class (first runs in graph order, those
-    of needed forward ops before the boundary;
-    between two of them each op at most once per device, in graph order) whose copies
-    are right before or after a use. The memory of the model is that of the list of
-    steps. Where the judge finds that copies running ahead exceed a budget in overlapped
+    of needed forward ops before the boundary; between two of them each op at most once
+    per device, in graph order) whose copies are right before or after a use. The memory
+    of the model is that of the list of steps. Where the judge finds that copies running ahead exceed a budget in overlapped
     execution, those copies are forbidden and the model is solved again: what is found
     then is valid, but the bound, which holds for all, may not be met.
 
@@ -152,8 +151,8 @@ class XEngine:
     """
 
     schedule_class: ClassVar[str] = (
-        "first runs in graph order, each op at most once per device in between, copies "
-        "next to uses"
+        "first runs in graph order, forward before the boundary, each op at most once per "
+        "device in between, copies next to uses"
     )
     is_exact: ClassVar[bool] = True
 
