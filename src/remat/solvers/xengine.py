@@ -122,9 +122,10 @@ class XEngine:
     **Optimal among** schedules of the frontier class (first runs in graph order, those
     of needed forward ops before the boundary; between two of them each op at most once
     per device, in graph order) whose copies are right before or after a use. The memory
-    of the model is that of the list of steps. Where the judge finds that copies running ahead exceed a budget in overlapped
-    execution, those copies are forbidden and the model is solved again: what is found
-    then is valid, but the bound, which holds for all, may not be met.
+    of the model is that of the list of steps. Where the judge finds that copies running
+    ahead exceed a budget in overlapped execution, those copies are forbidden and the
+    model is solved again: what is found then is valid, but the bound, which holds for
+    all, may not be met.
 
     **Complexity** exponential at worst; about 12 ops^2 binaries per two devices.
     Thirty ops take seconds. Larger graphs than ``max_rows`` are declined.
