@@ -4,8 +4,8 @@
 rows for the optimum of every set of edges among six ops, at three budgets each, and
 ``--devices 2`` asks XEngine, with another device of other costs beside the first.
 ``--unlike`` leaves out the graphs that are an earlier one with its ops numbered
-otherwise, although these are other problems: sizes and costs go by number. Each
-answer is compared with exhaustive search over the same class of schedules, and replayed
+otherwise, although these are other problems: sizes and costs go by number. With
+``--part 1/2`` and ``--part 2/2`` two processes share the work. Each answer is compared with exhaustive search over the same class of schedules, and replayed
 by the judge. Blocks of graphs are recorded as they are done, so that a run which was
 interrupted goes on where it stopped.
 """
@@ -159,6 +159,15 @@ def study_block(graphs: Sequence[TrainingGraph], device_count: int) -> dict[str,
     return {**counts, "differing": differing, "graphs": len(graphs), "seconds": seconds}
 
 
+def part(text: str) -> tuple[int, int]:
+    """Return ``(1, 2)`` of ``"1/2"``: the first of two parts."""
+    number, _, count = text.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        message = f"a part is written as 1/2, the first of two, not as {text!r}"
+        raise argparse.ArgumentTypeError(message)
+    return int(number), int(count)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; return 1 if an answer differs."""
     parser = argparse.ArgumentParser(
@@ -173,6 +182,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--unlike",
         action="store_true",
         help="one graph of those that differ in numbering",
+    )
+    parser.add_argument(
+        "--part", type=part, default=(1, 1), help="only these blocks, as 1/2"
     )
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
     options = parser.parse_args(arguments)
@@ -192,7 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     graphs = islice(graphs, 0, None, options.every)
     block, is_clean = 0, True
     while chunk := list(islice(graphs, BLOCK)):
-        if block not in done:
+        number, count = options.part
+        if block % count == number - 1 and block not in done:
             # A process for each solve, for Ctrl-C's sake, would take most of the time.
             with patch.object(mathopt, "IN_PROCESS_ROWS", _ALL_ROWS):
                 line = study_block(chunk, options.devices)
