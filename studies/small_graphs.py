@@ -5,9 +5,10 @@ rows for the optimum of every set of edges among six ops, at three budgets each,
 ``--devices 2`` asks XEngine, with another device of other costs beside the first.
 ``--unlike`` leaves out the graphs that are an earlier one with its ops numbered
 otherwise, although these are other problems: sizes and costs go by number. With
-``--part 1/2`` and ``--part 2/2`` two processes share the work. Each answer is compared with exhaustive search over the same class of schedules, and replayed
-by the judge. Blocks of graphs are recorded as they are done, so that a run which was
-interrupted goes on where it stopped.
+``--part 1/2`` and ``--part 2/2`` two processes share the work. Each answer is compared
+with exhaustive search over the same class of schedules, and replayed by the judge.
+Blocks of graphs are recorded as they are done, so that a run which was interrupted
+goes on where it stopped.
 """
 
 import argparse

@@ -18,6 +18,7 @@ from remat.multidevice.instance import DeviceInstance
 from remat.multidevice.placements import Placements
 from remat.platform import Device, Link, Platform
 from remat.problem import Problem
+from remat.schedule import Compute, Copy
 from remat.simulator import simulate
 from remat.solvers.backends.mathopt import Settings
 from remat.solvers.devices.relaxation import relaxed_placement
@@ -66,6 +67,53 @@ def test_what_is_executed_keeps_to_every_budget(problem: Problem, rule: Executio
             schedule = insert_discards(problem.graph, steps)
             trace = simulate(problem.graph, problem.platform, schedule)
             assert trace.violation is None
+
+
+def test_nothing_is_copied_between_the_callers_work_and_the_boundary():
+    def op(phase: Phase, reads: Sequence[int], writes: Sequence[int] = ()) -> Op:
+        return Op(
+            name="op",
+            reads=tuple(reads),
+            writes=tuple(writes),
+            cost_ns=(1, 1),
+            workspace_bytes=(0, 0),
+            phase=phase,
+            non_recomputable="it draws random numbers",
+        )
+
+    loss = replace(op(Phase.FORWARD, ()), is_external=True)
+    graph = TrainingGraph(
+        name="room for tangents",
+        storages=(
+            Storage(name="input", size_bytes=1, is_resident=True),
+            Storage(name="activation", size_bytes=3),
+            Storage(name="tangent", size_bytes=3),
+        ),
+        ops=(
+            op(Phase.FORWARD, (0,), (1,)),
+            loss,
+            op(Phase.BACKWARD, (2,)),
+            op(Phase.BACKWARD, (1,)),
+        ),
+        tangents=(2,),
+        device_kinds=("cpu", "gpu"),
+    )
+    platform = Platform(
+        devices=(
+            Device(name="cpu", kind="cpu", budget_bytes=6),
+            Device(name="gpu", kind="gpu", budget_bytes=6),
+        ),
+        links=tuple(
+            Link(source=a, target=1 - a, bytes_per_s=10**9, latency_ns=1)
+            for a in (0, 1)
+        ),
+        copies_wait=True,
+    )
+    instance = DeviceInstance.of(Problem(graph=graph, platform=platform))
+    steps = execute(instance, [(0,)] * 4)
+    assert steps is not None
+    assert simulate(graph, platform, insert_discards(graph, steps)).violation is None
+    assert steps.index(Copy(1, 0, 1)) < steps.index(Compute(1, 0))
 
 
 @settings(max_examples=100)

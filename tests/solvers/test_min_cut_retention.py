@@ -279,6 +279,37 @@ class TestRetentionCut:
                 best = priced_ns(cut, frozenset(choice), price)
                 assert found <= best * (1 + 1e-6) + 1e-3
 
+    @pytest.mark.parametrize("price", [0.7, 1.2, 3.3, 7.0, 9.1])
+    def test_what_may_run_once_is_kept_at_any_price(self, price: float):
+        # One price makes up all finite capacities, so that rounding shows.
+        def op(phase: Phase, reads: tuple[int, ...], writes: tuple[int, ...]) -> Op:
+            return Op(
+                name="op",
+                reads=reads,
+                writes=writes,
+                cost_ns=(0,),
+                workspace_bytes=(0,),
+                phase=phase,
+                non_recomputable="it draws random numbers",
+            )
+
+        graph = TrainingGraph(
+            name="kept",
+            storages=(
+                Storage(name="input", size_bytes=1, is_resident=True),
+                Storage(name="drawn", size_bytes=1),
+            ),
+            ops=(
+                op(Phase.FORWARD, (), (1,)),
+                op(Phase.FORWARD, (), ()),
+                op(Phase.BACKWARD, (1,), ()),
+            ),
+            final_outputs=(1,),
+        )
+        tables = use_tables(graph)
+        cut = RetentionCut(graph, tables)
+        assert cut.kept([price] * len(tables.base)) == {1}
+
     def test_free_bytes_are_all_kept(self):
         graph = resnet_like(3).graph
         tables = use_tables(graph)

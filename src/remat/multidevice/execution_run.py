@@ -169,6 +169,8 @@ class _Execution:
         self.runs = 0
         self.is_done = [False] * len(ops.reads)
         self.now = 0
+        # While the caller works, the position at which the pass ends; else -1.
+        self.callers_end = -1
         # Per device and storage, the positions of its uses there, the next one last.
         self.uses = self.remaining_uses()
         self.left = [sum(len(on[s]) for on in self.uses) for s in range(len(self.size))]
@@ -204,14 +206,14 @@ class _Execution:
     def run_first(self, op: int) -> None:
         if time.monotonic() >= self.deadline:
             raise _Stuck
-        ops, passes = self.ops, self.passes
-        if ops.is_external[op]:
-            # Nothing is copied once the caller's work has begun.
-            forward = ops.is_forward[op]
-            outputs = passes.forward_outputs if forward else passes.final_outputs
-            self.bring_home([s for s in outputs if not self.is_callers(s)], stays=True)
+        ops = self.ops
+        if ops.is_external[op] and self.callers_end < 0:
+            self.prepare_callers_work(op)
         for device in self.placement[op]:
             self.run_op(op, device, depth=0)
+            if ops.is_external[op]:
+                end = BOUNDARY if ops.is_forward[op] else END
+                self.callers_end = self.base.index(end)
         self.is_done[op] = True
         for device in self.placement[op]:
             for storage in ops.reads[op]:
@@ -221,6 +223,14 @@ class _Execution:
             self.drop_if_idle(storage)
         for storage in ops.writes[op]:
             self.drop_if_idle(storage)
+
+    def prepare_callers_work(self, op: int) -> None:
+        """Do what cannot be done once the caller's work has begun: run and copy."""
+        is_forward, passes = self.ops.is_forward[op], self.passes
+        outputs = passes.forward_outputs if is_forward else passes.final_outputs
+        self.bring_home([s for s in outputs if not self.is_callers(s)], stays=True)
+        if is_forward:
+            self.make_room_for_tangents()
 
     def is_callers(self, storage: int) -> bool:
         """Return whether the caller's own work writes a storage."""
@@ -238,17 +248,13 @@ class _Execution:
     def pass_boundary(self) -> None:
         outputs, tangents = self.passes.forward_outputs, self.passes.tangents
         self.bring_home(outputs, stays=True)
-        needed = [0 for _ in self.devices]
-        for storage in tangents:
-            needed[self.home[storage]] += self.size[storage]
-        for device, size in enumerate(needed):
-            if size:
-                self.make_room(device, size)
+        self.make_room_for_tangents()
         for device in self.devices:
             self.pins[device] = [0] * len(self.size)
         for storage in tangents:
             self.add(storage, self.home[storage])
         self.notes.append((BOUNDARY, BOUNDARY, BOUNDARY))
+        self.callers_end = -1
         for storage in self.passes.held_outputs:
             self.pins[self.home[storage]][storage] += 1
         for storage in outputs:
@@ -258,6 +264,14 @@ class _Execution:
             self.drop_if_idle(storage)
         for storage in tangents:
             self.drop_if_idle(storage)
+
+    def make_room_for_tangents(self) -> None:
+        needed = [0 for _ in self.devices]
+        for storage in self.passes.tangents:
+            needed[self.home[storage]] += self.size[storage]
+        for device, size in enumerate(needed):
+            if size:
+                self.make_room(device, size)
 
     # --- what is where -----------------------------------------------------------
 
@@ -323,7 +337,7 @@ class _Execution:
         """
         if self.is_at(storage, device):
             return
-        if depth > _DEPTH_LIMIT:
+        if depth > _DEPTH_LIMIT or self.callers_end >= 0:
             raise _Stuck
         copy_ns, source = self.copy_time(storage, device)
         op = self.blocks.producers[storage]
@@ -448,6 +462,8 @@ class _Execution:
         for on in self.uses:
             if on[storage]:
                 next_use = min(next_use, on[storage][-1])
+        if next_use <= self.callers_end:
+            return math.inf
         distance = float(max(1, next_use - self.now))
         weight = float(self.size[storage]) ** self.prices.size_exponent
         return max(price, _LEAST_PRICE_NS) / (
@@ -468,7 +484,7 @@ class _Execution:
         best, goal = self.remake_time(storage), -1
         for other in self.devices:
             is_full = self.used[other] + self.size[storage] > self.limits[other]
-            if other == device or is_full:
+            if other == device or is_full or self.callers_end >= 0:
                 continue
             if self.next_on_route(storage, device, other) != other:
                 continue

@@ -139,15 +139,15 @@ class DeviceExecution {
 
   void run_first(Index op) {
     watch_.look();
-    if (is_external_[at(op)]) {
-      // Nothing is copied once the caller's work has begun.
-      Indices outputs;
-      for (const Index s : is_forward_[at(op)] ? forward_outputs_ : final_outputs_) {
-        if (!is_callers(s)) outputs.push_back(s);
+    const bool is_external = is_external_[at(op)];
+    if (is_external && callers_end_ < 0) prepare_callers_work(op);
+    for (const Index device : placement_[at(op)]) {
+      run_op(op, device, 0);
+      if (is_external) {
+        const Index end = is_forward_[at(op)] ? kBoundary : kEnd;
+        callers_end_ = std::ranges::find(base_, end) - base_.begin();
       }
-      bring_home(outputs, true);
     }
-    for (const Index device : placement_[at(op)]) run_op(op, device, 0);
     is_done_[at(op)] = 1;
     for (const Index device : placement_[at(op)]) {
       for (const Index s : reads_[at(op)]) pop_use(s, device);
@@ -159,6 +159,17 @@ class DeviceExecution {
   void pop_use(Index storage, Index device) {
     uses_[at(device)][at(storage)].pop_back();
     --left_[at(storage)];
+  }
+
+  // Does what cannot be done once the caller's work has begun: run and copy.
+  void prepare_callers_work(Index op) {
+    const bool is_forward = is_forward_[at(op)];
+    Indices outputs;
+    for (const Index s : is_forward ? forward_outputs_ : final_outputs_) {
+      if (!is_callers(s)) outputs.push_back(s);
+    }
+    bring_home(outputs, true);
+    if (is_forward) make_room_for_tangents();
   }
 
   bool is_callers(Index storage) const {
@@ -177,18 +188,23 @@ class DeviceExecution {
 
   void pass_boundary() {
     bring_home(forward_outputs_, true);
+    make_room_for_tangents();
+    for (auto& pins : pins_) std::ranges::fill(pins, 0);
+    for (const Index s : tangents_) add(s, home_[at(s)]);
+    notes_.emplace_back(kBoundary, kBoundary, kBoundary);
+    callers_end_ = -1;
+    for (const Index s : held_outputs_) ++pins_[at(home_[at(s)])][at(s)];
+    for (const Index s : forward_outputs_) pop_use(s, home_[at(s)]);
+    for (const Index s : forward_outputs_) drop_if_idle(s);
+    for (const Index s : tangents_) drop_if_idle(s);
+  }
+
+  void make_room_for_tangents() {
     Indices needed(count_, 0);
     for (const Index s : tangents_) needed[at(home_[at(s)])] += size_[at(s)];
     for (std::size_t device = 0; device < count_; ++device) {
       if (needed[device] != 0) make_room(static_cast<Index>(device), needed[device]);
     }
-    for (auto& pins : pins_) std::ranges::fill(pins, 0);
-    for (const Index s : tangents_) add(s, home_[at(s)]);
-    notes_.emplace_back(kBoundary, kBoundary, kBoundary);
-    for (const Index s : held_outputs_) ++pins_[at(home_[at(s)])][at(s)];
-    for (const Index s : forward_outputs_) pop_use(s, home_[at(s)]);
-    for (const Index s : forward_outputs_) drop_if_idle(s);
-    for (const Index s : tangents_) drop_if_idle(s);
   }
 
   // --- what is where ----------------------------------------------------------
@@ -259,7 +275,7 @@ class DeviceExecution {
 
   void ensure(Index storage, Index device, int depth) {
     if (is_at(storage, device)) return;
-    if (depth > kDepthLimit) throw Stuck{};
+    if (depth > kDepthLimit || callers_end_ >= 0) throw Stuck{};
     auto [copy_ns, source] = copy_time(storage, device);
     const Index op = producers_[at(storage)];
     const bool may_run = op >= 0 && may_rerun(op);
@@ -383,6 +399,7 @@ class DeviceExecution {
       const auto& uses = on[at(storage)];
       if (!uses.empty()) next_use = std::min(next_use, uses.back());
     }
+    if (next_use <= callers_end_) return kNever;
     const auto ahead = next_use - static_cast<Index>(now_);
     const auto distance = static_cast<double>(std::max<Index>(1, ahead));
     return std::max(value, kLeastPriceNs) /
@@ -406,7 +423,7 @@ class DeviceExecution {
     Index goal = -1;
     for (Index other = 0; at(other) < count_; ++other) {
       const bool is_full = used_[at(other)] + size_[at(storage)] > limit_[at(other)];
-      if (other == device || is_full) continue;
+      if (other == device || is_full || callers_end_ >= 0) continue;
       if (next_on_route(storage, device, other) != other) continue;
       // Nothing where it has to go anyway.
       double there_ns = 0.0;
@@ -514,6 +531,8 @@ class DeviceExecution {
   std::vector<Note> notes_;
   std::int64_t runs_ = 0;
   std::size_t now_ = 0;
+  // While the caller works, the position at which the pass ends; else -1.
+  Index callers_end_ = -1;
 };
 
 std::optional<std::vector<Note>> run_on_devices(

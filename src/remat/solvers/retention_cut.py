@@ -163,12 +163,12 @@ class RetentionCut:
             for s in self.storages
         ]
         # A cut is computed on integers. All finite capacities together get about
-        # ``whole`` units, and each unlimited one more than all of them.
+        # ``whole`` units, as far as floats can tell, and each unlimited one twice that.
         count = 1 + len(self._fixed_costs) + len(prices)
         whole = _CAPACITY_UNITS // count
         finite = sum(prices) + sum(c for c in self._fixed_costs if c is not None)
         unit = whole / max(1.0, finite)
-        unlimited = whole + 2 * count
+        unlimited = 2 * whole
         capacities = [
             unlimited if cost is None else round(cost * unit)
             for cost in self._fixed_costs
