@@ -154,6 +154,15 @@ def test_storages_and_ops_that_cannot_be(make: Any, words: str):
         ({"device_kinds": ("cpu", "cuda")}, "op 0 'f' has 1 costs for 2 device kinds"),
         ({"ops": ()}, "there is no op"),
         (
+            {"ops": (op("f", (W,), (A, Y), cost_ns=(10**19,)), *OPS[1:])},
+            "times on device kind 'cpu' come to 10_000_000_000_000_000_0.. ns",
+        ),
+        (
+            {"ops": (op("f", (W,), (A, Y), workspace_bytes=(2**53,)), *OPS[1:])},
+            r"sizes on device kind 'cpu' come to [\d_]+ B, the largest being "
+            "9_007_199_254_740_992",
+        ),
+        (
             {"forward_outputs": (Y, Y)},
             r"forward_outputs lists a storage twice: \(2, 2\)",
         ),

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remat.errors import InvalidPlatformError
-from remat.platform import Device, Link, Platform, single_device
+from remat.platform import Device, Link, MeasuredCost, Platform, single_device
 
 TWO = (Device(name="host"), Device(name="card", kind="cuda", budget_bytes=10))
 
@@ -59,12 +59,18 @@ def test_a_budget_is_positive(budget_bytes: int):
         Device(budget_bytes=budget_bytes)
 
 
-@pytest.mark.parametrize(("bytes_per_s", "latency_ns"), [(0, 0), (-1, 0), (1, -1)])
-def test_a_link_has_bandwidth_and_no_negative_latency(
+@pytest.mark.parametrize(("bytes_per_s", "latency_ns"), [(0, 0), (-1, 0), (1, -1), (1, 10**19)])
+def test_a_link_has_bandwidth_and_a_latency_that_can_be_counted(
     bytes_per_s: int, latency_ns: int
 ):
     with pytest.raises(InvalidPlatformError, match="link 0->1 has bandwidth"):
         Link(source=0, target=1, bytes_per_s=bytes_per_s, latency_ns=latency_ns)
+
+
+@pytest.mark.parametrize("field", ["cost_ns", "workspace_bytes", "samples"])
+def test_a_measured_cost_can_be_counted(field: str):
+    with pytest.raises(InvalidPlatformError, match="of mm on device 'cpu' holds .* 10_"):
+        MeasuredCost(**{"device": "cpu", "operator": "mm", "cost_ns": 1, field: 10**19})
 
 
 def test_a_platform_has_a_device():

@@ -55,6 +55,15 @@ def test_a_bound_of_some_schedules_is_not_said_of_all(plan: Plan) -> None:
     assert words + format_ns(plan.floor_ns) in str(claimed)
 
 
+def test_a_schedule_that_meets_the_bound_is_said_to_be_unbeaten() -> None:
+    graph = transformer_like().graph
+    plan = plan_graph(graph, budget=plain_peak_bytes(graph))
+    assert plan.gap == 0
+    unproved = replace(plan, status=Status.FEASIBLE)
+    assert f"(feasible by {plan.solver}, and none takes less time)" in str(unproved)
+    assert "none takes" not in str(replace(unproved, bound_ns=plan.cost_ns - 1))
+
+
 def test_round_trip(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan.save(path)

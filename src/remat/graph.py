@@ -13,7 +13,9 @@ Invariants (checked on construction of :class:`TrainingGraph`):
 * external ops come last in their pass and, between them, read what leaves with it: the
   forward or final outputs, as far as an op that may run again writes them;
 * ops that write what the caller holds from the boundary on (:attr:`held_outputs
-  <TrainingGraph.held_outputs>`) run once: a second run would write a second block.
+  <TrainingGraph.held_outputs>`) run once: a second run would write a second block;
+* on each device kind times come to at most :data:`~remat.units.LARGEST_TOTAL` ns, and
+  sizes with workspaces to as many bytes.
 """
 
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from remat.errors import InvalidGraphError
+from remat.units import LARGEST_TOTAL
 
 
 class Phase(StrEnum):
@@ -190,6 +193,7 @@ class TrainingGraph:
         self._check_external(Phase.FORWARD, self.forward_outputs)
         self._check_external(Phase.BACKWARD, self.final_outputs)
         self._check_held()
+        self._check_totals()
 
     def _fail(self, message: str) -> None:
         msg = f"graph {self.name!r}: {message}"
@@ -251,6 +255,21 @@ class TrainingGraph:
                     f"storage {index} {self.storages[index].name!r} is neither resident, "
                     "nor a tangent, nor written by any op"
                 )
+
+    def _check_totals(self) -> None:
+        """Check that bytes and times can be counted, whatever a schedule repeats."""
+        blocks = [storage.size_bytes for storage in self.storages]
+        for kind, name in enumerate(self.device_kinds):
+            times = [op.cost_ns[kind] or 0 for op in self.ops]
+            sizes = [*blocks, *(op.workspace_bytes[kind] for op in self.ops)]
+            for what, unit, numbers in (("times", "ns", times), ("sizes", "B", sizes)):
+                total = sum(numbers)
+                if total > LARGEST_TOTAL:
+                    self._fail(
+                        f"the {what} on device kind {name!r} come to {total:_} {unit}, "
+                        f"the largest being {max(numbers):_}; at most {LARGEST_TOTAL:_} "
+                        "can be counted"
+                    )
 
     def _check_external(self, phase: Phase, leaving: tuple[int, ...]) -> None:
         ops = [(index, op) for index, op in enumerate(self.ops) if op.phase is phase]

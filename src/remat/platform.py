@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from remat.errors import InvalidPlatformError
+from remat.units import LARGEST_TOTAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +120,8 @@ class Link:
     bytes_per_s
         Bandwidth in bytes per second, at least 1.
     latency_ns
-        Fixed time of a copy in nanoseconds, at least 0.
+        Fixed time of a copy in nanoseconds, 0 to
+        :data:`~remat.units.LARGEST_TOTAL`.
     """
 
     source: int
@@ -128,11 +130,11 @@ class Link:
     latency_ns: int = 0
 
     def __post_init__(self) -> None:
-        if self.bytes_per_s < 1 or self.latency_ns < 0:
+        if self.bytes_per_s < 1 or not 0 <= self.latency_ns <= LARGEST_TOTAL:
             msg = (
                 f"link {self.source}->{self.target} has bandwidth "
                 f"{self.bytes_per_s:_} B/s and latency {self.latency_ns:_} ns; need at "
-                "least 1 B/s and 0 ns"
+                f"least 1 B/s and 0 to {LARGEST_TOTAL:_} ns"
             )
             raise InvalidPlatformError(msg)
 
@@ -167,7 +169,7 @@ class MeasuredCost:
     Raises
     ------
     InvalidPlatformError
-        If a number is negative.
+        If a number is negative, or too large to be counted.
     """
 
     device: str
@@ -191,6 +193,12 @@ class MeasuredCost:
             msg = (
                 f"the cost of {self.operator} on device {self.device!r} holds the number "
                 f"{min(numbers)}; times and sizes are at least 0"
+            )
+            raise InvalidPlatformError(msg)
+        if max(numbers) > LARGEST_TOTAL:
+            msg = (
+                f"the cost of {self.operator} on device {self.device!r} holds the number "
+                f"{max(numbers):_}; times and sizes are at most {LARGEST_TOTAL:_}"
             )
             raise InvalidPlatformError(msg)
 

@@ -199,9 +199,11 @@ class Plan:
         return len(self.platform.devices) > 1
 
     def _bound_lines(self) -> list[str]:
+        claim = f"{self.status} by {self.solver}"
+        if self.status is Status.FEASIBLE and self.cost_ns == self.bound_ns:
+            claim += ", and none takes less time"
         bound = (
-            f"  proved bound  {format_ns(self.bound_ns)}, gap {self.gap:.1%} "
-            f"({self.status} by {self.solver})"
+            f"  proved bound  {format_ns(self.bound_ns)}, gap {self.gap:.1%} ({claim})"
         )
         if self.bound_ns <= self.floor_ns:
             return [bound]

@@ -25,6 +25,10 @@ _UNITS = {
 ANY_WHOLE_BYTES = 2**62
 """Stands for what 100 % means where a budget is only checked to be a size."""
 
+LARGEST_TOTAL = 2**53
+"""Most bytes or nanoseconds (104 days) of a graph: what floats still count one by one,
+and what may be repeated hundreds of times before 64 bits are full."""
+
 # Bounded, because Python refuses to read integers of thousands of digits.
 _SIZE = re.compile(r"\s*([+-]?\d[\d_]{0,60}(?:\.\d{1,60})?)\s*([A-Za-z]*|%)\s*\Z")
 
