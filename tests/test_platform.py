@@ -59,7 +59,9 @@ def test_a_budget_is_positive(budget_bytes: int):
         Device(budget_bytes=budget_bytes)
 
 
-@pytest.mark.parametrize(("bytes_per_s", "latency_ns"), [(0, 0), (-1, 0), (1, -1), (1, 10**19)])
+@pytest.mark.parametrize(
+    ("bytes_per_s", "latency_ns"), [(0, 0), (-1, 0), (1, -1), (1, 10**19)]
+)
 def test_a_link_has_bandwidth_and_a_latency_that_can_be_counted(
     bytes_per_s: int, latency_ns: int
 ):
@@ -69,7 +71,9 @@ def test_a_link_has_bandwidth_and_a_latency_that_can_be_counted(
 
 @pytest.mark.parametrize("field", ["cost_ns", "workspace_bytes", "samples"])
 def test_a_measured_cost_can_be_counted(field: str):
-    with pytest.raises(InvalidPlatformError, match="of mm on device 'cpu' holds .* 10_"):
+    with pytest.raises(
+        InvalidPlatformError, match="of mm on device 'cpu' holds .* 10_"
+    ):
         MeasuredCost(**{"device": "cpu", "operator": "mm", "cost_ns": 1, field: 10**19})
 
 
