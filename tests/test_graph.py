@@ -159,8 +159,7 @@ def test_storages_and_ops_that_cannot_be(make: Any, words: str):
         ),
         (
             {"ops": (op("f", (W,), (A, Y), workspace_bytes=(2**53,)), *OPS[1:])},
-            r"sizes on device kind 'cpu' come to [\d_]+ B, the largest being "
-            "9_007_199_254_740_992",
+            "sizes on device kind 'cpu' come to 9_007_199_254_7.* B, the largest being",
         ),
         (
             {"forward_outputs": (Y, Y)},
