@@ -18,14 +18,15 @@ def drop_detaching(joint: fx.GraphModule) -> None:
     """
     detach = torch.ops.aten.detach.default
     for node in joint.graph.find_nodes(op="call_function", target=detach):
-        if not _is_returned(node):
+        if not is_returned(node):
             node.replace_all_uses_with(node.args[0])
             joint.graph.erase_node(node)
     joint.recompile()
 
 
-def _is_returned(node: fx.Node) -> bool:
+def is_returned(node: fx.Node) -> bool:
+    """Return whether the step returns a node's value, or a view of it."""
     return any(
-        user.op == "output" or (is_view(user) and _is_returned(user))
+        user.op == "output" or (is_view(user) and is_returned(user))
         for user in node.users
     )

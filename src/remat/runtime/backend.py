@@ -14,6 +14,7 @@ from remat.capture.autocast import Autocast, autocast_now
 from remat.capture.detached import drop_detaching
 from remat.capture.dropout import eager_dropout
 from remat.capture.gradient_layouts import dense_gradients
+from remat.capture.gradient_pieces import join_gradient_pieces
 from remat.capture.joint_program import InputSpec, JointProgram, analyse
 from remat.capture.norm_statistics import correct_statistics
 from remat.capture.real_layouts import real_layouts
@@ -190,6 +191,7 @@ class PlannedBackend:
         """Return the forward and backward modules that run the chosen schedule."""
         try:
             drop_detaching(joint)
+            join_gradient_pieces(joint)
             correct_statistics(joint)
             self.choose_kernels(joint, forward_output_count)
             program = analyse(

@@ -1,0 +1,152 @@
+"""Gradients of pieces: one concatenation instead of a sum of zeros, bit for bit."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.capture.test_joint_program import trace
+from torch import Tensor, nn
+
+import remat
+
+aten = torch.ops.aten
+
+
+class TakesApart(nn.Module):
+    """Adds up what a function makes of the pieces of a tensor of [3, 6, 4]."""
+
+    def __init__(self, pieces: Callable[[Tensor], list[Tensor]]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.pieces = pieces
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.pieces(self.linear(x))
+        return torch.stack([torch.tanh(p).mul(k).sum() for k, p in enumerate(found)])
+
+
+def step_of(pieces: Callable[[Tensor], list[Tensor]]) -> Counter[object]:
+    """Return how often each operator is in the traced step."""
+    torch.manual_seed(0)
+    program = trace(TakesApart(pieces), torch.randn(3, 6, 4))
+    return Counter(node.target for node in program.module.graph.nodes)
+
+
+def each(x: Tensor) -> list[Tensor]:
+    return [x[:, t] for t in range(6)]
+
+
+JOINED: dict[str, Callable[[Tensor], list[Tensor]]] = {
+    "selected": each,
+    "selected, counted from the end": lambda x: [x[:, t - 6] for t in range(6)],
+    "selected in any order": lambda x: [x[:, t] for t in (3, 0, 5, 1, 4, 2)],
+    "halves": lambda x: [x[..., :2], x[..., 2:]],
+    "slices of unequal size": lambda x: [x[:, 4:], x[:, :1], x[:, 1:-2]],
+    "slices and a selected one": lambda x: [x[:, 1:], x[:, 0]],
+    "the whole beside": lambda x: [x, *each(x)],
+    "the whole between": lambda x: [*each(x)[:3], x, *each(x)[3:]],
+    "pieces of pieces": lambda x: [p[..., k] for p in each(x) for k in range(4)],
+    "along two dimensions": lambda x: [*each(x), x[..., :2], x[..., 2:]],
+}
+
+ADDED: dict[str, Callable[[Tensor], list[Tensor]]] = {
+    "one is missing": lambda x: each(x)[1:],
+    "one is there twice": lambda x: [*each(x), x[:, 2]],
+    "they overlap": lambda x: [x[..., :3], x[..., 2:]],
+    "every second one": lambda x: [x[:, ::2], x[:, 1::2]],
+    "none": lambda x: [x],
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_pieces_that_cover_all_are_concatenated(name: str) -> None:
+    count = step_of(JOINED[name])
+    assert count[aten.select_backward.default] == 0
+    assert count[aten.slice_backward.default] == 0
+    assert count[aten.stack.default] + count[aten.cat.default] > 0
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_other_pieces_are_added_up(name: str) -> None:
+    assert step_of(ADDED[name])[aten.cat.default] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in (*JOINED, *ADDED)),
+        *((name, torch.bfloat16) for name in ("selected", "the whole between")),
+    ],
+)
+def test_every_bit_is_that_of_the_plain_step(name: str, dtype: torch.dtype) -> None:
+    pieces = (JOINED | ADDED)[name]
+    model = TakesApart(pieces).to(dtype)
+    x = torch.randn(3, 6, 4, dtype=dtype, requires_grad=True)
+    report = remat.verify(model, x, budget=10**6, repeats=1, costs="estimated")
+    assert report.is_exact
+    assert report.against_eager == ()
+
+
+class Signed(nn.Module):
+    """Gives the elements of a tensor gradients that were chosen, piece by piece."""
+
+    def __init__(self, factors: Tensor, beside: Tensor | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(factors.shape))
+        self.factors, self.beside = factors, beside
+
+    def forward(self) -> Tensor:
+        x = self.weight * 1.0
+        total = (x[0] * self.factors[0]).sum()
+        for t in range(1, len(x)):
+            total = total + (x[t] * self.factors[t]).sum()
+        if self.beside is not None:
+            total = total + (x * self.beside).sum()
+        return total
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_zeros_have_the_signs_that_adding_gives(is_beside: bool) -> None:
+    special = torch.tensor([-0.0, 0.0, torch.inf, -torch.inf, torch.nan, -1.0])
+    factors = torch.stack([special.roll(k) for k in range(3)])
+    model = Signed(factors, special.expand(3, 6) if is_beside else None)
+    model().backward()
+    assert model.weight.grad is not None
+    expected, model.weight.grad = model.weight.grad, None
+    remat.fit(model, (), budget=10**6, loss=lambda y: y, costs="estimated")
+    model().backward()
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad.isnan(), expected.isnan())
+    assert torch.equal(model.weight.grad.signbit(), expected.signbit())
+    known = ~expected.isnan()
+    assert torch.equal(model.weight.grad[known], expected[known])
+
+
+def test_what_is_returned_is_no_view_of_another_gradient() -> None:
+    class One(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x[:, 0] * y
+
+    model = One()
+    x, y = (torch.randn(s, requires_grad=True) for s in ((3, 1, 4), (3, 4)))
+    remat.fit(model, (x, y), budget=10**6, loss=torch.sum, costs="estimated")
+    model(x, y).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad[:, 0], y.detach())
+    assert x.grad.untyped_storage().nbytes() == 3 * 4 * 4
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_layout_that_would_differ_is_left_alone(layout: torch.memory_format) -> None:
+    class Channels(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            return y[:, :2].sin().sum() + y[:, 2:].cos().sum()
+
+    images = torch.randn(2, 4, 3, 3).to(memory_format=layout).requires_grad_()
+    report = remat.verify(
+        Channels(), images, budget=10**6, repeats=1, costs="estimated"
+    )
+    assert report.is_exact
+    assert report.against_eager == ()
