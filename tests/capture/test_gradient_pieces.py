@@ -123,6 +123,18 @@ def test_zeros_have_the_signs_that_adding_gives(is_beside: bool) -> None:
     assert torch.equal(model.weight.grad[known], expected[known])
 
 
+def test_a_constant_may_be_added_to_pieces() -> None:
+    class Constant(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            return (y[0] + y[1]).sum() + (y * torch.ones(2, 3)).sum()
+
+    x = torch.randn(2, 3, requires_grad=True)
+    report = remat.verify(Constant(), x, budget=10**6, repeats=1, costs="estimated")
+    assert report.is_exact
+    assert report.against_eager == ()
+
+
 def test_what_is_returned_is_no_view_of_another_gradient() -> None:
     class One(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:

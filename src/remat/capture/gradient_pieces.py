@@ -11,7 +11,7 @@ addition of zero to the concatenation makes that positive, as the others did.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -110,8 +110,8 @@ def _sum_at(
 
 
 def _piece_at(node: fx.Node) -> _Sum | None:
-    gradient, sizes, dim, *places = node.args
-    if not node.meta["val"].is_floating_point():
+    gradient, sizes, dim, *places = cast(Any, node.args)
+    if not node.meta["val"].is_floating_point() or "val" not in gradient.meta:
         return None
     dim %= len(sizes)
     size = sizes[dim]
@@ -129,8 +129,8 @@ def _adds_alike(node: fx.Node) -> bool:
     """Return whether a node adds two tensors that are as the result is."""
     if node.target is not _ADD or node.kwargs or len(node.all_input_nodes) != 2:
         return False
-    result, *values = (n.meta.get("val") for n in (node, *node.all_input_nodes))
-    return all(
+    result, *values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+    return isinstance(result, torch.Tensor) and all(
         isinstance(value, torch.Tensor)
         and (value.shape, value.dtype) == (result.shape, result.dtype)
         for value in values
