@@ -36,8 +36,8 @@ Outcome = dict[str, torch.Tensor]
 class Difference:
     """A tensor that is not bitwise equal in two runs.
 
-    ``largest`` is the largest absolute difference, as a float; ``nan`` where shapes or
-    types differ.
+    ``largest`` is the largest absolute difference, as a float; ``nan`` where shapes,
+    types, or whether an output takes a gradient differ.
     """
 
     name: str
@@ -350,7 +350,7 @@ def compare(expected: Outcome, found: Outcome) -> tuple[Difference, ...]:
     differences: list[Difference] = []
     for name in sorted({*expected, *found}):
         one, other = expected.get(name), found.get(name)
-        if one is None or other is None or one.shape != other.shape:
+        if one is None or other is None or not _are_alike(one, other):
             differences.append(Difference(name=name, largest=float("nan")))
         elif not _is_bitwise_equal(one, other):
             gap = (one.double() - other.double()).abs().max().item()
@@ -358,11 +358,15 @@ def compare(expected: Outcome, found: Outcome) -> tuple[Difference, ...]:
     return tuple(differences)
 
 
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.requires_grad is other.requires_grad
+
+
 def _is_bitwise_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype != other.dtype:
         return False
     # Compares bits: equal NaNs are equal, and 0.0 differs from -0.0.
-    left, right = _flat(one), _flat(other)
+    left, right = _flat(one.detach()), _flat(other.detach())
     return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
@@ -506,7 +510,8 @@ class TrainingStep:
         """Add copies of all that the last pass left to ``found``."""
         for path, leaf in tree_flatten_with_path(outputs)[0]:
             if isinstance(leaf, torch.Tensor):
-                found[f"{prefix}output{keystr(path)}"] = leaf.detach().clone()
+                copy = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+                found[f"{prefix}output{keystr(path)}"] = copy
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
                 found[f"{prefix}gradient of {name}"] = parameter.grad.clone()

@@ -110,7 +110,7 @@ def _sum_at(
 
 
 def _piece_at(node: fx.Node) -> _Sum | None:
-    gradient, sizes, dim, *places = cast(Any, node.args)
+    gradient, sizes, dim, *places = cast("Any", node.args)
     if not node.meta["val"].is_floating_point() or "val" not in gradient.meta:
         return None
     dim %= len(sizes)
