@@ -35,16 +35,20 @@ def test_compare_sees_one_bit() -> None:
 
 
 def test_whether_an_output_takes_a_gradient_is_compared() -> None:
-    class Detached(nn.Linear):
-        def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            output = super().forward(input)
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            output = self.linear(x)
             return output, output.detach()
 
-    model, x = Detached(3, 3), torch.ones(2, 3)
+    model, x = Detached(), torch.ones(2, 3)
     step = TrainingStep(model, (x,), {}, lambda found: found[0].sum(), None)
     with step.restored():
         expected = step.outcome(None)
-        found = step.outcome(lambda x: (nn.Linear.forward(model, x),) * 2)
+        found = step.outcome(lambda x: (model.linear(x),) * 2)
     names = [difference.name for difference in compare(expected, found)]
     assert names == ["pass 1: output[1]", "pass 2: output[1]"]
 
