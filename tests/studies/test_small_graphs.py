@@ -1,14 +1,16 @@
 """The study of all graphs of a few ops, on some that need care."""
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
-from studies.small_graphs import cases_of, main, unlike
+from studies.small_graphs import cases_of, main, part, unlike
 from tests.solvers.milp_cases import joint_graph
 
 from remat.planning import solve
 from remat.solvers.backends import mathopt
+from studies import small_graphs
 
 # What is cheapest on two devices leaves the class of the exact model.
 LEAVING = [
@@ -57,3 +59,21 @@ def test_one_graph_of_each_numbering(tmp_path: Path):
     assert limit == mathopt.IN_PROCESS_ROWS
     (line,) = (tmp_path / "small_graphs.jsonl").read_text().splitlines()
     assert json.loads(line)["graphs"] == 6
+
+
+def test_parts_share_the_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(small_graphs, "BLOCK", 3)
+    words = ["--ops", "3", "--results", str(tmp_path), "--part"]
+    file = tmp_path / "small_graphs.jsonl"
+    blocks: list[list[int]] = []
+    for text in ("2/2", "1/2"):
+        assert main([*words, text]) == 0
+        lines = file.read_text().splitlines()
+        blocks.append([json.loads(line)["block"] for line in lines])
+    assert blocks == [[1], [1, 0, 2]]
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "2", "1/x", "-1/2", ""])
+def test_parts_that_cannot_be(text: str):
+    with pytest.raises(argparse.ArgumentTypeError, match="written as 1/2"):
+        part(text)
