@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remat.errors import ProfileError
@@ -248,6 +249,13 @@ def test_another_profiler_sees_nothing_and_changes_nothing():
     assert len(activities) == len(calls) + 1
     assert "aten::abs" in str(profiler)
     assert "aten::sort" not in str(profiler)
+
+
+def test_operators_run_whole_while_a_tracer_takes_them_apart():
+    args = aten.upsample_bilinear2d.default, fake(2, 3, 8, 8), [16, 16], False
+    alone = profile_one(*args)
+    with enable_python_dispatcher():
+        assert profile_one(*args).workspace_bytes == alone.workspace_bytes
 
 
 def test_an_error_beside_another_profiler_is_the_same():

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 
-_SCHEMA = 2
+_SCHEMA = 3
 _log = logging.getLogger(__name__)
 
 

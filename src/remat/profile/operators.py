@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from torch._dispatch.python import no_python_dispatcher
 from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.errors import ProfileError
@@ -242,6 +243,8 @@ def _isolated(device_types: set[str]) -> Generator[None]:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(torch.no_grad())
+        # While a step is traced, Python kernels take some operators apart.
+        stack.enter_context(no_python_dispatcher())
         for device_type in sorted(device_types - {"meta"} | {"cpu"}):
             stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
