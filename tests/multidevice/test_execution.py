@@ -114,6 +114,10 @@ def test_nothing_is_copied_between_the_callers_work_and_the_boundary():
     assert steps is not None
     assert simulate(graph, platform, insert_discards(graph, steps)).violation is None
     assert steps.index(Copy(1, 0, 1)) < steps.index(Compute(1, 0))
+    cpu, gpu = platform.devices
+    ample = replace(platform, devices=(cpu, replace(gpu, budget_bytes=10**30)))
+    instance = DeviceInstance.of(Problem(graph=graph, platform=ample))
+    assert execute(instance, [(0,)] * 4) == steps
 
 
 @settings(max_examples=100)

@@ -10,7 +10,7 @@ addition of zero to the concatenation makes that positive, as the others did.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -39,17 +39,17 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Sum:
-    """What a node adds up: pieces along a dimension, and at most one other tensor."""
+    """Pieces along a dimension that a node adds up."""
 
     dim: int
-    pieces: list[_Piece] = field(default_factory=list)
-    other: fx.Node | None = None
+    pieces: list[_Piece]
 
 
 def join_gradient_pieces(joint: fx.GraphModule) -> None:
     """Concatenate gradients that make up a whole, in place, instead of adding them up.
 
-    Not where the result would be laid out in memory otherwise.
+    Not where the result would be laid out in memory otherwise, nor where the pieces are
+    views of larger blocks, all of which would have to be there at once.
 
     Parameters
     ----------
@@ -86,32 +86,21 @@ def _sum_at(
     node: fx.Node, sums: dict[fx.Node, _Sum], parts: set[fx.Node]
 ) -> _Sum | None:
     """Return what an addition adds up; what is added up in it becomes a part of it."""
-    known = [
-        (value, sums[value])
-        for value in node.all_input_nodes
-        if value in sums and len(value.users) == 1
-    ]
-    known.sort(key=lambda pair: len(pair[1].pieces))
-    dims = {found.dim for _, found in known}
-    # Of two that do not go together, the one with fewer pieces is the unfinished one.
-    while known:
-        others = [found.other for _, found in known if found.other is not None]
-        taken = [value for value, _ in known]
-        others += [value for value in node.all_input_nodes if value not in taken]
-        if len(others) <= 1 and len(dims) == 1:
-            parts.update(taken)
-            # Only one sum has each part, so that its list can grow.
-            longest = known[-1][1].pieces
-            longest += [piece for _, found in known[:-1] for piece in found.pieces]
-            return _Sum(dims.pop(), longest, others[0] if others else None)
-        known.pop()
-        dims = {found.dim for _, found in known}
-    return None
+    values = node.all_input_nodes
+    if not all(value in sums and len(value.users) == 1 for value in values):
+        return None
+    shorter, longer = sorted((sums[v] for v in values), key=lambda s: len(s.pieces))
+    if shorter.dim != longer.dim:
+        return None
+    parts.update(values)
+    # Only one sum has each part, so that its list can grow.
+    longer.pieces += shorter.pieces
+    return longer
 
 
 def _piece_at(node: fx.Node) -> _Sum | None:
     gradient, sizes, dim, *places = cast("Any", node.args)
-    if not node.meta["val"].is_floating_point() or "val" not in gradient.meta:
+    if "val" not in gradient.meta:
         return None
     dim %= len(sizes)
     size = sizes[dim]
@@ -148,8 +137,7 @@ def _is_whole(found: _Sum, size: int) -> bool:
 def _join(
     graph: fx.Graph, node: fx.Node, found: _Sum, new: dict[fx.Node, fx.Node]
 ) -> None:
-    is_copy = len(found.pieces) == 1 and found.other is None
-    if is_copy and is_returned(node):
+    if len(found.pieces) == 1 and is_returned(node):
         return
     made: list[fx.Node] = []
 
@@ -164,9 +152,9 @@ def _join(
 
     gradients = [new.get(piece.gradient, piece.gradient) for piece in found.pieces]
     are_selected = [piece.is_selected for piece in found.pieces]
+    if _held_bytes(gradients) > _held_bytes([node]):
+        return
     joined = _joined(call, gradients, are_selected, found.dim)
-    if found.other is not None:
-        joined = call(_ADD, new.get(found.other, found.other), joined)
     if _layout(joined) == _layout(node):
         new[node] = joined
         node.replace_all_uses_with(joined)
@@ -193,10 +181,15 @@ def _joined(
     return call(_ADD, call(aten.cat.default, parts, dim), 0.0)
 
 
+def _held_bytes(nodes: Sequence[fx.Node]) -> int:
+    """Return the bytes of the blocks in which values are."""
+    blocks = [node.meta["val"].untyped_storage() for node in nodes]
+    return sum({block._cdata: block.nbytes() for block in blocks}.values())
+
+
 def _layout(node: fx.Node) -> tuple[object, ...]:
     value = node.meta["val"]
-    size_bytes = value.untyped_storage().nbytes()
-    return (value.shape, value.stride(), value.dtype, value.device, size_bytes)
+    return (value.shape, value.stride(), value.dtype, value.device)
 
 
 def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:

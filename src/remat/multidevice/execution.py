@@ -196,7 +196,7 @@ class Executor:
         return [
             NO_LIMIT_BYTES
             if budget is None
-            else budget * rule.limit_percent // 100 - reserve
+            else min(NO_LIMIT_BYTES, budget) * rule.limit_percent // 100 - reserve
             for budget, reserve in zip(
                 self.instance.budgets_bytes, reserves, strict=True
             )
