@@ -18,7 +18,7 @@ from remat.multidevice.instance import DeviceInstance
 from remat.multidevice.placements import Placements
 from remat.platform import Device, Link, Platform
 from remat.problem import Problem
-from remat.schedule import Compute, Copy
+from remat.schedule import Boundary, Compute, Copy, Step
 from remat.simulator import simulate
 from remat.solvers.backends.mathopt import Settings
 from remat.solvers.devices.relaxation import relaxed_placement
@@ -118,6 +118,52 @@ def test_nothing_is_copied_between_the_callers_work_and_the_boundary():
     ample = replace(platform, devices=(cpu, replace(gpu, budget_bytes=10**30)))
     instance = DeviceInstance.of(Problem(graph=graph, platform=ample))
     assert execute(instance, [(0,)] * 4) == steps
+
+
+def test_nothing_is_brought_back_between_two_works_of_the_caller():
+    def op(*, reads: tuple[int, ...] = (), workspace_bytes: int = 0) -> Op:
+        return Op(
+            name="op",
+            reads=reads,
+            writes=(),
+            cost_ns=(1, 1),
+            workspace_bytes=(workspace_bytes, 0),
+            phase=Phase.FORWARD,
+            non_recomputable="it draws random numbers",
+            is_external=True,
+        )
+
+    graph = TrainingGraph(
+        name="two works",
+        storages=(
+            Storage(name="input", size_bytes=1, is_resident=True),
+            Storage(name="activation", size_bytes=3),
+        ),
+        ops=(
+            replace(op(reads=(0,)), writes=(1,), is_external=False),
+            op(workspace_bytes=3),
+            op(reads=(1,)),
+        ),
+        device_kinds=("cpu", "gpu"),
+    )
+
+    def steps(budget_bytes: int) -> list[Step] | None:
+        platform = Platform(
+            devices=(
+                Device(name="cpu", kind="cpu", budget_bytes=budget_bytes),
+                Device(name="gpu", kind="gpu", budget_bytes=6),
+            ),
+            links=tuple(
+                Link(source=a, target=1 - a, bytes_per_s=10**9, latency_ns=1)
+                for a in (0, 1)
+            ),
+            copies_wait=True,
+        )
+        instance = DeviceInstance.of(Problem(graph=graph, platform=platform))
+        return execute(instance, [(0,)] * 3)
+
+    assert steps(6) is None
+    assert steps(7) == [Compute(0, 0), Compute(1, 0), Compute(2, 0), Boundary()]
 
 
 @settings(max_examples=100)
