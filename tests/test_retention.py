@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remat.errors import SolverUnsuitableError
 from remat.graph import Op, Phase, Storage, TrainingGraph
 from remat.liveness import BOUNDARY, schedule_from_order, store_all_order
-from remat.plain_numbers import plain_numbers
 from remat.platform import single_device
 from remat.problem import Limits
 from remat.retention import RetentionTable, improve_order
@@ -152,17 +150,3 @@ def test_time_over_means_no_change():
     table = RetentionTable(graph, order)
     assert not table.keep_instead_of_recompute(1 << 60, Limits.after(0))
     assert table.order() == order
-
-
-def test_bytes_beyond_what_is_counted_are_refused():
-    storages = (Storage(name="x", size_bytes=2**60 + 1),)
-    ops = (op("x", (), 0, Phase.FORWARD),)
-    graph = TrainingGraph(
-        name="huge",
-        storages=storages,
-        ops=ops,
-        forward_outputs=(),
-        final_outputs=(0,),
-    )
-    with pytest.raises(SolverUnsuitableError, match="counts up to"):
-        plain_numbers(graph)

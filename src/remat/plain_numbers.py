@@ -3,10 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from remat.errors import SolverUnsuitableError
 from remat.graph import TrainingGraph
-
-_MOST_TOTAL = 2**60
 
 
 class Numbers(NamedTuple):
@@ -43,11 +40,6 @@ def plain_numbers(graph: TrainingGraph, kind_index: int = 0) -> Numbers:
         The graph that orders are for.
     kind_index
         Position of the device's kind in the ops' costs.
-
-    Raises
-    ------
-    SolverUnsuitableError
-        If its bytes or times add up to more than 2**60.
     """
     is_resident = [s.is_resident for s in graph.storages]
 
@@ -57,12 +49,6 @@ def plain_numbers(graph: TrainingGraph, kind_index: int = 0) -> Numbers:
     sizes = [s.size_bytes for s in graph.storages]
     costs = [op.cost_ns[kind_index] or 0 for op in graph.ops]
     workspaces = [op.workspace_bytes[kind_index] for op in graph.ops]
-    if max(sum(sizes) + sum(workspaces), sum(costs)) > _MOST_TOTAL:
-        msg = (
-            f"{graph.name} has {sum(sizes) + sum(workspaces):_} bytes and "
-            f"{sum(costs):_} ns in all; the planner counts up to {_MOST_TOTAL:_}"
-        )
-        raise SolverUnsuitableError(msg)
     return Numbers(
         # The end and the boundary come last, as -2 and BOUNDARY count from there.
         reads=[

@@ -13,7 +13,7 @@ from tests.instances import (
     unet_like,
 )
 
-from remat.errors import BudgetError, SolverUnsuitableError
+from remat.errors import BudgetError
 from remat.graph import TrainingGraph
 from remat.graph_planning import plan_graph
 from remat.lower_sets.choice import approximate_family
@@ -235,20 +235,6 @@ def test_the_cap_must_be_positive():
 def test_impossible_efforts_are_refused(effort: dict[str, int], words: str):
     with pytest.raises(ValueError, match=words):
         LowerSetsEffort(**effort)
-
-
-@pytest.mark.parametrize("solver", [LowerSets(), LowerSetsApprox(), ChenLowerSets()])
-def test_sizes_and_costs_that_do_not_add_up_in_64_bits_are_refused(
-    solver: LowerSets | LowerSetsApprox | ChenLowerSets,
-):
-    for size, cost, what in ((2**62, 10, "bytes"), (10, 2**62, "ns")):
-        net = Network("too large")
-        value = net.input("x", 64)
-        for layer in range(4):
-            value = net.one(f"{layer}", [value], size, cost, saves_outputs=[0])
-        graph = net.instance(value).graph
-        with pytest.raises(SolverUnsuitableError, match=rf"too large .* {what} in all"):
-            solved(graph, 3 * size, solver)
 
 
 def test_values_without_bytes_or_costs_are_planned():

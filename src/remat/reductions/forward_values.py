@@ -32,18 +32,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from remat.errors import SolverUnsuitableError
 from remat.graph import TrainingGraph
-from remat.lower_sets.forward_graph import MOST_TOTAL, ForwardGraph, Owed
+from remat.lower_sets.forward_graph import ForwardGraph, Owed
 from remat.reductions.segments import SegmentedGraph
 from remat.units import ceil_slots
 
 NEGLIGIBLE_SHARE = 4000
 """A node that costs less than the whole over this is merged if nothing is lost."""
-
-MOST_COUNTED = MOST_TOTAL // 8
-"""Most bytes, and most nanoseconds, of a graph in all: an eighth, since each value is
-charged up to five times, and may be computed more than once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,26 +82,6 @@ class ForwardValues:
         return found
 
 
-def check_countable(graph: TrainingGraph, kind_index: int = 0) -> None:
-    """Refuse a graph whose sizes or costs do not add up in 64 bits.
-
-    Raises
-    ------
-    SolverUnsuitableError
-        If they add up to more than :data:`MOST_COUNTED`.
-    """
-    total_bytes = sum(storage.size_bytes for storage in graph.storages)
-    total_bytes += max((op.workspace_bytes[kind_index] for op in graph.ops), default=0)
-    total_ns = sum(op.cost_ns[kind_index] or 0 for op in graph.ops)
-    for what, total in (("bytes", total_bytes), ("ns", total_ns)):
-        if total > MOST_COUNTED:
-            msg = (
-                f"{graph.name} has {total:_} {what} in all; lower sets count up to "
-                f"{MOST_COUNTED:_}"
-            )
-            raise SolverUnsuitableError(msg)
-
-
 def reduce_to_forward_values(
     graph: TrainingGraph,
     *,
@@ -133,8 +108,6 @@ def reduce_to_forward_values(
     ------
     ValueError
         If ``max_nodes`` or ``cost_units`` is not positive.
-    SolverUnsuitableError
-        If sizes or costs are too large: :func:`check_countable`.
 
     Notes
     -----
@@ -144,7 +117,6 @@ def reduce_to_forward_values(
         if number < 1:
             msg = f"{name} is {number}; it must be at least 1"
             raise ValueError(msg)
-    check_countable(graph, kind_index)
     segments = SegmentedGraph(graph)
     merging = _Merging(segments, kind_index)
     merging.merge(max_nodes)

@@ -300,8 +300,7 @@ class ChenLowerSets:
         Raises
         ------
         SolverUnsuitableError
-            If an op cannot run on device 0, a storage lives elsewhere, or sizes or
-            costs do not add up in 64 bits.
+            If an op cannot run on device 0, or a storage lives elsewhere.
         """
         order = self.order(problem.graph, single_device_kind_index(problem))
         found = _Best(problem)

@@ -50,10 +50,9 @@ from remat.lower_sets.programs import (
 from remat.problem import Limits, Problem, Proposal, StopReason
 from remat.reductions.forward_values import (
     ForwardValues,
-    check_countable,
     reduce_to_forward_values,
 )
-from remat.solvers.base import ProgressCallback, single_device_kind_index
+from remat.solvers.base import ProgressCallback
 from remat.solvers.order_search import Candidate, OrderSearch, geometric_budgets
 
 _RULES = (
@@ -197,7 +196,6 @@ def _solve(
     effort: LowerSetsEffort,
     cap: int | None,
 ) -> Proposal:
-    check_countable(problem.graph, single_device_kind_index(problem))
     search = OrderSearch(problem, limits)
     if (proposal := search.at_once()) is not None:
         return proposal
@@ -284,8 +282,7 @@ class LowerSets:
         Raises
         ------
         SolverUnsuitableError
-            If an op cannot run on device 0, a storage lives elsewhere, or sizes or
-            costs do not add up in 64 bits.
+            If an op cannot run on device 0, or a storage lives elsewhere.
         """
         return _solve(problem, limits, on_progress, self.effort, self.cap)
 
@@ -321,7 +318,6 @@ class LowerSetsApprox:
         Raises
         ------
         SolverUnsuitableError
-            If an op cannot run on device 0, a storage lives elsewhere, or sizes or
-            costs do not add up in 64 bits.
+            If an op cannot run on device 0, or a storage lives elsewhere.
         """
         return _solve(problem, limits, on_progress, self.effort, None)
