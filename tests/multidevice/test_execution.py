@@ -69,39 +69,28 @@ def test_what_is_executed_keeps_to_every_budget(problem: Problem, rule: Executio
             assert trace.violation is None
 
 
-def test_nothing_is_copied_between_the_callers_work_and_the_boundary():
-    def op(phase: Phase, reads: Sequence[int], writes: Sequence[int] = ()) -> Op:
-        return Op(
-            name="op",
-            reads=tuple(reads),
-            writes=tuple(writes),
-            cost_ns=(1, 1),
-            workspace_bytes=(0, 0),
-            phase=phase,
-            non_recomputable="it draws random numbers",
-        )
-
-    loss = replace(op(Phase.FORWARD, ()), is_external=True)
-    graph = TrainingGraph(
-        name="room for tangents",
-        storages=(
-            Storage(name="input", size_bytes=1, is_resident=True),
-            Storage(name="activation", size_bytes=3),
-            Storage(name="tangent", size_bytes=3),
-        ),
-        ops=(
-            op(Phase.FORWARD, (0,), (1,)),
-            loss,
-            op(Phase.BACKWARD, (2,)),
-            op(Phase.BACKWARD, (1,)),
-        ),
-        tangents=(2,),
-        device_kinds=("cpu", "gpu"),
+def once_only(
+    phase: Phase, reads: Sequence[int] = (), writes: Sequence[int] = ()
+) -> Op:
+    return Op(
+        name="op",
+        reads=tuple(reads),
+        writes=tuple(writes),
+        cost_ns=(1, 1),
+        workspace_bytes=(0, 0),
+        phase=phase,
+        non_recomputable="it draws random numbers",
     )
+
+
+def executed(
+    graph: TrainingGraph, cpu_bytes: int, gpu_bytes: int = 6
+) -> list[Step] | None:
+    """Return the steps on two devices, with all ops on the first; judged."""
     platform = Platform(
         devices=(
-            Device(name="cpu", kind="cpu", budget_bytes=6),
-            Device(name="gpu", kind="gpu", budget_bytes=6),
+            Device(name="cpu", kind="cpu", budget_bytes=cpu_bytes),
+            Device(name="gpu", kind="gpu", budget_bytes=gpu_bytes),
         ),
         links=tuple(
             Link(source=a, target=1 - a, bytes_per_s=10**9, latency_ns=1)
@@ -110,29 +99,38 @@ def test_nothing_is_copied_between_the_callers_work_and_the_boundary():
         copies_wait=True,
     )
     instance = DeviceInstance.of(Problem(graph=graph, platform=platform))
-    steps = execute(instance, [(0,)] * 4)
+    steps = execute(instance, [(0,)] * len(graph.ops))
+    if steps is not None:
+        schedule = insert_discards(graph, steps)
+        assert simulate(graph, platform, schedule).violation is None
+    return steps
+
+
+def test_nothing_is_copied_between_the_callers_work_and_the_boundary():
+    graph = TrainingGraph(
+        name="room for tangents",
+        storages=(
+            Storage(name="input", size_bytes=1, is_resident=True),
+            Storage(name="activation", size_bytes=3),
+            Storage(name="tangent", size_bytes=3),
+        ),
+        ops=(
+            once_only(Phase.FORWARD, (0,), (1,)),
+            replace(once_only(Phase.FORWARD), is_external=True),
+            once_only(Phase.BACKWARD, (2,)),
+            once_only(Phase.BACKWARD, (1,)),
+        ),
+        tangents=(2,),
+        device_kinds=("cpu", "gpu"),
+    )
+    steps = executed(graph, 6)
     assert steps is not None
-    assert simulate(graph, platform, insert_discards(graph, steps)).violation is None
     assert steps.index(Copy(1, 0, 1)) < steps.index(Compute(1, 0))
-    cpu, gpu = platform.devices
-    ample = replace(platform, devices=(cpu, replace(gpu, budget_bytes=10**30)))
-    instance = DeviceInstance.of(Problem(graph=graph, platform=ample))
-    assert execute(instance, [(0,)] * 4) == steps
+    assert executed(graph, 6, gpu_bytes=10**30) == steps
 
 
 def test_nothing_is_brought_back_between_two_works_of_the_caller():
-    def op(*, reads: tuple[int, ...] = (), workspace_bytes: int = 0) -> Op:
-        return Op(
-            name="op",
-            reads=reads,
-            writes=(),
-            cost_ns=(1, 1),
-            workspace_bytes=(workspace_bytes, 0),
-            phase=Phase.FORWARD,
-            non_recomputable="it draws random numbers",
-            is_external=True,
-        )
-
+    work = replace(once_only(Phase.FORWARD), is_external=True)
     graph = TrainingGraph(
         name="two works",
         storages=(
@@ -140,30 +138,19 @@ def test_nothing_is_brought_back_between_two_works_of_the_caller():
             Storage(name="activation", size_bytes=3),
         ),
         ops=(
-            replace(op(reads=(0,)), writes=(1,), is_external=False),
-            op(workspace_bytes=3),
-            op(reads=(1,)),
+            once_only(Phase.FORWARD, (0,), (1,)),
+            replace(work, workspace_bytes=(3, 0)),
+            replace(work, reads=(1,)),
         ),
         device_kinds=("cpu", "gpu"),
     )
-
-    def steps(budget_bytes: int) -> list[Step] | None:
-        platform = Platform(
-            devices=(
-                Device(name="cpu", kind="cpu", budget_bytes=budget_bytes),
-                Device(name="gpu", kind="gpu", budget_bytes=6),
-            ),
-            links=tuple(
-                Link(source=a, target=1 - a, bytes_per_s=10**9, latency_ns=1)
-                for a in (0, 1)
-            ),
-            copies_wait=True,
-        )
-        instance = DeviceInstance.of(Problem(graph=graph, platform=platform))
-        return execute(instance, [(0,)] * 3)
-
-    assert steps(6) is None
-    assert steps(7) == [Compute(0, 0), Compute(1, 0), Compute(2, 0), Boundary()]
+    assert executed(graph, 6) is None
+    assert executed(graph, 7) == [
+        Compute(0, 0),
+        Compute(1, 0),
+        Compute(2, 0),
+        Boundary(),
+    ]
 
 
 @settings(max_examples=100)

@@ -46,8 +46,7 @@ class OrderSearch:
     Raises
     ------
     SolverUnsuitableError
-        If an op cannot run on device 0, a storage lives elsewhere, or bytes or times
-        add up to more than 2**60.
+        If an op cannot run on device 0, or a storage lives elsewhere.
     """
 
     def __init__(self, problem: Problem, limits: Limits) -> None:
