@@ -1,6 +1,6 @@
 """Which kernels a step runs: those of eager PyTorch, or fused ones where they help."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -9,10 +9,13 @@ from torch import fx
 from remat.capture.fused_kernel import FusedKernel
 from remat.capture.fused_kernels import (
     FusionCandidate,
+    bundled,
     fuse,
     fusion_candidates,
+    norms_outside,
     recomputed_outside,
 )
+from remat.capture.fusion_groups import is_fusible
 from remat.capture.joint_program import (
     example_value,
     needed_arguments,
@@ -22,6 +25,16 @@ from remat.capture.kernel_recomputation import (
     original_of,
     read_instead,
     recompute_in_backward,
+)
+from remat.capture.norm_parts import (
+    BATCH_NORM,
+    batch_norms,
+    can_be_split,
+    join_norms,
+    norm_of,
+    normalised,
+    split_norms,
+    whole_arguments,
 )
 from remat.errors import MissingDependencyError
 from remat.profile.cache import CostCache
@@ -38,6 +51,9 @@ from remat.solvers.base import ProgressCallback
 Kernels = Literal["eager", "fused"]
 
 _KERNELS, _KERNEL_NAMES = "kernels", "fused kernels"
+
+_WHOLE_NORM = "whole_norm_"
+"""Prefix of a batch norm's number among the names, if it is not split."""
 
 _IS_QUICKER: dict[str, bool] = {}
 
@@ -76,20 +92,53 @@ def fuse_where_quicker(
 
     def quicker(candidates: list[FusionCandidate]) -> list[FusionCandidate]:
         chosen = _quicker(joint, candidates, on_progress)
-        names.update(repr(candidate.kernel) for candidate in chosen)
+        names.update(_name(bundle) for bundle in bundled(chosen))
         return chosen
 
-    _fuse(joint, forward_output_count, quicker)
-    return frozenset(names)
+    whole = _fuse(joint, forward_output_count, quicker)
+    return frozenset(names | {f"{_WHOLE_NORM}{number}" for number in whole if names})
 
 
 def _fuse(
     joint: fx.GraphModule,
     forward_output_count: int,
     choose: Callable[[list[FusionCandidate]], list[FusionCandidate]],
-) -> None:
-    """Fuse what is chosen, with all that backward computes again inside of it."""
+    whole: frozenset[int] = frozenset(),
+) -> frozenset[int]:
+    """Fuse what is chosen, and return the numbers of batch norms that are not split.
+
+    A norm is split if all its parts are in kernels; ``whole`` are known not to be.
+    """
+    while True:
+        candidates = _candidates(joint, forward_output_count, whole, choose)
+        outside = norms_outside(joint, candidates)
+        if not outside:
+            fuse(joint, candidates)
+            return whole
+        whole |= outside
+        read_instead(joint, [n for n in joint.graph.nodes if original_of(n)])
+        join_norms(joint)
+
+
+def _candidates(
+    joint: fx.GraphModule,
+    forward_output_count: int,
+    whole: Collection[int],
+    choose: Callable[[list[FusionCandidate]], list[FusionCandidate]],
+) -> list[FusionCandidate]:
+    """Return what is chosen, with all that backward computes again inside of it.
+
+    Batch norms are split in parts, except for those with the numbers in ``whole``.
+    """
     recompute_in_backward(joint, forward_output_count)
+    split_norms(
+        joint,
+        [
+            number
+            for number, norm in enumerate(batch_norms(joint.graph))
+            if number not in whole and is_fusible(norm) and can_be_split(joint, norm)
+        ],
+    )
     while True:
         candidates = fusion_candidates(joint)
         # Before anything is compiled: what can be in no kernel is not computed again.
@@ -98,8 +147,7 @@ def _fuse(
             candidates = choose(candidates)
             outside = recomputed_outside(joint, candidates)
         if not outside:
-            fuse(joint, candidates)
-            return
+            return candidates
         read_instead(joint, outside)
 
 
@@ -111,6 +159,7 @@ def _quicker(
     if not candidates:
         return []
     _check_compiler(candidates)
+    proposed = candidates
     candidates = list(_in_expected_layouts(joint, candidates, on_progress))
     cache = CostCache()
     fused = profile_operators(
@@ -118,15 +167,24 @@ def _quicker(
         cache=cache,
         on_progress=on_progress,
     )
-    faithful = [
-        (candidate, cost)
+    costs = {
+        candidate: cost
         for candidate, cost in zip(candidates, fused, strict=True)
         if _is_faithful(candidate, cost)
+    }
+    bundles = [
+        bundle for bundle in bundled(proposed) if all(c in costs for c in bundle)
     ]
     # Without the kernel nothing would be computed again.
     calls = [
-        [_call(joint, node) for node in candidate.members if original_of(node) is None]
-        for candidate, _ in faithful
+        [
+            call
+            for candidate in bundle
+            for node in candidate.members
+            if original_of(node) is None
+            for call in _calls(joint, node)
+        ]
+        for bundle in bundles
     ]
     single = iter(
         profile_operators(
@@ -136,15 +194,20 @@ def _quicker(
         )
     )
     chosen: list[FusionCandidate] = []
-    for (candidate, cost), group in zip(faithful, calls, strict=True):
+    for bundle, group in zip(bundles, calls, strict=True):
         separate_ns = sum(next(single).cost_ns for _ in group)
-        if is_quicker(repr(candidate.kernel), cost.cost_ns, separate_ns):
-            chosen.append(candidate)
+        fused_ns = sum(costs[candidate].cost_ns for candidate in bundle)
+        if is_quicker(_name(bundle), fused_ns, separate_ns):
+            chosen += bundle
     return chosen
 
 
+def _name(bundle: Iterable[FusionCandidate]) -> str:
+    return "+".join(repr(candidate.kernel) for candidate in bundle)
+
+
 def is_quicker(name: str, fused_ns: int, separate_ns: int) -> bool:
-    """Return whether a kernel takes less time than its operators.
+    """Return whether kernels of a name take less time than their operators.
 
     What is decided first of a name holds for this process: equal steps, such as one
     with and one without recomputation, run equal kernels.
@@ -173,12 +236,15 @@ def fuse_as_noted(
         The names that the settings hold.
     """
     names = frozenset(str(settings.get(_KERNEL_NAMES, "")).split())
+
+    def noted(candidates: list[FusionCandidate]) -> list[FusionCandidate]:
+        known = [b for b in bundled(candidates) if _name(b) in names]
+        return [candidate for bundle in known for candidate in bundle]
+
     if names:
-        _fuse(
-            joint,
-            forward_output_count,
-            lambda candidates: [c for c in candidates if repr(c.kernel) in names],
-        )
+        marks = [name for name in names if name.startswith(_WHOLE_NORM)]
+        whole = frozenset(int(mark.removeprefix(_WHOLE_NORM)) for mark in marks)
+        _fuse(joint, forward_output_count, noted, whole)
     return names
 
 
@@ -248,13 +314,21 @@ def _kernel_call(joint: fx.GraphModule, candidate: FusionCandidate) -> OperatorC
     )
 
 
-def _call(joint: fx.GraphModule, node: fx.Node) -> OperatorCall:
-    args: Any = fx.map_arg(needed_arguments(node), lambda n: example_value(joint, n))
+def _calls(joint: fx.GraphModule, node: fx.Node) -> Iterator[OperatorCall]:
+    """Yield what runs for an operator if it is in no kernel.
+
+    The batch norm of which it is the second part; nothing for other parts.
+    """
+    target, arguments = cast("Callable[..., Any]", node.target), needed_arguments(node)
+    if norm_of(node) is not None:
+        if target is not normalised:
+            return
+        target, arguments = BATCH_NORM, whole_arguments(node)
+    args: Any = fx.map_arg(arguments, lambda n: example_value(joint, n))
     kwargs: Mapping[str, Any] = fx.map_arg(
         dict(node.kwargs), lambda n: example_value(joint, n)
     )
-    target = cast("Callable[..., Any]", node.target)
-    return OperatorCall(target, args, kwargs, source=user_source_line(node))
+    yield OperatorCall(target, args, kwargs, source=user_source_line(node))
 
 
 def _is_faithful(candidate: FusionCandidate, cost: OperatorCost) -> bool:

@@ -1,6 +1,5 @@
 """Put kernels that a compiler makes in the place of groups of operators."""
 
-import heapq
 import operator
 import weakref
 from collections.abc import Iterable, Sequence
@@ -11,7 +10,6 @@ from torch import fx
 
 from remat.capture.fused_kernel import FusedKernel
 from remat.capture.fusion_groups import (
-    BATCH_NORM,
     computed_by,
     fusion_groups,
     is_operator,
@@ -24,6 +22,8 @@ from remat.capture.joint_program import (
     needed_arguments,
 )
 from remat.capture.kernel_recomputation import original_of
+from remat.capture.node_order import put_in_order
+from remat.capture.norm_parts import BATCH_NORM, norm_of, running_statistics
 
 _INHERITED = (
     "partitioner_tag",
@@ -79,6 +79,37 @@ def recomputed_outside(
     inside = {node for candidate in candidates for node in candidate.members}
     again = [node for node in joint.graph.nodes if original_of(node) is not None]
     return [node for node in again if node not in inside]
+
+
+def bundled(candidates: Sequence[FusionCandidate]) -> list[list[FusionCandidate]]:
+    """Put candidates together that hold parts of the same batch norms.
+
+    Of a bundle all replace their operators, or none does.
+    """
+    bundle_of = {candidate: [candidate] for candidate in candidates}
+    first_with: dict[int, FusionCandidate] = {}
+    for candidate in candidates:
+        for number in sorted({norm_of(n) for n in candidate.members} - {None}):
+            other = bundle_of[first_with.setdefault(number, candidate)]
+            mine = bundle_of[candidate]
+            if other is not mine:
+                other += mine
+                bundle_of.update(dict.fromkeys(mine, other))
+    return list({id(bundle): bundle for bundle in bundle_of.values()}.values())
+
+
+def norms_outside(
+    joint: fx.GraphModule, candidates: Iterable[FusionCandidate]
+) -> set[int]:
+    """Return the numbers of split batch norms of which a part is in no kernel."""
+    inside = {node for candidate in candidates for node in candidate.members}
+    return {
+        number
+        for node in joint.graph.nodes
+        if (number := norm_of(node)) is not None
+        and is_operator(node)
+        and node not in inside
+    }
 
 
 class _Candidate:
@@ -156,9 +187,15 @@ class _Candidate:
         self, results: Sequence[fx.Node]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the positions of running statistics among inputs and results."""
-        norms = [node for node in self.members if node.target is BATCH_NORM]
-        moot: list[Any] = [n.args[p] for n in norms for p in moot_positions(n)]
-        new = {r for node in norms for r in results_of(node) if r.args[1] in {3, 4}}
+        moot: list[Any] = []
+        new: set[fx.Node] = set()
+        for node in self.members:
+            if node.target is BATCH_NORM:
+                moot += [node.args[position] for position in moot_positions(node)]
+                new.update(r for r in results_of(node) if r.args[1] in {3, 4})
+            elif node.target is running_statistics:
+                moot += node.args[2:4]
+                new.update(results_of(node))
         return (
             tuple(i for i, node in enumerate(self.inputs) if node in moot),
             tuple(i for i, node in enumerate(results) if node in new),
@@ -191,7 +228,7 @@ def fuse(joint: fx.GraphModule, chosen: Sequence[FusionCandidate]) -> None:
     new: dict[fx.Node, fx.Node] = {}
     for candidate in chosen:
         _replace(joint.graph, candidate, rank, new)
-    _put_in_order(joint.graph, rank)
+    put_in_order(joint.graph, rank)
     gone = {node for candidate in chosen for node in candidate.members}
     for node in reversed(list(joint.graph.nodes)):
         if not node.users and (node in gone or _is_name(node)):
@@ -221,22 +258,3 @@ def _replace(
         rank[before] = rank[last]
         new[result] = before
         result.replace_all_uses_with(before, delete_user_cb=lambda u: u not in own)
-
-
-def _put_in_order(graph: fx.Graph, rank: dict[fx.Node, float]) -> None:
-    """Sort the nodes: after what they read, and else as they were."""
-    nodes = list(graph.nodes)
-    missing = {node: len(node.all_input_nodes) for node in nodes}
-    place = {node: i for i, node in enumerate(nodes)}
-    ready = [(rank[node], place[node]) for node in nodes if not missing[node]]
-    heapq.heapify(ready)
-    anchor = graph._root
-    while ready:
-        node = nodes[heapq.heappop(ready)[1]]
-        anchor.append(node)
-        anchor = node
-        for user in node.users:
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, (rank[user], place[user]))
-    graph.lint()

@@ -14,8 +14,13 @@ import torch
 from torch import fx
 
 from remat.capture.joint_program import is_random, is_view, moot_positions
-
-aten = torch.ops.aten
+from remat.capture.norm_parts import (
+    BATCH_NORM,
+    PARTS,
+    kept_apart,
+    norm_of,
+    running_statistics,
+)
 
 _MOST_OPERATORS = 400
 """In one group: compilers take more than twice as long for twice as many."""
@@ -61,11 +66,11 @@ _BEYOND_ELEMENTWISE = frozenset(
 )
 """Operators that compilers fuse although they are not tagged as elementwise."""
 
-BATCH_NORM = aten._native_batch_norm_legit_functional.default
-
 
 def fusion_groups(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Return disjoint groups of at least two operators, each in the graph's order.
+    """Return disjoint groups of operators, each in the graph's order.
+
+    A group has at least two, or is a part of a batch norm.
 
     Each group can run as one operator: no operator outside of it both reads what the
     group computes and computes what the group reads, also when all groups are taken
@@ -84,7 +89,9 @@ def fusion_groups(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def name_of(node: fx.Node) -> str:
-    """Return the bare name of an operator, or ``""`` if it is none of torch's."""
+    """Return the bare name of an operator, or ``""`` if nobody can fuse it."""
+    if node.target in PARTS:
+        return node.target.__name__
     if not isinstance(node.target, torch._ops.OpOverload):
         return ""
     return node.target._schema.name.partition("::")[2]
@@ -135,6 +142,8 @@ def statistics_readers(node: fx.Node) -> Iterator[fx.Node]:
 def is_fusible(node: fx.Node) -> bool:
     """Return whether an operator is one that a compiler can fuse with others."""
     target = node.target
+    if target in PARTS:
+        return True
     if not isinstance(target, torch._ops.OpOverload) or is_random(node):
         return False
     if node.meta.get("partitioner_tag") is None or _is_complex(node):
@@ -152,6 +161,12 @@ class _Grouping:
         self.index = {node: i for i, node in enumerate(self.operators)}
         self.held = self.held_by_the_caller(graph)
         count = len(self.operators)
+        # Bit sets of operators: what a unit holds, and what it must not hold.
+        self.holds = [1 << i for i in range(count)]
+        self.excludes = [0] * count
+        for node, statistics in kept_apart(graph).items():
+            for other in statistics:
+                self.excludes[self.index[node]] |= 1 << self.index[other]
         # A unit is a group, or an operator in none; it is named by its first operator.
         self.unit_of = list(range(count))
         self.members = [[i] for i in range(count)]
@@ -169,7 +184,7 @@ class _Grouping:
             node
             for node in returned_operators(graph)
             if node.meta.get("partitioner_tag") != "is_backward"
-            and node.target is not BATCH_NORM
+            and node.target not in {BATCH_NORM, running_statistics}
         }
 
     def run(self) -> list[list[fx.Node]]:
@@ -184,8 +199,13 @@ class _Grouping:
         return [
             [self.operators[i] for i in sorted(members)]
             for unit, members in enumerate(self.members)
-            if self.unit_of[unit] == unit and len(members) > 1
+            if self.unit_of[unit] == unit and self.is_worth_a_kernel(members)
         ]
+
+    def is_worth_a_kernel(self, members: list[int]) -> bool:
+        (first, *others) = members
+        node = self.operators[first]
+        return len(others) > 0 or (norm_of(node) is not None and node not in self.held)
 
     def may_share(self, index: int, node: fx.Node) -> bool:
         other = self.operators[index]
@@ -202,10 +222,18 @@ class _Grouping:
             size = len(self.members[mine]) + len(self.members[unit])
             if (
                 size <= _MOST_OPERATORS
+                and not self.is_apart(unit, mine)
                 and not self.is_between(unit, mine)
                 and not self.is_between(mine, unit)
             ):
                 self.merge(unit, mine)
+
+    def is_apart(self, one: int, other: int) -> bool:
+        """Return whether a unit must not hold what another one holds."""
+        return bool(
+            self.excludes[one] & self.holds[other]
+            or self.excludes[other] & self.holds[one]
+        )
 
     def is_between(self, first: int, last: int) -> bool:
         """Return whether a third unit waits for ``first`` and is waited for by last."""
@@ -221,6 +249,8 @@ class _Grouping:
         both = 1 << kept | 1 << gone
         for member in self.members[gone]:
             self.unit_of[member] = kept
+        self.holds[kept] |= self.holds[gone]
+        self.excludes[kept] |= self.excludes[gone]
         self.members[kept] += self.members[gone]
         self.members[gone] = []
         self.reads[kept] = (self.reads[kept] | self.reads[gone]) & ~both
