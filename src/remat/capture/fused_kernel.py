@@ -23,6 +23,8 @@ class FusedKernel:
         Bare names of the operators, for people.
     inputs
         Fake tensors like the inputs: the kernel is made for their shapes and strides.
+    revision
+        Of the Python functions among the operators: others make another kernel.
     moot_inputs
         Positions of inputs on whose values only statistics depend.
     statistics_outputs
@@ -35,6 +37,7 @@ class FusedKernel:
         *,
         operators: Sequence[str],
         inputs: Sequence[torch.Tensor],
+        revision: int = 0,
         moot_inputs: tuple[int, ...] = (),
         statistics_outputs: tuple[int, ...] = (),
     ) -> None:
@@ -46,7 +49,7 @@ class FusedKernel:
             (str(t.dtype), tuple(t.shape), tuple(t.stride()), str(t.device))
             for t in inputs
         ]
-        text = f"{module.code}{shapes}"
+        text = f"{module.code}{shapes}{revision}"
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         words = "_".join(dict.fromkeys(name.strip("_") for name in operators))
         # Generated code and the cache of costs call it by these.

@@ -23,7 +23,13 @@ from remat.capture.joint_program import (
 )
 from remat.capture.kernel_recomputation import original_of
 from remat.capture.node_order import put_in_order
-from remat.capture.norm_parts import BATCH_NORM, norm_of, running_statistics
+from remat.capture.norm_parts import (
+    BATCH_NORM,
+    INSTEAD,
+    REVISION,
+    norm_of,
+    running_statistics,
+)
 
 _INHERITED = (
     "partitioner_tag",
@@ -141,6 +147,7 @@ class _Candidate:
         kernel = FusedKernel(
             module,
             operators=[name_of(node) for node in self.members],
+            revision=REVISION,
             inputs=[example_value(self.joint, node) for node in self.inputs],
             moot_inputs=moot,
             statistics_outputs=statistics,
@@ -176,8 +183,9 @@ class _Candidate:
             args = fx.map_arg(needed_arguments(node), self.copy)
             kwargs = fx.map_arg(dict(node.kwargs), self.copy)
             # A name of its own, so that equal groups have equal code.
+            target = INSTEAD.get(node.target, node.target)
             new = self.graph.create_node(
-                node.op, node.target, args, kwargs, name=f"v{len(self.copies)}"
+                node.op, target, args, kwargs, name=f"v{len(self.copies)}"
             )
             new.meta["val"] = node.meta["val"]
             self.copies[node] = new

@@ -16,7 +16,7 @@ last digits.
 """
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,9 @@ _NORM = "remat_norm"
 _WHOLE = "remat_whole_norm"
 """In ``meta`` of a second part: what else the batch norm had."""
 
+_LEAST_ROWS, _MOST_ROWS = 7, 32
+"""How many rows are reduced at once."""
+
 _AFTER = 1e-3
 """How far in the order a part is behind what it reads."""
 
@@ -50,9 +53,13 @@ _INHERITED = (
 
 def batch_statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and variance, uncorrected, of each channel."""
-    others = [dim for dim in range(x.dim()) if dim != 1]
-    variance, mean = aten.var_mean.correction(x, others, correction=0)
-    return mean, variance
+    chunks = _in_chunks(x)
+    if chunks is None:
+        variance, mean = aten.var_mean.correction(x, _all_but_channels(x), correction=0)
+        return mean, variance
+    within, means = aten.var_mean.correction(chunks, [1], correction=0)
+    between, mean = aten.var_mean.correction(means, [0], correction=0)
+    return mean, within.mean(0) + between
 
 
 def inverse_deviation(variance: torch.Tensor, eps: float) -> torch.Tensor:
@@ -90,6 +97,65 @@ def normalised(
         y = y * weight.view(shape)
     return y if bias is None else y + bias.view(shape)
 
+
+def norm_gradients(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, *others: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """Return what ``aten::native_batch_norm_backward`` returns, summed in chunks.
+
+    Takes what that takes: after these, running mean and variance, saved mean and one
+    over the saved deviation, whether in training, epsilon, and which are needed.
+    """
+    _, _, mean, inverse, is_training, _, is_needed = others
+    given = [gradient, x, mean, inverse, *([] if weight is None else [weight])]
+    gradients, values = _in_chunks(gradient), _in_chunks(x)
+    is_of_one_type = len({tensor.dtype for tensor in given}) == 1
+    if not is_training or gradients is None or values is None or not is_of_one_type:
+        return aten.native_batch_norm_backward.default(gradient, x, weight, *others)
+    share = mean.numel() / x.numel()
+    shift = gradients.sum(1).sum(0)
+    scale = (gradients * (values - mean)).sum(1).sum(0)
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    factor = inverse if weight is None else inverse * weight
+    slope = scale * inverse * inverse * share
+    of_x = (
+        gradient
+        - (shift * share).view(shape)
+        - (x - mean.view(shape)) * slope.view(shape)
+    ) * factor.view(shape)
+    found = (of_x, scale * inverse, shift)
+    return tuple(g if n else None for g, n in zip(found, is_needed, strict=True))
+
+
+def _all_but_channels(x: torch.Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _in_chunks(x: torch.Tensor) -> torch.Tensor | None:
+    """Return ``x`` as chunks, rows and channels, if its channels lie side by side.
+
+    The CPU's compiled reductions read such a tensor in columns, a few channels at a
+    time, and therefore several times from memory; a chunk of a few rows is still in the
+    cache when its next columns are read.
+    """
+    rows = x.movedim(1, -1)
+    if x.device.type != "cpu" or not rows.is_contiguous() or x.is_contiguous():
+        return None
+    count = rows.numel() // x.shape[1]
+    for size in range(_MOST_ROWS, _LEAST_ROWS - 1, -1):
+        if count % size == 0 and count > size:
+            return rows.reshape(count // size, size, x.shape[1])
+    return None
+
+
+INSTEAD: Mapping[Any, Callable[..., Any]] = {
+    aten.native_batch_norm_backward.default: norm_gradients
+}
+"""What kernels are made of in the place of operators."""
+
+REVISION = 2
+"""Names of kernels hold it, and measured costs are kept by name: to be raised when
+any function here computes otherwise."""
 
 PARTS: frozenset[Callable[..., Any]] = frozenset(
     {batch_statistics, inverse_deviation, running_statistics, normalised}
