@@ -15,7 +15,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 import remat
 from remat import kernel_choice
 from remat.capture.fused_kernel import FusedKernel
-from remat.errors import MissingDependencyError
+from remat.errors import BudgetError, MissingDependencyError
 from remat.fitting import FittedModel
 from remat.profile.operators import (
     OperatorCall,
@@ -167,6 +167,41 @@ class Phase(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.exp(1j * self.linear(x)).abs().exp().tanh().sum()
+
+
+def test_what_runs_again_of_a_batch_norm_reduces_nothing(model: nn.Module) -> None:
+    with pytest.raises(BudgetError) as caught:
+        remat.plan(model, X, budget="1 KiB", kernels="fused")
+    floor = caught.value.required_bytes
+    plan = remat.plan(model, X, budget=floor, kernels="fused")
+    runs = plan.schedule.recompute_counts()
+    again = {plan.graph.ops[op].name for op in runs}
+    assert any("normalised" in name for name in again)
+    assert not any("statistics" in name for name in again)
+    assert sum("batch_statistics" in op.name for op in plan.graph.ops) == 2
+
+
+def test_a_norm_whose_parts_are_slower_stays_whole(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    split = remat.plan(model, X, budget="85%", kernels="fused")
+    monkeypatch.setattr(
+        kernel_choice, "is_quicker", lambda name, *_: "batch_statistics" not in name
+    )
+    plan = remat.plan(model, X, budget="85%", kernels="fused")
+    assert not any("statistics" in name for name in fused_ops(plan))
+    assert sum("native_batch_norm_legit" in name for name in fused_ops(plan)) == 2
+    # The plan knows which, whatever would be quicker now.
+    monkeypatch.setattr(kernel_choice, "is_quicker", lambda *_: True)
+    for each in (plan, split):
+        each.save(tmp_path / "plan.json")
+        try:
+            installed = remat.fit(
+                model, X, plan=remat.load_plan(tmp_path / "plan.json")
+            )
+            assert fused_ops(installed) == fused_ops(each)
+        finally:
+            remat.release(model)
 
 
 def test_complex_numbers_keep_the_operators_of_eager() -> None:

@@ -203,7 +203,7 @@ def _quicker(
 
 
 def _name(bundle: Iterable[FusionCandidate]) -> str:
-    return "+".join(repr(candidate.kernel) for candidate in bundle)
+    return "+".join(sorted(repr(candidate.kernel) for candidate in bundle))
 
 
 def is_quicker(name: str, fused_ns: int, separate_ns: int) -> bool:

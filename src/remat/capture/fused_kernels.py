@@ -95,7 +95,8 @@ def bundled(candidates: Sequence[FusionCandidate]) -> list[list[FusionCandidate]
     bundle_of = {candidate: [candidate] for candidate in candidates}
     first_with: dict[int, FusionCandidate] = {}
     for candidate in candidates:
-        for number in sorted({norm_of(n) for n in candidate.members} - {None}):
+        numbers = [norm_of(node) for node in candidate.members]
+        for number in (n for n in numbers if n is not None):
             other = bundle_of[first_with.setdefault(number, candidate)]
             mine = bundle_of[candidate]
             if other is not mine:

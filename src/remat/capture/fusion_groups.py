@@ -91,7 +91,7 @@ def fusion_groups(graph: fx.Graph) -> list[list[fx.Node]]:
 def name_of(node: fx.Node) -> str:
     """Return the bare name of an operator, or ``""`` if nobody can fuse it."""
     if node.target in PARTS:
-        return node.target.__name__
+        return PARTS[node.target]
     if not isinstance(node.target, torch._ops.OpOverload):
         return ""
     return node.target._schema.name.partition("::")[2]

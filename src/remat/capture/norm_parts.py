@@ -157,9 +157,15 @@ REVISION = 2
 """Names of kernels hold it, and measured costs are kept by name: to be raised when
 any function here computes otherwise."""
 
-PARTS: frozenset[Callable[..., Any]] = frozenset(
-    {batch_statistics, inverse_deviation, running_statistics, normalised}
-)
+PARTS: Mapping[Any, str] = {
+    part: part.__name__
+    for part in (batch_statistics, inverse_deviation, running_statistics, normalised)
+}
+"""The parts of a batch norm, and their names."""
+
+
+def _arguments(node: fx.Node) -> tuple[Any, ...]:
+    return tuple(node.args)
 
 
 def norm_of(node: fx.Node) -> int | None:
@@ -215,7 +221,7 @@ def kept_apart(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
     """
     apart: dict[fx.Node, set[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=normalised):
-        x, mean, inverse, *_ = node.args
+        x, mean, inverse, *_ = _arguments(node)
         statistics = {s for root in (mean, inverse) for s in _parts_before(root)}
         apart.setdefault(node, set()).update(statistics)
         if x.target is aten.cat.default:
@@ -225,7 +231,7 @@ def kept_apart(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
 
 def whole_arguments(node: fx.Node) -> tuple[Any, ...]:
     """Return the arguments of the batch norm whose second part ``node`` is."""
-    x, _, _, weight, bias = node.args
+    x, _, _, weight, bias = _arguments(node)
     whole = _whole_of(node)
     running = (whole.running_mean, whole.running_variance)
     return (x, weight, bias, *running, True, whole.momentum, whole.eps)
@@ -258,7 +264,7 @@ class _Splitting:
         self.known: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
 
     def split(self, norm: fx.Node, number: int) -> None:
-        x, weight, bias, old_mean, old_variance, _, momentum, eps = norm.args
+        x, weight, bias, old_mean, old_variance, _, momentum, eps = _arguments(norm)
         y, saved, _, *_ = norm.meta["val"]
         part = _Maker(self, norm, number)
         is_shared = x in self.known
@@ -279,7 +285,7 @@ class _Splitting:
         )
         news = [part.item(running, i) for i in range(2)]
         for result in list(norm.users):
-            new = (second, mean, inverse, *news)[result.args[1]]
+            new = (second, mean, inverse, *news)[_arguments(result)[1]]
             result.replace_all_uses_with(new)
             self.graph.erase_node(result)
         self.graph.erase_node(norm)
@@ -315,9 +321,7 @@ class _Maker:
         self.norm = norm
         self.number = number
 
-    def make(
-        self, target: Callable[..., Any], args: tuple[Any, ...], value: object
-    ) -> fx.Node:
+    def make(self, target: Any, args: tuple[Any, ...], value: object) -> fx.Node:
         with self.graph.inserting_before(self.norm):
             node = self.graph.call_function(target, args)
         meta = self.norm.meta
@@ -331,17 +335,17 @@ class _Maker:
         return self.make(operator.getitem, (node, position), value)
 
     def again(self, node: fx.Node) -> fx.Node:
-        return self.make(node.target, node.args, node.meta["val"])
+        return self.make(node.target, _arguments(node), node.meta["val"])
 
 
 def _channels_put_together(x: fx.Node) -> list[fx.Node]:
     """Return the pieces of which ``x`` is a concatenation along channels, if it is."""
     if x.target is not aten.cat.default:
         return []
-    pieces, dim = (*x.args, 0)[:2]
+    pieces, *dims = _arguments(x)
     value = x.meta["val"]
     values = [piece.meta["val"] for piece in pieces]
-    is_along_channels = dim % value.dim() == 1
+    is_along_channels = [dim % value.dim() for dim in dims] == [1]
     is_plain = all(v.dim() == value.dim() and v.dtype == value.dtype for v in values)
     return list(pieces) if is_along_channels and is_plain else []
 
@@ -363,17 +367,19 @@ def _parts_before(node: fx.Node) -> Iterator[fx.Node]:
 
 def _join(graph: fx.Graph, second: fx.Node) -> None:
     whole = _whole_of(second)
-    _, mean, inverse, *_ = second.args
+    _, mean, inverse, *_ = _arguments(second)
     with graph.inserting_before(second):
         norm = graph.call_function(BATCH_NORM, whole_arguments(second))
     norm.meta = whole.meta
-    news = {user.args[1] + 3: user for user in whole.running.users}
+    news = {_arguments(user)[1] + 3: user for user in whole.running.users}
     before = norm
     for position, old in sorted({0: second, 1: mean, 2: inverse, **news}.items()):
         with graph.inserting_after(before):
             before = graph.call_function(operator.getitem, (norm, position))
         before.meta = {**old.meta, "val": norm.meta["val"][position]}
         del before.meta[_NORM]
-        old.replace_all_uses_with(
-            before, delete_user_cb=lambda user: norm_of(user) is None
-        )
+        # Other norms may be made of statistics, as well as of what this one returns.
+        readers = list(old.users)
+        for reader in readers:
+            if old is second or norm_of(reader) is None:
+                reader.replace_input_with(old, before)

@@ -1,0 +1,382 @@
+"""Batch norm in two parts: what they compute, and graphs that are made of them."""
+
+import operator
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from remat.capture.fused_kernel import FusedKernel
+from remat.capture.fused_kernels import (
+    bundled,
+    fuse,
+    fusion_candidates,
+    norms_outside,
+)
+from remat.capture.fusion_groups import fusion_groups, is_fusible
+from remat.capture.norm_parts import (
+    BATCH_NORM,
+    PARTS,
+    _in_chunks,
+    batch_norms,
+    batch_statistics,
+    can_be_split,
+    join_norms,
+    norm_gradients,
+    norm_of,
+    normalised,
+    split_norms,
+    whole_arguments,
+)
+
+aten = torch.ops.aten
+
+
+def drawn(
+    *shape: int, seed: int = 0, dtype: torch.dtype = torch.double
+) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=dtype)
+
+
+def last(x: torch.Tensor) -> torch.Tensor:
+    return x.to(memory_format=torch.channels_last)
+
+
+LAYOUTS = [
+    pytest.param(last(drawn(4, 8, 6, 6)), True, id="channels last"),
+    pytest.param(drawn(4, 8, 6, 6), False, id="channels first"),
+    pytest.param(last(drawn(2, 8, 37, 1)), False, id="rows without a divisor"),
+    pytest.param(last(drawn(1, 8, 4, 4)), True, id="two chunks"),
+    pytest.param(last(drawn(1, 8, 5, 5))[:, ::2], False, id="strided"),
+    pytest.param(drawn(40, 8), False, id="one number per channel and row"),
+    pytest.param(drawn(4, 8, 10), False, id="sequences"),
+    pytest.param(
+        drawn(2, 4, 3, 4, 4).to(memory_format=torch.channels_last_3d),
+        True,
+        id="volumes",
+    ),
+]
+
+
+@pytest.mark.parametrize(("x", "is_in_chunks"), LAYOUTS)
+def test_statistics_are_those_of_each_channel(
+    x: torch.Tensor, is_in_chunks: bool
+) -> None:
+    assert (_in_chunks(x) is not None) == is_in_chunks
+    mean, variance = batch_statistics(3 * x + 5)
+    rows = (3 * x + 5).movedim(1, -1).reshape(-1, x.shape[1])
+    torch.testing.assert_close(mean, rows.mean(0))
+    torch.testing.assert_close(variance, rows.var(0, correction=0))
+
+
+def test_chunks_hold_every_row_once() -> None:
+    x = last(drawn(4, 8, 6, 6))
+    chunks = _in_chunks(x)
+    assert chunks is not None
+    assert 7 <= chunks.shape[1] <= 32
+    assert torch.equal(chunks.flatten(0, 1), x.movedim(1, -1).reshape(-1, 8))
+
+
+@pytest.mark.parametrize("x", [pytest.param(p.values[0], id=p.id) for p in LAYOUTS])
+@pytest.mark.parametrize("weight", [None, drawn(8, seed=3)], ids=["plain", "weighted"])
+@pytest.mark.parametrize("is_training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("is_needed", [[True] * 3, [False, True, True]])
+def test_gradients_are_those_of_the_operator(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    is_training: bool,
+    is_needed: list[bool],
+) -> None:
+    channels = x.shape[1]
+    weight = None if weight is None else weight[:channels]
+    gradient = torch.empty_like(x).copy_(drawn(*x.shape, seed=1))
+    mean, variance = batch_statistics(x)
+    saved = (mean, (variance + 1e-5).rsqrt())
+    running = (drawn(channels, seed=4), drawn(channels, seed=5).abs())
+    arguments = (gradient, x, weight, *running, *saved, is_training, 1e-5, is_needed)
+    expected = aten.native_batch_norm_backward.default(*arguments)
+    for left, right in zip(norm_gradients(*arguments), expected, strict=True):
+        if left is None:
+            # The operator leaves out what is not needed, or makes nothing of it.
+            assert right is None or not right.numel() or not is_needed[0]
+        else:
+            torch.testing.assert_close(left, right)
+
+
+class Drawing:
+    """A random graph of images: norms, concatenations, products, elementwise ops."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.graph = fx.Graph()
+        self.given: list[torch.Tensor] = []
+        self.values = [self.give(last(drawn(3, 4, 4, 4, seed=i))) for i in range(2)]
+        self.running: list[fx.Node] = []
+        for _ in range(self.draw.randrange(6, 25)):
+            self.add()
+        returned = self.draw.sample(self.values[2:], min(3, len(self.values) - 2))
+        if seed % 3:  # What is returned is in no kernel, and nothing is in vain.
+            returned += [value for value in self.values if not value.users]
+            returned = [self.call(aten.neg.default, value) for value in returned]
+            self.values.append(returned[-1])
+        self.graph.output((*returned, self.values[-1], *self.running))
+        # Placeholders come first, whenever they were thought of.
+        first = next(iter(self.graph.nodes))
+        for node in self.graph.find_nodes(op="placeholder"):
+            first.prepend(node)
+        self.module = fx.GraphModule(torch.nn.Module(), self.graph)
+        self.given = [n.meta["val"] for n in self.graph.find_nodes(op="placeholder")]
+
+    def give(self, value: torch.Tensor) -> fx.Node:
+        node = self.graph.placeholder(f"input_{len(self.graph.nodes)}")
+        node.meta = {"val": value, "partitioner_tag": "is_forward"}
+        return node
+
+    def call(self, target: Any, *args: Any) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        values = fx.map_arg(args, lambda n: n.meta["val"])
+        node.meta = {"val": target(*values), "partitioner_tag": "is_forward"}
+        return node
+
+    def norm(self, x: fx.Node) -> None:
+        count = x.meta["val"].shape[1]
+        given = [self.give(drawn(count, seed=i).abs() + 0.5) for i in range(4)]
+        norm = self.call(BATCH_NORM, x, *given, True, 0.1, 1e-5)
+        results = [self.call(operator.getitem, norm, i) for i in range(5)]
+        self.values.append(results[0])
+        self.running += results[3:]
+        if self.draw.random() < 0.5:  # As backward reads what was saved.
+            shape = [1, count, 1, 1]
+            shifted = self.call(aten.view.default, results[1], shape)
+            scaled = self.call(aten.view.default, results[2], shape)
+            both = self.call(aten.mul.Tensor, results[0], scaled)
+            self.values.append(self.call(aten.add.Tensor, both, shifted))
+
+    def add(self) -> None:
+        x = self.draw.choice(self.values[-3:])
+        channels = x.meta["val"].shape[1]
+        match self.draw.randrange(6):
+            case 0 | 1 | 2:
+                self.norm(x)
+            case 3:
+                weight = self.give(last(drawn(4, channels, 1, 1)))
+                options = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+                self.values.append(
+                    self.call(aten.convolution.default, x, weight, None, *options)
+                )
+            case 4 if channels < 20:
+                other = self.draw.choice(self.values)
+                self.values.append(self.call(aten.cat.default, [x, other], 1))
+            case _:
+                self.values.append(self.call(aten.tanh.default, x))
+
+
+def split_all(module: fx.GraphModule) -> list[int]:
+    numbers = [
+        i
+        for i, norm in enumerate(batch_norms(module.graph))
+        if is_fusible(norm) and can_be_split(module, norm)
+    ]
+    split_norms(module, numbers)
+    module.graph.lint()
+    module.recompile()
+    return numbers
+
+
+def close(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> None:
+    for a, b in zip(left, right, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_split_graphs_compute_the_same_and_can_be_joined(seed: int) -> None:
+    drawing = Drawing(seed)
+    module = drawing.module
+    before = [(n.op, n.target) for n in module.graph.nodes]
+    expected = module(*drawing.given)
+    numbers = split_all(module)
+    left = [n for n in module.graph.nodes if n.target is BATCH_NORM]
+    seconds = module.graph.find_nodes(op="call_function", target=normalised)
+    assert len(seconds) == len(numbers)
+    assert len(left) + len(seconds) == sum(t is BATCH_NORM for _, t in before)
+    close(expected, module(*drawing.given))
+    join_norms(module)
+    module.recompile()
+    assert [(n.op, n.target) for n in module.graph.nodes if n.users] == [
+        entry
+        for entry, node in zip(before, Drawing(seed).graph.nodes, strict=True)
+        if node.users
+    ]
+    assert not [n for n in module.graph.nodes if norm_of(n) is not None]
+    for a, b in zip(expected, module(*drawing.given), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let kernels run their operators one by one."""
+    monkeypatch.setattr(FusedKernel, "__call__", lambda self, *x: self.module(*x))
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("seed", range(30))
+def test_kernels_of_parts_compute_the_same(seed: int) -> None:
+    drawing = Drawing(seed)
+    module = drawing.module
+    expected = module(*drawing.given)
+    numbers = split_all(module)
+    whole: set[int] = set()
+    # Of a value that is returned, the second part is in no kernel.
+    while outside := norms_outside(module, candidates := fusion_candidates(module)):
+        whole |= outside
+        join_norms(module)
+        split_norms(module, [i for i in numbers if i not in whole])
+    fuse(module, candidates)
+    module.graph.lint()
+    assert not [n for n in module.graph.nodes if n.target in PARTS]
+    close(expected, module(*drawing.given))
+
+
+def test_most_random_graphs_are_split_and_put_into_kernels() -> None:
+    sizes: list[int] = []
+    for seed in range(30):
+        module = Drawing(seed).module
+        numbers = split_all(module)
+        if not norms_outside(module, fusion_candidates(module)):
+            sizes.append(len(numbers))
+    assert sum(size > 1 for size in sizes) > 10
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_group_holds_a_second_part_and_its_statistics(seed: int) -> None:
+    module = Drawing(seed).module
+    split_all(module)
+    group_of = {n: i for i, g in enumerate(fusion_groups(module.graph)) for n in g}
+    for second in module.graph.find_nodes(op="call_function", target=normalised):
+        number = norm_of(second)
+        own = [
+            n
+            for n in module.graph.nodes
+            if norm_of(n) == number and n.target in PARTS and n is not second
+        ]
+        for node in own:
+            assert second not in group_of or group_of[second] != group_of.get(node, -1)
+
+
+def dense_network(layers: int) -> fx.GraphModule:
+    """A network that appends channels, and normalises all of them, again and again."""
+    drawing = Drawing(0)
+    drawing.graph = fx.Graph()
+    drawing.running = []
+    x = drawing.give(last(drawn(3, 4, 4, 4)))
+    drawing.values = [x]
+    for layer in range(layers):
+        drawing.draw = random.Random(layer)
+        drawing.norm(x)
+        y = drawing.values[-1]
+        weight = drawing.give(last(drawn(4, 4 * (layer + 1), 1, 1)))
+        options = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+        new = drawing.call(aten.convolution.default, y, weight, *options)
+        new = drawing.call(aten.tanh.default, new)
+        x = drawing.call(aten.cat.default, [x, new], 1)
+    drawing.norm(x)
+    last_one = drawing.call(aten.tanh.default, drawing.values[-1])
+    end = drawing.call(
+        aten.convolution.default, last_one, *weight_of(drawing, last_one)
+    )
+    drawing.graph.output((end, *drawing.running))
+    return fx.GraphModule(torch.nn.Module(), drawing.graph)
+
+
+def weight_of(drawing: Drawing, x: fx.Node) -> tuple[Any, ...]:
+    weight = drawing.give(last(drawn(4, x.meta["val"].shape[1], 1, 1)))
+    return (weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+
+
+def test_channels_are_reduced_once_and_not_once_per_layer() -> None:
+    module = dense_network(5)
+    split_all(module)
+    graph = module.graph
+    reduced = graph.find_nodes(op="call_function", target=batch_statistics)
+    assert len(reduced) == 6
+    assert {node.args[0].meta["val"].shape[1] for node in reduced} == {4}
+
+
+def test_concatenations_are_in_the_kernel_that_can_run_again() -> None:
+    module = dense_network(5)
+    split_all(module)
+    groups = fusion_groups(module.graph)
+    for group in groups:
+        targets = {node.target for node in group}
+        images = [
+            n
+            for n in group
+            if n.target is aten.cat.default and n.meta["val"].dim() == 4
+        ]
+        if batch_statistics in targets:
+            assert not images
+        if images:
+            assert normalised in targets
+
+
+def test_two_norms_of_one_value_reduce_it_once() -> None:
+    drawing = Drawing(0)
+    drawing.graph = fx.Graph()
+    drawing.running = []
+    x = drawing.give(last(drawn(3, 4, 4, 4)))
+    drawing.values = [x]
+    drawing.draw = random.Random(1)
+    drawing.norm(x)
+    drawing.norm(x)
+    drawing.graph.output((*drawing.values[1:], *drawing.running))
+    module = fx.GraphModule(torch.nn.Module(), drawing.graph)
+    for node in module.graph.find_nodes(op="placeholder"):
+        next(iter(module.graph.nodes)).prepend(node)
+    given = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
+    module.recompile()
+    expected = module(*given)
+    split_all(module)
+    reduced = module.graph.find_nodes(op="call_function", target=batch_statistics)
+    assert len(reduced) == 1
+    close(expected, module(*given))
+    join_norms(module)
+    module.recompile()
+    for a, b in zip(expected, module(*given), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_parts_of_one_norm_are_bundled() -> None:
+    module = dense_network(2)
+    split_all(module)
+    bundles = bundled(fusion_candidates(module))
+    for bundle in bundles:
+        numbers = {norm_of(n) for c in bundle for n in c.members} - {None}
+        for other in bundles:
+            if other is not bundle:
+                assert not numbers & {norm_of(n) for c in other for n in c.members}
+    assert max(len(bundle) for bundle in bundles) > 1
+
+
+def test_a_second_part_knows_its_norm() -> None:
+    module = dense_network(1)
+    norms = batch_norms(module.graph)
+    expected = [tuple(norm.args) for norm in norms]
+    split_all(module)
+    seconds = module.graph.find_nodes(op="call_function", target=normalised)
+    assert [whole_arguments(second) for second in seconds] == expected
+
+
+def test_norms_of_mixed_types_stay_whole() -> None:
+    drawing = Drawing(0)
+    drawing.graph = fx.Graph()
+    x = drawing.give(drawn(3, 4, 4, 4, dtype=torch.float32))
+    given = [drawing.give(drawn(4, dtype=torch.float32)) for _ in range(4)]
+    norm = drawing.call(BATCH_NORM, x, *given, True, 0.1, 1e-5)
+    module = fx.GraphModule(torch.nn.Module(), drawing.graph)
+    assert can_be_split(module, norm)
+    x.meta["val"] = x.meta["val"].bfloat16()
+    assert not can_be_split(module, norm)
