@@ -380,3 +380,21 @@ def test_norms_of_mixed_types_stay_whole() -> None:
     assert can_be_split(module, norm)
     x.meta["val"] = x.meta["val"].bfloat16()
     assert not can_be_split(module, norm)
+
+
+def test_half_precision_is_left_to_what_sums_it_in_single() -> None:
+    x = last(drawn(8, 4, 14, 14)).bfloat16()
+    gradient = last(drawn(8, 4, 14, 14, seed=1)).bfloat16()
+    saved = (x.float().mean((0, 2, 3)).bfloat16(), torch.ones(4, dtype=torch.bfloat16))
+    arguments = (gradient, x, None, None, None, *saved, True, 1e-5, [True] * 3)
+    expected = aten.native_batch_norm_backward.default(*arguments)
+    for left, right in zip(norm_gradients(*arguments), expected, strict=True):
+        assert left is not None
+        assert torch.equal(left, right)
+
+    drawing = Drawing(0)
+    drawing.graph = fx.Graph()
+    given = [drawing.give(x), *(drawing.give(saved[1]) for _ in range(4))]
+    norm = drawing.call(BATCH_NORM, *given, True, 0.1, 1e-5)
+    module = fx.GraphModule(torch.nn.Module(), drawing.graph)
+    assert not can_be_split(module, norm)

@@ -22,6 +22,7 @@ from remat.capture.joint_program import (
     needed_arguments,
 )
 from remat.capture.kernel_recomputation import original_of
+from remat.capture.layers import origin_of
 from remat.capture.node_order import put_in_order
 from remat.capture.norm_parts import (
     BATCH_NORM,
@@ -30,14 +31,6 @@ from remat.capture.norm_parts import (
     norm_of,
     running_statistics,
 )
-
-_INHERITED = (
-    "partitioner_tag",
-    "stack_trace",
-    "nn_module_stack",
-    "fwd_nn_module_stack",
-)
-"""What ``meta`` of a kernel's node has of its last operator's."""
 
 _KNOWN: weakref.WeakValueDictionary[str, FusedKernel] = weakref.WeakValueDictionary()
 """Kernels by name: one that is in use is not compiled again."""
@@ -256,8 +249,8 @@ def _replace(
     with graph.inserting_after(last):
         inputs = tuple(new.get(node, node) for node in candidate.inputs)
         call = graph.call_function(candidate.kernel, inputs)
-    call.meta = {key: last.meta[key] for key in _INHERITED if key in last.meta}
-    call.meta["val"] = tuple(result.meta["val"] for result in candidate.results)
+    values = tuple(result.meta["val"] for result in candidate.results)
+    call.meta = {**origin_of(last), "val": values}
     rank[call] = rank[last]
     before = call
     for position, result in enumerate(candidate.results):

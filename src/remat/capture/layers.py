@@ -10,6 +10,22 @@ _ROOT = re.compile(r"\AL\['\w+'\]")
 _ITEM = re.compile(r"(?:\._modules)?\[['\"]?([^'\"\]]+)['\"]?\]")
 
 
+_ORIGIN = (
+    "partitioner_tag",
+    "stack_trace",
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+)
+
+
+def origin_of(node: fx.Node) -> dict[str, Any]:
+    """Return what ``meta`` says of a node's pass, module and source line.
+
+    A node that takes its place says the same.
+    """
+    return {key: node.meta[key] for key in _ORIGIN if key in node.meta}
+
+
 def layer_name(node: fx.Node) -> str:
     """Return the path of the innermost module that made a node, or ``""``.
 

@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from remat.capture.joint_program import example_value
+from remat.capture.layers import origin_of
 from remat.capture.node_order import put_in_order
 
 aten = torch.ops.aten
@@ -39,16 +40,11 @@ _WHOLE = "remat_whole_norm"
 _LEAST_ROWS, _MOST_ROWS = 7, 32
 """How many rows are reduced at once."""
 
+_PRECISE = ({torch.float32}, {torch.float64})
+"""Types whose sums may be kept in the same type."""
+
 _AFTER = 1e-3
 """How far in the order a part is behind what it reads."""
-
-_INHERITED = (
-    "partitioner_tag",
-    "stack_trace",
-    "nn_module_stack",
-    "fwd_nn_module_stack",
-)
-"""What ``meta`` of a part has of the batch norm's."""
 
 
 def batch_statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,8 +105,8 @@ def norm_gradients(
     _, _, mean, inverse, is_training, _, is_needed = others
     given = [gradient, x, mean, inverse, *([] if weight is None else [weight])]
     gradients, values = _in_chunks(gradient), _in_chunks(x)
-    is_of_one_type = len({tensor.dtype for tensor in given}) == 1
-    if not is_training or gradients is None or values is None or not is_of_one_type:
+    is_precise = {tensor.dtype for tensor in given} in _PRECISE
+    if not is_training or gradients is None or values is None or not is_precise:
         return aten.native_batch_norm_backward.default(gradient, x, weight, *others)
     share = mean.numel() / x.numel()
     shift = gradients.sum(1).sum(0)
@@ -179,10 +175,10 @@ def batch_norms(graph: fx.Graph) -> list[fx.Node]:
 
 
 def can_be_split(joint: fx.GraphModule, norm: fx.Node) -> bool:
-    """Return whether the parts compute in the types that the batch norm does."""
+    """Return whether the parts lose nothing: half precision is reduced in single."""
     values = [example_value(joint, a) for a in norm.args if isinstance(a, fx.Node)]
     results = [v for v in norm.meta["val"] if isinstance(v, torch.Tensor)]
-    return len({value.dtype for value in [*values, *results]}) == 1
+    return {value.dtype for value in [*values, *results]} in _PRECISE
 
 
 def split_norms(joint: fx.GraphModule, numbers: Sequence[int]) -> None:
@@ -324,9 +320,7 @@ class _Maker:
     def make(self, target: Any, args: tuple[Any, ...], value: object) -> fx.Node:
         with self.graph.inserting_before(self.norm):
             node = self.graph.call_function(target, args)
-        meta = self.norm.meta
-        node.meta = {key: meta[key] for key in _INHERITED if key in meta}
-        node.meta |= {"val": value, _NORM: self.number}
+        node.meta = {**origin_of(self.norm), "val": value, _NORM: self.number}
         self.rank[node] = max(self.rank[n] for n in node.all_input_nodes) + _AFTER
         return node
 
