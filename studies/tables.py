@@ -38,9 +38,14 @@ class Results:
         self.budgets = latest(full_size(read(folder / "budgets.jsonl")))
         self.overhead = latest(full_size(read(folder / "overhead.jsonl")))
         self.peers = latest(full_size(read(folder / "peers.jsonl")))
+        self.fused = {
+            (line["model"], line["case"]): line
+            for line in read(folder / "fused_kernels.jsonl")
+            if not line["tiny"]
+        }
 
     def all(self) -> list[Line]:
-        """Return every line."""
+        """Return every line, but for those of fused kernels."""
         return [
             *self.budgets.values(),
             *self.overhead.values(),
@@ -200,14 +205,18 @@ def peers_table(results: Results) -> str:
         "remat: peak",
         "time",
         "remat is",
+        "fused / peer",
     )
     rows: list[Sequence[str]] = []
     for model in MODELS:
         for line in results.peer_lines(model):
             if line["status"] != "ok":
-                rows.append([model, title(line["case"]), line["status"], *[""] * 7])
+                rows.append([model, title(line["case"]), line["status"], *[""] * 8])
                 continue
-            rows.append(_peer_row(line, results.planned(model)))
+            fused = results.fused.get((model, line["case"]), {})
+            ratio = fused.get("fused_over_peer")
+            beside = "" if ratio is None else f"{ratio:.2f}"
+            rows.append([*_peer_row(line, results.planned(model)), beside])
     return table(head, rows)
 
 

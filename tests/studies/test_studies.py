@@ -217,6 +217,8 @@ def test_tables_say_what_the_lines_say(tmp_path: Path) -> None:
         peer_line("inductor@0.5", 30, slowdown=0.9),
         {**CONTEXT, "model": "resnet50", "case": "inductor@0.0", "status": "timed out"},
     )
+    sides = {"model": "resnet50", "case": "inductor@0.5", "tiny": False}
+    write_results(tmp_path, "fused_kernels", {**sides, "fused_over_peer": 0.934})
     results = tables.Results(tmp_path)
     budgets = tables.budgets_table(results)
     assert "| yes | +0.123 % | bitwise | bitwise | 1.25 x | 1.20 x |" in budgets
@@ -224,6 +226,7 @@ def test_tables_say_what_the_lines_say(tmp_path: Path) -> None:
     peers = tables.peers_table(results)
     assert "| 70.0 MiB | 70% | 1.50 x | bitwise | **moved twice** | 59.0 MiB |" in peers
     assert "none so low" in peers
+    assert peers.count("| 0.93 |") == 1
     assert "timed out" in peers
     assert "1.01 x" in tables.overhead_table(results)
     widths = {line.count("|") for line in budgets.splitlines()}

@@ -220,7 +220,7 @@ def kept_apart(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
         x, mean, inverse, *_ = _arguments(node)
         statistics = {s for root in (mean, inverse) for s in _parts_before(root)}
         apart.setdefault(node, set()).update(statistics)
-        if x.target is aten.cat.default:
+        if _channels_put_together(x):
             apart.setdefault(x, set()).update(statistics)
     return apart
 
