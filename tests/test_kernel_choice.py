@@ -181,6 +181,38 @@ def test_what_runs_again_of_a_batch_norm_reduces_nothing(model: nn.Module) -> No
     assert sum("batch_statistics" in op.name for op in plan.graph.ops) == 2
 
 
+class TwoNorms(nn.Module):
+    """Two norms of one value, which is reduced once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(4, 4, 3, padding=1)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(4), nn.BatchNorm2d(4, eps=0.1)])
+        self.last = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        return self.last(self.norms[0](y).relu() * self.norms[1](y).tanh()).mean()
+
+
+@pytest.mark.parametrize("is_quicker", [True, False])
+def test_two_norms_of_one_value_reduce_it_once(
+    monkeypatch: pytest.MonkeyPatch, is_quicker: bool
+) -> None:
+    monkeypatch.setattr(
+        kernel_choice,
+        "is_quicker",
+        lambda name, *_: is_quicker or "statistics" not in name,
+    )
+    torch.manual_seed(0)
+    report = remat.verify(TwoNorms(), X, budget="1 GiB", kernels="fused", repeats=1)
+    names = [op.name for op in report.plan.graph.ops]
+    assert sum("batch_statistics" in name for name in names) == is_quicker
+    assert any("native_batch_norm_legit" in name for name in names) != is_quicker
+    assert report.is_exact
+    assert max((d.largest for d in report.against_eager), default=0) < 1e-3
+
+
 def test_a_norm_whose_parts_are_slower_stays_whole(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

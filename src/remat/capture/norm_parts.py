@@ -263,10 +263,7 @@ class _Splitting:
         x, weight, bias, old_mean, old_variance, _, momentum, eps = _arguments(norm)
         y, saved, _, *_ = norm.meta["val"]
         part = _Maker(self, norm, number)
-        is_shared = x in self.known
         mean, variance = self.statistics(x, part, saved)
-        if is_shared:  # So that one norm can be told from the other.
-            mean, variance = part.again(mean), part.again(variance)
         inverse = part.make(inverse_deviation, (variance, eps), saved)
         count = x.meta["val"].numel() // saved.numel()
         running = part.make(
@@ -328,9 +325,6 @@ class _Maker:
         value = node.meta["val"][position]
         return self.make(operator.getitem, (node, position), value)
 
-    def again(self, node: fx.Node) -> fx.Node:
-        return self.make(node.target, _arguments(node), node.meta["val"])
-
 
 def _channels_put_together(x: fx.Node) -> list[fx.Node]:
     """Return the pieces of which ``x`` is a concatenation along channels, if it is."""
@@ -372,7 +366,8 @@ def _join(graph: fx.Graph, second: fx.Node) -> None:
             before = graph.call_function(operator.getitem, (norm, position))
         before.meta = {**old.meta, "val": norm.meta["val"][position]}
         del before.meta[_NORM]
-        # Other norms may be made of statistics, as well as of what this one returns.
+        # Of two norms of one value, both are made of the same statistics; the first one
+        # that is joined then hands its own, which are equal, to what reads them.
         readers = list(old.users)
         for reader in readers:
             if old is second or norm_of(reader) is None:
