@@ -178,7 +178,10 @@ def test_what_runs_again_of_a_batch_norm_reduces_nothing(model: nn.Module) -> No
     again = {plan.graph.ops[op].name for op in runs}
     assert any("normalised" in name for name in again)
     assert not any("statistics" in name for name in again)
-    assert sum("batch_statistics" in op.name for op in plan.graph.ops) == 2
+    reducing = [op for op in plan.graph.ops if "batch_statistics" in op.name]
+    assert len(reducing) == 2
+    # Whatever the running statistics are by then, it could.
+    assert not any(op.non_recomputable for op in reducing)
 
 
 class TwoNorms(nn.Module):
