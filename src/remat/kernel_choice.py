@@ -52,9 +52,6 @@ Kernels = Literal["eager", "fused"]
 
 _KERNELS, _KERNEL_NAMES = "kernels", "fused kernels"
 
-_WHOLE_NORM = "whole_norm_"
-"""Prefix of a batch norm's number among the names, if it is not split."""
-
 _IS_QUICKER: dict[str, bool] = {}
 
 
@@ -95,26 +92,26 @@ def fuse_where_quicker(
         names.update(_name(bundle) for bundle in bundled(chosen))
         return chosen
 
-    whole = _fuse(joint, forward_output_count, quicker)
-    return frozenset(names | {f"{_WHOLE_NORM}{number}" for number in whole if names})
+    _fuse(joint, forward_output_count, quicker)
+    return frozenset(names)
 
 
 def _fuse(
     joint: fx.GraphModule,
     forward_output_count: int,
     choose: Callable[[list[FusionCandidate]], list[FusionCandidate]],
-    whole: frozenset[int] = frozenset(),
-) -> frozenset[int]:
-    """Fuse what is chosen, and return the numbers of batch norms that are not split.
+) -> None:
+    """Fuse what is chosen.
 
-    A norm is split if all its parts are in kernels; ``whole`` are known not to be.
+    A batch norm is split if all its parts are in kernels.
     """
+    whole: set[int] = set()
     while True:
         candidates = _candidates(joint, forward_output_count, whole, choose)
         outside = norms_outside(joint, candidates)
         if not outside:
             fuse(joint, candidates)
-            return whole
+            return
         whole |= outside
         read_instead(joint, [n for n in joint.graph.nodes if original_of(n)])
         join_norms(joint)
@@ -242,9 +239,7 @@ def fuse_as_noted(
         return [candidate for bundle in known for candidate in bundle]
 
     if names:
-        marks = [name for name in names if name.startswith(_WHOLE_NORM)]
-        whole = frozenset(int(mark.removeprefix(_WHOLE_NORM)) for mark in marks)
-        _fuse(joint, forward_output_count, noted, whole)
+        _fuse(joint, forward_output_count, noted)
     return names
 
 

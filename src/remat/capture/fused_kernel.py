@@ -27,8 +27,6 @@ class FusedKernel:
         Of the Python functions among the operators: others make another kernel.
     moot_inputs
         Positions of inputs on whose values only statistics depend.
-    statistics_outputs
-        Positions of results that are new running statistics.
     """
 
     def __init__(
@@ -39,11 +37,9 @@ class FusedKernel:
         inputs: Sequence[torch.Tensor],
         revision: int = 0,
         moot_inputs: tuple[int, ...] = (),
-        statistics_outputs: tuple[int, ...] = (),
     ) -> None:
         self.module = module
         self.moot_inputs = moot_inputs
-        self.statistics_outputs = statistics_outputs
         self._compiled: dict[torch.device, Callable[..., Any]] = {}
         shapes = [
             (str(t.dtype), tuple(t.shape), tuple(t.stride()), str(t.device))

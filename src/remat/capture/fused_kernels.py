@@ -25,7 +25,6 @@ from remat.capture.kernel_recomputation import original_of
 from remat.capture.layers import origin_of
 from remat.capture.node_order import put_in_order
 from remat.capture.norm_parts import (
-    BATCH_NORM,
     INSTEAD,
     REVISION,
     norm_of,
@@ -137,14 +136,12 @@ class _Candidate:
             self.copy(node)
         self.graph.output(tuple(self.copy(result) for result in results))
         module = fx.GraphModule(self.joint, self.graph)
-        moot, statistics = self.statistics(results)
         kernel = FusedKernel(
             module,
             operators=[name_of(node) for node in self.members],
             revision=REVISION,
             inputs=[example_value(self.joint, node) for node in self.inputs],
-            moot_inputs=moot,
-            statistics_outputs=statistics,
+            moot_inputs=self.moot_inputs(),
         )
         kernel = _KNOWN.setdefault(repr(kernel), kernel)
         return FusionCandidate(self.members, tuple(self.inputs), results, kernel)
@@ -185,23 +182,15 @@ class _Candidate:
             self.copies[node] = new
         return self.copies[node]
 
-    def statistics(
-        self, results: Sequence[fx.Node]
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the positions of running statistics among inputs and results."""
+    def moot_inputs(self) -> tuple[int, ...]:
+        """Return the positions of running statistics among the inputs."""
         moot: list[Any] = []
-        new: set[fx.Node] = set()
         for node in self.members:
-            if node.target is BATCH_NORM:
-                moot += [node.args[position] for position in moot_positions(node)]
-                new.update(r for r in results_of(node) if r.args[1] in {3, 4})
-            elif node.target is running_statistics:
+            if node.target is running_statistics:
                 moot += node.args[2:4]
-                new.update(results_of(node))
-        return (
-            tuple(i for i, node in enumerate(self.inputs) if node in moot),
-            tuple(i for i, node in enumerate(results) if node in new),
-        )
+            else:
+                moot += [node.args[position] for position in moot_positions(node)]
+        return tuple(i for i, node in enumerate(self.inputs) if node in moot)
 
 
 def _is_name(node: fx.Node) -> bool:

@@ -73,10 +73,7 @@ _STATISTICS: dict[Any, _Statistics] = {
 
 def _statistics_of(node: fx.Node) -> _Statistics | None:
     if isinstance(node.target, FusedKernel):
-        kernel = node.target
-        return _Statistics(
-            kernel.moot_inputs, training=None, outputs=kernel.statistics_outputs
-        )
+        return _Statistics(node.target.moot_inputs, training=None)
     return _STATISTICS.get(node.target)
 
 
