@@ -15,6 +15,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 import remat
 from remat import kernel_choice
 from remat.capture.fused_kernel import FusedKernel
+from remat.capture.norm_parts import BATCH_NORM
 from remat.errors import BudgetError, MissingDependencyError
 from remat.fitting import FittedModel
 from remat.profile.operators import (
@@ -182,6 +183,34 @@ def test_what_runs_again_of_a_batch_norm_reduces_nothing(model: nn.Module) -> No
     assert len(reducing) == 2
     # Whatever the running statistics are by then, it could.
     assert not any(op.non_recomputable for op in reducing)
+
+
+def test_parts_are_compared_with_their_norm_which_counts_once(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(calls: Sequence[OperatorCall], **options: Any) -> list[OperatorCost]:
+        return [
+            replace(cost, cost_ns=10**6 if call.target is BATCH_NORM else 1)
+            for call, cost in zip(
+                calls, profile_operators(calls, **options), strict=True
+            )
+        ]
+
+    compared: dict[str, tuple[int, int]] = {}
+
+    def note(name: str, fused_ns: int, separate_ns: int) -> bool:
+        compared[name] = fused_ns, separate_ns
+        return True
+
+    monkeypatch.setattr(kernel_choice, "profile_operators", measured)
+    monkeypatch.setattr(kernel_choice, "is_quicker", note)
+    remat.plan(model, X, budget="1 GiB", kernels="fused")
+    of_norms = [times for name, times in compared.items() if "normalised" in name]
+    # Two kernels of a norm on one side, on the other the norm and what follows it.
+    assert of_norms
+    for fused_ns, separate_ns in of_norms:
+        assert fused_ns == 2
+        assert 10**6 < separate_ns < 10**6 + 10
 
 
 class TwoNorms(nn.Module):
