@@ -76,7 +76,8 @@ def fuse_where_quicker(
     Returns
     -------
     frozenset[str]
-        The names of the kernels that were found to be quicker.
+        The names of the kernels that were found to be quicker, with a plus between
+        those of which all are taken or none.
 
     Raises
     ------
@@ -138,9 +139,10 @@ def _candidates(
     )
     while True:
         candidates = fusion_candidates(joint)
-        # Before anything is compiled: what can be in no kernel is not computed again.
+        # Before anything is compiled: what can be in no kernel is not computed again,
+        # and not split.
         outside = recomputed_outside(joint, candidates)
-        if not outside:
+        if not outside and not norms_outside(joint, candidates):
             candidates = choose(candidates)
             outside = recomputed_outside(joint, candidates)
         if not outside:

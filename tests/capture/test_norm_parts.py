@@ -66,7 +66,9 @@ LAYOUTS = [
 def test_statistics_are_those_of_each_channel(
     x: torch.Tensor, is_in_chunks: bool
 ) -> None:
-    assert (_in_chunks(x) is not None) == is_in_chunks
+    chunks = _in_chunks(x)
+    assert (chunks is not None) == is_in_chunks
+    assert chunks is None or len(chunks) > 1
     mean, variance = batch_statistics(3 * x + 5)
     rows = (3 * x + 5).movedim(1, -1).reshape(-1, x.shape[1])
     torch.testing.assert_close(mean, rows.mean(0))
@@ -407,6 +409,30 @@ def test_parts_of_one_norm_are_bundled() -> None:
             if other is not bundle:
                 assert not numbers & {norm_of(n) for c in other for n in c.members}
     assert max(len(bundle) for bundle in bundles) > 1
+
+
+def test_kernels_sum_the_gradients_of_a_norm_in_chunks() -> None:
+    drawing = Drawing(0)
+    drawing.graph = fx.Graph()
+    x, y, gradient = (drawing.give(last(drawn(3, 4, 4, 4, seed=i))) for i in range(3))
+    weight, mean, inverse = (drawing.give(drawn(4, seed=i).abs()) for i in range(3))
+    shut = drawing.call(aten.threshold_backward.default, gradient, y, 0)
+    arguments = (shut, x, weight, None, None, mean, inverse, True, 1e-5, [True] * 3)
+    norm = drawing.call(aten.native_batch_norm_backward.default, *arguments)
+    drawing.graph.output(
+        tuple(drawing.call(operator.getitem, norm, i) for i in range(3))
+    )
+    for node in drawing.graph.nodes:
+        node.meta["partitioner_tag"] = "is_backward"
+    module = fx.GraphModule(torch.nn.Module(), drawing.graph)
+    (candidate,) = fusion_candidates(module)
+    kernel = candidate.kernel.module
+    assert kernel.graph.find_nodes(op="call_function", target=norm_gradients)
+    given = [node.meta["val"] for node in candidate.inputs]
+    close(
+        module(*(n.meta["val"] for n in (x, y, gradient, weight, mean, inverse))),
+        kernel(*given),
+    )
 
 
 def test_a_second_part_knows_its_norm() -> None:
