@@ -109,29 +109,12 @@ def test_gradients_are_those_of_the_operator(
             torch.testing.assert_close(left, right)
 
 
-class Drawing:
-    """A random graph of images: norms, concatenations, products, elementwise ops."""
+class Sketch:
+    """A graph in the making, with the values that it has."""
 
-    def __init__(self, seed: int) -> None:
-        self.draw = random.Random(seed)
+    def __init__(self) -> None:
         self.graph = fx.Graph()
-        self.given: list[torch.Tensor] = []
-        self.values = [self.give(last(drawn(3, 4, 4, 4, seed=i))) for i in range(2)]
         self.running: list[fx.Node] = []
-        for _ in range(self.draw.randrange(6, 25)):
-            self.add()
-        returned = self.draw.sample(self.values[2:], min(3, len(self.values) - 2))
-        if seed % 3:  # What is returned is in no kernel, and nothing is in vain.
-            returned += [value for value in self.values if not value.users]
-            returned = [self.call(aten.neg.default, value) for value in returned]
-            self.values.append(returned[-1])
-        self.graph.output((*returned, self.values[-1], *self.running))
-        # Placeholders come first, whenever they were thought of.
-        first = next(iter(self.graph.nodes))
-        for node in self.graph.find_nodes(op="placeholder"):
-            first.prepend(node)
-        self.module = fx.GraphModule(torch.nn.Module(), self.graph)
-        self.given = [n.meta["val"] for n in self.graph.find_nodes(op="placeholder")]
 
     def give(self, value: torch.Tensor) -> fx.Node:
         node = self.graph.placeholder(f"input_{len(self.graph.nodes)}")
@@ -144,18 +127,56 @@ class Drawing:
         node.meta = {"val": target(*values), "partitioner_tag": "is_forward"}
         return node
 
-    def norm(self, x: fx.Node) -> None:
+    def convolution(self, x: fx.Node) -> fx.Node:
+        weight = self.give(last(drawn(4, x.meta["val"].shape[1], 1, 1)))
+        options = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+        return self.call(aten.convolution.default, x, weight, None, *options)
+
+    def norm(self, x: fx.Node) -> list[fx.Node]:
+        """Return what a batch norm returns, but for its new running statistics."""
         count = x.meta["val"].shape[1]
         given = [self.give(drawn(count, seed=i).abs() + 0.5) for i in range(4)]
         norm = self.call(BATCH_NORM, x, *given, True, 0.1, 1e-5)
         results = [self.call(operator.getitem, norm, i) for i in range(5)]
-        self.values.append(results[0])
         self.running += results[3:]
+        return results[:3]
+
+    def finish(self, returned: Sequence[fx.Node]) -> fx.GraphModule:
+        self.graph.output((*returned, *self.running))
+        # Placeholders come first, whenever they were thought of.
+        last_one = self.graph._root
+        for node in self.graph.find_nodes(op="placeholder"):
+            last_one.append(node)
+            last_one = node
+        self.module = fx.GraphModule(torch.nn.Module(), self.graph)
+        self.given = [n.meta["val"] for n in self.graph.find_nodes(op="placeholder")]
+        return self.module
+
+
+class Drawing(Sketch):
+    """A random graph of images: norms, concatenations, products, elementwise ops."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.draw = random.Random(seed)
+        self.values = [self.give(last(drawn(3, 4, 4, 4, seed=i))) for i in range(2)]
+        for _ in range(self.draw.randrange(6, 25)):
+            self.add()
+        returned = self.draw.sample(self.values[2:], min(3, len(self.values) - 2))
+        if seed % 3:  # What is returned is in no kernel, and nothing is in vain.
+            returned += [value for value in self.values if not value.users]
+            returned = [self.call(aten.neg.default, value) for value in returned]
+            self.values.append(returned[-1])
+        self.finish([*returned, self.values[-1]])
+
+    def add_norm(self, x: fx.Node) -> None:
+        y, mean, inverse = self.norm(x)
+        self.values.append(y)
         if self.draw.random() < 0.5:  # As backward reads what was saved.
-            shape = [1, count, 1, 1]
-            shifted = self.call(aten.view.default, results[1], shape)
-            scaled = self.call(aten.view.default, results[2], shape)
-            both = self.call(aten.mul.Tensor, results[0], scaled)
+            shape = [1, x.meta["val"].shape[1], 1, 1]
+            shifted = self.call(aten.view.default, mean, shape)
+            scaled = self.call(aten.view.default, inverse, shape)
+            both = self.call(aten.mul.Tensor, y, scaled)
             self.values.append(self.call(aten.add.Tensor, both, shifted))
 
     def add(self) -> None:
@@ -163,13 +184,9 @@ class Drawing:
         channels = x.meta["val"].shape[1]
         match self.draw.randrange(6):
             case 0 | 1 | 2:
-                self.norm(x)
+                self.add_norm(x)
             case 3:
-                weight = self.give(last(drawn(4, channels, 1, 1)))
-                options = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-                self.values.append(
-                    self.call(aten.convolution.default, x, weight, None, *options)
-                )
+                self.values.append(self.convolution(x))
             case 4 if channels < 20:
                 other = self.draw.choice(self.values)
                 self.values.append(self.call(aten.cat.default, [x, other], 1))
@@ -270,32 +287,14 @@ def test_no_group_holds_a_second_part_and_its_statistics(seed: int) -> None:
 
 def dense_network(layers: int) -> fx.GraphModule:
     """A network that appends channels, and normalises all of them, again and again."""
-    drawing = Drawing(0)
-    drawing.graph = fx.Graph()
-    drawing.running = []
-    x = drawing.give(last(drawn(3, 4, 4, 4)))
-    drawing.values = [x]
-    for layer in range(layers):
-        drawing.draw = random.Random(layer)
-        drawing.norm(x)
-        y = drawing.values[-1]
-        weight = drawing.give(last(drawn(4, 4 * (layer + 1), 1, 1)))
-        options = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-        new = drawing.call(aten.convolution.default, y, weight, *options)
-        new = drawing.call(aten.tanh.default, new)
-        x = drawing.call(aten.cat.default, [x, new], 1)
-    drawing.norm(x)
-    last_one = drawing.call(aten.tanh.default, drawing.values[-1])
-    end = drawing.call(
-        aten.convolution.default, last_one, *weight_of(drawing, last_one)
-    )
-    drawing.graph.output((end, *drawing.running))
-    return fx.GraphModule(torch.nn.Module(), drawing.graph)
-
-
-def weight_of(drawing: Drawing, x: fx.Node) -> tuple[Any, ...]:
-    weight = drawing.give(last(drawn(4, x.meta["val"].shape[1], 1, 1)))
-    return (weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    sketch = Sketch()
+    x = sketch.give(last(drawn(3, 4, 4, 4)))
+    for _ in range(layers):
+        new = sketch.convolution(sketch.norm(x)[0])
+        new = sketch.call(aten.tanh.default, new)
+        x = sketch.call(aten.cat.default, [x, new], 1)
+    y = sketch.call(aten.tanh.default, sketch.norm(x)[0])
+    return sketch.finish([sketch.convolution(y)])
 
 
 def test_channels_are_reduced_once_and_not_once_per_layer() -> None:
@@ -325,28 +324,17 @@ def test_concatenations_are_in_the_kernel_that_can_run_again() -> None:
 
 
 def test_two_norms_of_one_value_reduce_it_once() -> None:
-    drawing = Drawing(0)
-    drawing.graph = fx.Graph()
-    drawing.running = []
-    x = drawing.give(last(drawn(3, 4, 4, 4)))
-    drawing.values = [x]
-    drawing.draw = random.Random(1)
-    drawing.norm(x)
-    drawing.norm(x)
-    drawing.graph.output((*drawing.values[1:], *drawing.running))
-    module = fx.GraphModule(torch.nn.Module(), drawing.graph)
-    for node in module.graph.find_nodes(op="placeholder"):
-        next(iter(module.graph.nodes)).prepend(node)
-    given = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
-    module.recompile()
-    expected = module(*given)
+    sketch = Sketch()
+    x = sketch.give(last(drawn(3, 4, 4, 4)))
+    module = sketch.finish([*sketch.norm(x), *sketch.norm(x)])
+    expected = module(*sketch.given)
     split_all(module)
     reduced = module.graph.find_nodes(op="call_function", target=batch_statistics)
     assert len(reduced) == 1
-    close(expected, module(*given))
+    close(expected, module(*sketch.given))
     join_norms(module)
     module.recompile()
-    for a, b in zip(expected, module(*given), strict=True):
+    for a, b in zip(expected, module(*sketch.given), strict=True):
         assert torch.equal(a, b)
 
 
@@ -362,41 +350,27 @@ def test_two_norms_of_one_value_reduce_it_once() -> None:
 def test_other_concatenations_are_reduced_whole(
     others: list[torch.Tensor], dim: int
 ) -> None:
-    drawing = Drawing(0)
-    drawing.graph = fx.Graph()
-    drawing.running = []
-    pieces = [drawing.give(last(drawn(3, 4, 4, 4))), *map(drawing.give, others)]
-    x = drawing.call(aten.cat.default, pieces, dim)
-    drawing.values = [x]
-    drawing.draw = random.Random(1)
-    drawing.norm(x)
-    drawing.graph.output((drawing.values[1], *drawing.running))
-    module = fx.GraphModule(torch.nn.Module(), drawing.graph)
-    given = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
-    expected = module(*given)
-    split_all(module)
-    (reduced,) = module.graph.find_nodes(op="call_function", target=batch_statistics)
-    assert reduced.args == (x,)
-    close(expected, module(*given))
+    sketch = Sketch()
+    pieces = [sketch.give(last(drawn(3, 4, 4, 4))), *map(sketch.give, others)]
+    x = sketch.call(aten.cat.default, pieces, dim)
+    assert reduced_in(sketch, x) == [x]
 
 
-def test_a_last_dimension_counted_from_the_end_is_one_of_channels() -> None:
-    drawing = Drawing(0)
-    drawing.graph = fx.Graph()
-    drawing.running = []
-    pieces = [drawing.give(last(drawn(3, 4, 4, 4, seed=i))) for i in range(2)]
-    x = drawing.call(aten.cat.default, pieces, -3)
-    drawing.values = [x]
-    drawing.draw = random.Random(1)
-    drawing.norm(x)
-    drawing.graph.output((drawing.values[1], *drawing.running))
-    module = fx.GraphModule(torch.nn.Module(), drawing.graph)
-    given = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
-    expected = module(*given)
+def test_a_dimension_counted_from_the_end_is_one_of_channels() -> None:
+    sketch = Sketch()
+    pieces = [sketch.give(last(drawn(3, 4, 4, 4, seed=i))) for i in range(2)]
+    x = sketch.call(aten.cat.default, pieces, -3)
+    assert reduced_in(sketch, x) == pieces
+
+
+def reduced_in(sketch: Sketch, x: fx.Node) -> list[Any]:
+    """Return what is reduced to normalise a value."""
+    module = sketch.finish(sketch.norm(x))
+    expected = module(*sketch.given)
     split_all(module)
+    close(expected, module(*sketch.given))
     reduced = module.graph.find_nodes(op="call_function", target=batch_statistics)
-    assert [node.args[0] for node in reduced] == pieces
-    close(expected, module(*given))
+    return [node.args[0] for node in reduced]
 
 
 def test_parts_of_one_norm_are_bundled() -> None:
@@ -412,19 +386,16 @@ def test_parts_of_one_norm_are_bundled() -> None:
 
 
 def test_kernels_sum_the_gradients_of_a_norm_in_chunks() -> None:
-    drawing = Drawing(0)
-    drawing.graph = fx.Graph()
-    x, y, gradient = (drawing.give(last(drawn(3, 4, 4, 4, seed=i))) for i in range(3))
-    weight, mean, inverse = (drawing.give(drawn(4, seed=i).abs()) for i in range(3))
-    shut = drawing.call(aten.threshold_backward.default, gradient, y, 0)
+    sketch = Sketch()
+    x, y, gradient = (sketch.give(last(drawn(3, 4, 4, 4, seed=i))) for i in range(3))
+    weight, mean, inverse = (sketch.give(drawn(4, seed=i).abs()) for i in range(3))
+    shut = sketch.call(aten.threshold_backward.default, gradient, y, 0)
     arguments = (shut, x, weight, None, None, mean, inverse, True, 1e-5, [True] * 3)
-    norm = drawing.call(aten.native_batch_norm_backward.default, *arguments)
-    drawing.graph.output(
-        tuple(drawing.call(operator.getitem, norm, i) for i in range(3))
-    )
-    for node in drawing.graph.nodes:
+    norm = sketch.call(aten.native_batch_norm_backward.default, *arguments)
+    sketch.graph.output(tuple(sketch.call(operator.getitem, norm, i) for i in range(3)))
+    for node in sketch.graph.nodes:
         node.meta["partitioner_tag"] = "is_backward"
-    module = fx.GraphModule(torch.nn.Module(), drawing.graph)
+    module = fx.GraphModule(torch.nn.Module(), sketch.graph)
     (candidate,) = fusion_candidates(module)
     kernel = candidate.kernel.module
     assert kernel.graph.find_nodes(op="call_function", target=norm_gradients)
@@ -445,12 +416,11 @@ def test_a_second_part_knows_its_norm() -> None:
 
 
 def test_norms_of_mixed_types_stay_whole() -> None:
-    drawing = Drawing(0)
-    drawing.graph = fx.Graph()
-    x = drawing.give(drawn(3, 4, 4, 4, dtype=torch.float32))
-    given = [drawing.give(drawn(4, dtype=torch.float32)) for _ in range(4)]
-    norm = drawing.call(BATCH_NORM, x, *given, True, 0.1, 1e-5)
-    module = fx.GraphModule(torch.nn.Module(), drawing.graph)
+    sketch = Sketch()
+    x = sketch.give(drawn(3, 4, 4, 4, dtype=torch.float32))
+    given = [sketch.give(drawn(4, dtype=torch.float32)) for _ in range(4)]
+    norm = sketch.call(BATCH_NORM, x, *given, True, 0.1, 1e-5)
+    module = fx.GraphModule(torch.nn.Module(), sketch.graph)
     assert can_be_split(module, norm)
     x.meta["val"] = x.meta["val"].bfloat16()
     assert not can_be_split(module, norm)
@@ -466,9 +436,8 @@ def test_half_precision_is_left_to_what_sums_it_in_single() -> None:
         assert left is not None
         assert torch.equal(left, right)
 
-    drawing = Drawing(0)
-    drawing.graph = fx.Graph()
-    given = [drawing.give(x), *(drawing.give(saved[1]) for _ in range(4))]
-    norm = drawing.call(BATCH_NORM, *given, True, 0.1, 1e-5)
-    module = fx.GraphModule(torch.nn.Module(), drawing.graph)
+    sketch = Sketch()
+    given = [sketch.give(x), *(sketch.give(saved[1]) for _ in range(4))]
+    norm = sketch.call(BATCH_NORM, *given, True, 0.1, 1e-5)
+    module = fx.GraphModule(torch.nn.Module(), sketch.graph)
     assert not can_be_split(module, norm)
