@@ -102,9 +102,10 @@ def _fuse(
     forward_output_count: int,
     choose: Callable[[list[FusionCandidate]], list[FusionCandidate]],
 ) -> None:
-    """Fuse what is chosen.
+    """Fuse what is chosen, with all that backward computes again inside of it.
 
-    A batch norm is split if all its parts are in kernels.
+    A batch norm is split if all its parts are in kernels; each round that finds one
+    outside starts anew with that norm whole.
     """
     whole: set[int] = set()
     while True:
@@ -126,7 +127,8 @@ def _candidates(
 ) -> list[FusionCandidate]:
     """Return what is chosen, with all that backward computes again inside of it.
 
-    Batch norms are split in parts, except for those with the numbers in ``whole``.
+    Batch norms are split in parts, except for those with the numbers in ``whole``. If
+    a part can be in no kernel, nothing is chosen yet, and all candidates are returned.
     """
     recompute_in_backward(joint, forward_output_count)
     split_norms(
