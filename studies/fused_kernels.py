@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from remat.errors import BudgetError
-from remat.fitting import FittedModel
+from remat.fitted_model import FittedModel
 from remat.training_plan import Plan
 from remat.verification import compare
 from studies.fresh_process import STEADY_ALLOCATION, run_module

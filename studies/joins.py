@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from remat.errors import BudgetError
-from remat.fitting import FittedModel
+from remat.fitted_model import FittedModel
 from remat.verification import Outcome, TrainingStep, compare
 from studies.fresh_process import STEADY_ALLOCATION
 from studies.join_curves import study_curves

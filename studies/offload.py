@@ -33,7 +33,7 @@ import remat
 from remat.bounds import peak_bound_bytes
 from remat.device_memory import device_peaks
 from remat.errors import BudgetError
-from remat.fitting import FittedModel
+from remat.fitted_model import FittedModel
 from remat.floor import smallest_budget
 from remat.plan_request import PlanRequest
 from remat.platform import Device, DeviceKind, Platform

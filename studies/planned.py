@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from remat.errors import BudgetError
-from remat.fitting import FittedModel, PlanRequest
+from remat.fitted_model import FittedModel
+from remat.plan_request import PlanRequest
 from remat.solvers import SOLVERS
 from remat.training_plan import Plan
 from remat.verification import Outcome, TrainingStep, compare

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from remat.capture.joint_program import JointProgram
 from remat.device_graph import CostColumn as Column
 from remat.device_graph import arrange, fully_linked, with_columns
-from remat.fitting import FittedModel
+from remat.fitted_model import FittedModel
 from remat.graph import TrainingGraph
 from remat.liveness import BOUNDARY, insert_discards, store_all_order
 from remat.plan_request import PlanRequest
@@ -249,11 +249,7 @@ def run_by(
         program.graph, program.platform = graph, arranged
         return program, schedule
 
-    class Forced(FittedModel):
-        def entry(self, gradient_bytes: int) -> Any:
-            planner, backend, compiled = super().entry(gradient_bytes)
-            backend.choose_schedule = choose_schedule
-            return planner, backend, compiled
-
     request = PlanRequest(budget=2**50, costs="estimated")
-    return Forced(case.model, request), made
+    fitted = FittedModel(case.model, request)
+    fitted.backend.choose_schedule = choose_schedule
+    return fitted, made

@@ -20,7 +20,7 @@ from remat.errors import (
     SolverUnsuitableError,
     UnitError,
 )
-from remat.fitting import FittedModel
+from remat.fitted_model import FittedModel
 from remat.floor import smallest_budget
 from remat.graph import Op, Phase, Storage, TrainingGraph
 from remat.graph_planning import plan_graph
@@ -402,7 +402,7 @@ class TestInstalled:
             for i, name in enumerate(("cpu", "host"))
         }
         assert fitted.request.budget == budgets
-        planner, _, _ = fitted.entry(0)
+        planner = fitted.planner
         assert len(planner.plans) == 2
         assert all(p.has_several_devices for p in planner.plans.values())
 

@@ -24,7 +24,7 @@ from remat.errors import (
     SolverUnsuitableError,
     UnitError,
 )
-from remat.fitting import FittedModel
+from remat.fitted_model import FittedModel
 from remat.platform import Device, Platform
 from remat.schedule import Boundary, Discard
 from tests.modules import ConvNet, LossInside
@@ -162,7 +162,7 @@ def test_new_shape_is_planned_anew_and_old_plans_are_kept() -> None:
     remat.fit(model, x, budget="90%", costs="estimated")
     fitted = model._compiled_call_impl
     assert isinstance(fitted, FittedModel)
-    planner, _, _ = fitted.entry(0)
+    planner = fitted.planner
     mean_square(model(x)).backward()
     model.zero_grad()
     assert len(planner.plans) == 1
@@ -196,9 +196,7 @@ def test_gradient_accumulation_counts_the_gradients() -> None:
     mean_square(model(x)).backward()
     mean_square(model(x)).backward()
     gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    first, second = (fitted.entries[size][0].latest for size in (0, gradients))
-    assert first is not None
-    assert second is not None
+    first, second = fitted.planner.plans.values()
     assert second.peak_bytes - first.peak_bytes == gradients
 
 
@@ -487,7 +485,7 @@ def test_more_than_eight_shapes_are_planned() -> None:
         model.zero_grad()
     fitted = model._compiled_call_impl
     assert isinstance(fitted, FittedModel)
-    assert len(fitted.entry(0)[0].plans) == 12
+    assert len(fitted.planner.plans) == 12
 
 
 def test_a_percentage_is_bytes_from_the_first_plan_on() -> None:
@@ -496,7 +494,7 @@ def test_a_percentage_is_bytes_from_the_first_plan_on() -> None:
     model(x[:2])
     fitted = model._compiled_call_impl
     assert isinstance(fitted, FittedModel)
-    latest = fitted.entry(0)[0].latest
+    latest = fitted.planner.latest
     assert latest is not None
     assert latest is not plan
     assert latest.budget_bytes == plan.budget_bytes

@@ -17,7 +17,7 @@ from remat import kernel_choice
 from remat.capture.fused_kernel import FusedKernel
 from remat.capture.norm_parts import BATCH_NORM
 from remat.errors import BudgetError, MissingDependencyError
-from remat.fitting import FittedModel
+from remat.fitted_model import FittedModel
 from remat.profile.operators import (
     OperatorCall,
     OperatorCost,
@@ -88,7 +88,7 @@ def test_a_saved_plan_brings_its_kernels(model: nn.Module, tmp_path: Path) -> No
         model(X[:4]).sum().backward()
         fitted = model._compiled_call_impl
         assert isinstance(fitted, FittedModel)
-        again = fitted.entries[0][0].latest
+        again = fitted.planner.latest
         assert again is not None
         assert again is not installed
         assert fused_ops(again)

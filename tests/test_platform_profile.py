@@ -14,7 +14,7 @@ import remat
 from remat import cli, costing, platform_profile
 from remat.device_graph import fully_linked
 from remat.errors import ExecutionError, FileFormatError, InvalidPlatformError
-from remat.fitting import FittedModel
+from remat.fitted_model import FittedModel
 from remat.platform import (
     Device,
     DeviceKind,

@@ -25,8 +25,16 @@ class InvalidScheduleError(RematError, ValueError):
     """A schedule breaks a rule when replayed; the message names step and op."""
 
 
+class StateChangedError(RematError, RuntimeError):
+    """Planning changed something that belongs to the caller; the message names it."""
+
+
 class UnitError(RematError, ValueError):
     """A size or a time could not be parsed, or is out of range."""
+
+
+class PlanWarning(UserWarning):
+    """A promise of a plan cannot be kept as the model is called: why, and the cure."""
 
 
 class BudgetError(RematError, ValueError):

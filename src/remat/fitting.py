@@ -1,228 +1,25 @@
 """Fit a model into a byte budget: capture, profile, solve, judge, install."""
 
-import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import fx, nn
-from torch._dynamo.exc import TorchDynamoException
+from torch import nn
 
-from remat.capture.joint_program import JointProgram
-from remat.capture.returned import note_tensor
-from remat.capture.surroundings import tensors_in
-from remat.capture.tracing import (
-    check_batch,
-    compiled_entry,
-    quiet_tracer,
-    raise_capture_error,
-)
+from remat.caller_state import unchanged
 from remat.costing import Costs
-from remat.device_planning import Budget, budget_of
-from remat.errors import CaptureError, ExecutionError
-from remat.kernel_choice import Kernels, kernels_of
-from remat.plan_request import (
-    Loss,
-    PlanRequest,
-    check_is_plannable,
-    check_model,
-    platform_of,
-)
+from remat.device_planning import Budget
+from remat.fitted_model import FittedModel, fitted_on, plain_model
+from remat.kernel_choice import Kernels
+from remat.plan_request import Loss, PlanRequest, check_model, platform_of
 from remat.platform import Platform
 from remat.problem import Objectives
-from remat.profile.described_loss import DescribedLoss
-from remat.runtime.backend import PlannedBackend, StoppedBeforeRunningError
 from remat.runtime.variants import VariantBackend
-from remat.schedule import Schedule
 from remat.solvers.base import ProgressCallback, ignore_progress
-from remat.step_planning import (
-    CompilerPlanner,
-    Planner,
-    gradient_bytes,
-    optimizer_memory,
-)
-from remat.training_plan import Plan, objective_of
-
-_VARIANTS = 1_000_000
-
-
-def _tracer_settings() -> AbstractContextManager[None]:
-    """Return a context in which every new shape and every new hook is traced.
-
-    By default the tracer gives up after eight variants of a step, and does not look
-    for hooks that are added later.
-    """
-    return torch._dynamo.config.patch(
-        recompile_limit=_VARIANTS,
-        accumulated_recompile_limit=_VARIANTS,
-        skip_nnmodule_hook_guards=False,
-    )
-
-
-class FittedModel:
-    """A model whose calls run by plans: what :func:`fit` installs.
-
-    One compiled entry exists for steps that start without gradients, and one for each
-    amount of gradients from earlier passes that steps start with, since these bytes
-    count.
-    """
-
-    planner_type: ClassVar[type[Planner]] = Planner
-
-    def __init__(self, model: nn.Module, request: PlanRequest) -> None:
-        check_model(model)
-        check_is_plannable(model, request.optimizer)
-        self.model = model
-        # What the calls of the model ran before it was fitted.
-        self.previous_call = model._compiled_call_impl
-        if isinstance(self.previous_call, FittedModel):
-            self.previous_call = self.previous_call.previous_call
-        self.request = request
-        self.optimizer_memory = optimizer_memory(request)
-        self.loss = None if request.loss is None else DescribedLoss(request.loss)
-        # Whether plans need not run here, so that their devices need not exist.
-        self.is_only_planned = False
-        self.entries: dict[int, tuple[Planner, PlannedBackend, Callable[..., Any]]] = {}
-
-    def entry(
-        self, gradient_bytes: int
-    ) -> tuple[Planner, PlannedBackend, Callable[..., Any]]:
-        """Return planner, backend and compiled call for so many bytes of gradients."""
-        if gradient_bytes not in self.entries:
-            planner = self.planner_type(
-                self.model,
-                self.request,
-                self.optimizer_memory,
-                gradient_bytes,
-                self.loss,
-            )
-            planner.is_only_planned = self.is_only_planned
-            backend = PlannedBackend(
-                _weakly(planner), type(self.model).__name__, _kernels_weakly(planner)
-            )
-            backend.is_only_planned = self.is_only_planned
-            self.entries[gradient_bytes] = (
-                planner,
-                backend,
-                compiled_entry(self.model, backend, note_tensor(backend.note_returned)),
-            )
-        return self.entries[gradient_bytes]
-
-    def gradient_bytes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-        """Return the bytes of the gradients that earlier passes left."""
-        return gradient_bytes(
-            [*self.model.parameters(), *tensors_in((args, dict(kwargs)))]
-        )
-
-    def plan_now(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
-        """Trace and plan the step of this example without running anything.
-
-        Where gradients exist, the step without them is planned too: a training loop
-        usually clears them before its next step. A percentage becomes a number of
-        bytes here, which then holds for every step.
-        """
-        check_batch(self.model, args, kwargs)
-        existing_bytes = self.gradient_bytes(args, kwargs)
-        plan = self.plan_entry(args, kwargs, existing_bytes)
-        self.set_budget(plan)
-        if existing_bytes:
-            self.plan_entry(args, kwargs, 0)
-        return plan
-
-    def set_budget(self, plan: Plan) -> None:
-        """Plan whatever comes next anew, within the bytes of ``plan``."""
-        self.request = replace(
-            self.request,
-            given_plan=None,
-            budget=budget_of(plan),
-            kernels=kernels_of(plan.settings),
-            objective=objective_of(plan.settings),
-            platform=self._platform_of(plan),
-        )
-        for planner, _, _ in self.entries.values():
-            planner.request = self.request
-
-    def _platform_of(self, plan: Plan) -> Platform | None:
-        asked = self.request.platform
-        if not plan.has_several_devices:
-            return asked
-        return replace(plan.platform, costs=None if asked is None else asked.costs)
-
-    def plan_entry(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], gradient_bytes: int
-    ) -> Plan:
-        """Trace and plan the step that starts with so many bytes of gradients."""
-        planner, backend, _ = self.entry(gradient_bytes)
-        backend.stop_before_running = True
-        traced_before = backend.training_step_count
-        try:
-            with torch.enable_grad(), quiet_tracer():
-                self.run(args, kwargs, gradient_bytes)
-        except StoppedBeforeRunningError:
-            pass
-        finally:
-            backend.stop_before_running = False
-        if backend.training_step_count == traced_before or planner.latest is None:
-            msg = (
-                "the model does not train: no output depends on a parameter that "
-                "requires a gradient; check requires_grad and torch.no_grad"
-            )
-            raise CaptureError(msg)
-        return planner.latest
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a step's forward pass by its plan; plan it first if it is new."""
-        return self.run(args, kwargs, self.gradient_bytes(args, kwargs))
-
-    def run(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], gradient_bytes: int
-    ) -> Any:
-        """Call the model by the plan for so many bytes of existing gradients."""
-        planner, backend, compiled = self.entry(gradient_bytes)
-        planner.batch = (args, kwargs)
-        try:
-            with _tracer_settings():
-                return compiled(*args, **kwargs)
-        except TorchDynamoException as error:
-            raise_capture_error(error, backend.failure)
-        finally:
-            planner.batch = ()
-            # Its traceback holds the batch and the model.
-            backend.failure = None
-
-
-def _weakly(
-    planner: Planner,
-) -> Callable[[JointProgram], tuple[JointProgram, Schedule]]:
-    """Return the planner's choice of a schedule, without keeping the planner.
-
-    The compiler never forgets a backend, and the planner holds loss and optimizer.
-    """
-    method = weakref.WeakMethod(planner.choose_schedule)
-
-    def choose_schedule(program: JointProgram) -> tuple[JointProgram, Schedule]:
-        choose = method()
-        if choose is None:
-            raise ExecutionError("the plan of this model was released")
-        return choose(program)
-
-    return choose_schedule
-
-
-def _kernels_weakly(planner: Planner) -> Callable[[fx.GraphModule, int], None]:
-    """Return the planner's choice of kernels, without keeping the planner."""
-    method = weakref.WeakMethod(planner.choose_kernels)
-
-    def choose_kernels(joint: fx.GraphModule, forward_output_count: int) -> None:
-        choose = method()
-        if choose is None:
-            raise ExecutionError("the plan of this model was released")
-        choose(joint, forward_output_count)
-
-    return choose_kernels
+from remat.step_planning import CompilerPlanner, optimizer_memory
+from remat.training_plan import Plan
 
 
 def fit(
@@ -242,18 +39,22 @@ def fit(
     kernels: Kernels = "eager",
     progress: ProgressCallback | None = None,
     plan: Plan | None = None,
+    accumulate: bool = False,
 ) -> Plan:
     """Make a model train within a budget of bytes, and return the plan.
 
-    The model is changed in place, as by ``nn.Module.compile``: calling it runs the
-    plan. Parameters, buffers, gradients, random state and mode are as before. Another
-    input shape is planned at its first call, with the same budget. :func:`release`
-    undoes it.
+    The model is changed in place, as by ``nn.Module.compile``: calling it, or its
+    ``forward``, runs the plan, also inside of wrappers and of ``torch.compile``.
+    Parameters, buffers, gradients, optimizer, random state and mode are as before.
+    Another kind of step (shape, mode, autocast, accumulation) is planned at its first
+    call, with the same budget, and said in one line of the log ``remat``. Calls without
+    gradients run the model's own forward. :func:`release` undoes it.
 
     Parameters
     ----------
     model
-        Any module that ``torch.compile`` can take as one graph.
+        Any module that ``torch.compile`` can take as one graph; of a module that it has
+        wrapped already, the module inside is fitted.
     args, kwargs
         An example batch, as the model is called with; a single tensor may be given
         for ``args``.
@@ -264,7 +65,8 @@ def fit(
         a mapping of these by the devices' names, such as ``{"cuda:0": "6 GiB", "cpu":
         "20 GiB"}``; a percentage is then of the step on the model's device alone.
     optimizer
-        Counts its state and the memory of its step.
+        Counts its state and the memory of its step. May be wrapped by a training
+        library, such as by ``accelerator.prepare``.
     loss
         The function of the model's outputs whose gradient is taken, when it is outside
         the model: its memory is then predicted exactly. Without it, a scalar that is
@@ -300,6 +102,9 @@ def fit(
         Called with what is being done and the share of it that is done.
     plan
         A saved plan to install instead of making one; it has its own budget.
+    accumulate
+        Whether to plan the steps of gradient accumulation now, too: those that add to
+        gradients of an earlier step. They are planned at their first call else.
 
     Returns
     -------
@@ -323,8 +128,17 @@ def fit(
         If ``solver`` is unknown or cannot treat this graph.
     ProfileError
         If an operator cannot be run alone.
+    StateChangedError
+        If code of the model or the optimizer changed something while it was planned
+        for; what was changed is put back.
     TypeError, ValueError
         If another argument is of the wrong type or makes no sense.
+
+    Warns
+    -----
+    PlanWarning
+        When the model is called, once for each cause, where the plan is not used or
+        cannot count all memory; the message names cause and cure.
 
     Notes
     -----
@@ -344,9 +158,15 @@ def fit(
         progress=ignore_progress if progress is None else progress,
         given_plan=plan,
     )
-    fitted = FittedModel(model, request)
-    result = fitted.plan_now(positional(args), keywords(kwargs))
-    model._compiled_call_impl = fitted
+    _check_accumulate(accumulate)
+    check_model(model)
+    model = plain_model(model)
+    with unchanged(model, optimizer):
+        fitted = FittedModel(model, request)
+        result = fitted.plan_now(
+            positional(args), keywords(kwargs), accumulate=accumulate
+        )
+    fitted.install()
     return result
 
 
@@ -384,9 +204,11 @@ def plan(
         kernels=kernels,
         progress=ignore_progress if progress is None else progress,
     )
-    fitted = FittedModel(model, request)
-    fitted.is_only_planned = True
-    return fitted.plan_now(positional(args), keywords(kwargs))
+    check_model(model)
+    model = plain_model(model)
+    with unchanged(model, optimizer):
+        fitted = FittedModel(model, request, is_only_planned=True)
+        return fitted.plan_now(positional(args), keywords(kwargs))
 
 
 def release(model: nn.Module) -> nn.Module:
@@ -400,8 +222,9 @@ def release(model: nn.Module) -> nn.Module:
         If ``model`` is no module.
     """
     check_model(model)
-    if isinstance(model._compiled_call_impl, FittedModel):
-        model._compiled_call_impl = model._compiled_call_impl.previous_call
+    fitted = fitted_on(plain_model(model))
+    if fitted is not None:
+        fitted.uninstall()
     return model
 
 
@@ -465,6 +288,12 @@ def backend(
     planner = CompilerPlanner(model, replace(request, optimizer=None), memory)
     name = "compiled step" if model is None else type(model).__name__
     return VariantBackend(planner, name)
+
+
+def _check_accumulate(accumulate: object) -> None:
+    if not isinstance(accumulate, bool):
+        msg = f"accumulate is {accumulate!r}; it must be True or False"
+        raise TypeError(msg)
 
 
 def positional(args: Any) -> tuple[Any, ...]:

@@ -10,7 +10,8 @@ from torch import nn
 from remat.capture.joint_program import JointProgram
 from remat.costing import platform_costs
 from remat.errors import InvalidPlatformError
-from remat.fitting import FittedModel, keywords, positional
+from remat.fitted_model import FittedModel
+from remat.fitting import keywords, positional
 from remat.plan_request import PlanRequest, platform_of
 from remat.platform import MeasuredCosts, Platform
 from remat.profile.cache import environment
@@ -22,7 +23,7 @@ from remat.training_plan import Plan
 class _MeasuringPlanner(Planner):
     """Measures the operators of the steps it is to plan; the plans do not matter."""
 
-    measured: MeasuredCosts | None = None
+    measured: tuple[MeasuredCosts, ...] = ()
 
     def make_plan(self, program: JointProgram) -> Plan:
         platform = self.request.platform
@@ -30,12 +31,13 @@ class _MeasuringPlanner(Planner):
             raise InvalidPlatformError("there is no platform to measure operators on")
         # Refuses a platform that the model is not on before anything is measured.
         self.platform_for(program)
-        self.measured = MeasuredCosts(
+        measured = MeasuredCosts(
             environment=tuple(sorted(environment().items())),
             operators=platform_costs(program, platform, self.request.progress),
         )
+        self.measured = (*self.measured, measured)
         # The plan is made with what was measured, and measures nothing again.
-        platform = replace(platform, costs=self.measured)
+        platform = replace(platform, costs=measured)
         self.request = replace(self.request, platform=platform)
         return super().make_plan(program)
 
@@ -95,12 +97,11 @@ def with_measured_costs(
         solver="store-all",
         progress=ignore_progress if progress is None else progress,
     )
-    measured = _MeasuredModel(model, request)
-    measured.is_only_planned = True
+    measured = _MeasuredModel(model, request, is_only_planned=True)
     measured.plan_now(positional(args), keywords(kwargs))
     # Steps that start with and without gradients have operators of their own.
     found = platform
-    for planner, _, _ in measured.entries.values():
-        if isinstance(planner, _MeasuringPlanner) and planner.measured is not None:
-            found = replace(found, costs=merged(found.costs, planner.measured))
+    if isinstance(measured.planner, _MeasuringPlanner):
+        for costs in measured.planner.measured:
+            found = replace(found, costs=merged(found.costs, costs))
     return found

@@ -1,5 +1,6 @@
 """Plan traced steps: what surrounds them, what they cost, which schedule they run."""
 
+import time
 import warnings
 import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -11,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from remat.capture.autocast import autocast_again
+from remat.capture.autocast import autocast_again, autocast_now
 from remat.capture.example_batch import example_batch
 from remat.capture.joint_program import JointProgram
 from remat.capture.outputs import FakeOutputs, fake_output, fake_outputs
@@ -56,6 +57,7 @@ from remat.runtime.variants import TracedCall, describe_tensor
 from remat.schedule import Schedule
 from remat.simulator import simulate
 from remat.training_plan import Plan
+from remat.units import format_bytes
 
 _MANY_REPETITIONS = 8
 """As often the tracer itself compiles a function again before it gives up."""
@@ -96,10 +98,18 @@ class Planner:
         What is asked for.
     optimizer_memory
         Bytes of the optimizer's state, and of its step beyond that.
+
+    Attributes
+    ----------
     gradient_bytes
-        Bytes of the gradients of earlier passes that exist during the whole step.
-    loss
-        The described loss with what is known of it, if other planners know it too.
+        Bytes of the gradients of earlier passes that exist during the whole step that
+        is planned now.
+    assumed_gradient_bytes
+        What these bytes are taken to be, where a step is planned before it is called.
+    plans
+        One for each kind of step.
+    latest, planned_s
+        The plan that was chosen last, and the clock (``time.monotonic``) at that time.
     """
 
     def __init__(
@@ -107,19 +117,17 @@ class Planner:
         model: nn.Module | None,
         request: PlanRequest,
         optimizer_memory: tuple[int, int],
-        gradient_bytes: int = 0,
-        loss: DescribedLoss | None = None,
     ) -> None:
-        if loss is None and request.loss is not None:
-            loss = DescribedLoss(request.loss)
-        self.loss = loss
+        self.loss = None if request.loss is None else DescribedLoss(request.loss)
         self._model = None if model is None else weakref.ref(model)
         self.request = request
         self.optimizer_memory = optimizer_memory
-        self.gradient_bytes = gradient_bytes
+        self.gradient_bytes = 0
+        self.assumed_gradient_bytes: int | None = None
         self.batch: Any = ()
         self.plans: dict[str, Plan] = {}
         self.latest: Plan | None = None
+        self.planned_s = 0.0
         self.repetition_count = 0
         # Whether plans need not run here, so that home need not be here either.
         self.is_only_planned = False
@@ -146,6 +154,38 @@ class Planner:
             raise ExecutionError(msg)
         return model
 
+    def gradient_bytes_now(self, inputs: Sequence[Any]) -> int:
+        """Return the bytes of the gradients that earlier passes left."""
+        if self.assumed_gradient_bytes is not None:
+            return self.assumed_gradient_bytes
+        known = [] if self.model is None else self.model.parameters()
+        return gradient_bytes([*tensors_in(inputs), *known])
+
+    def begin(
+        self,
+        call: TracedCall,  # noqa: ARG002
+        inputs: Sequence[Any],  # noqa: ARG002
+        gradient_bytes: int,
+    ) -> None:
+        """Prepare to plan a call that starts with so many bytes of gradients."""
+        self.gradient_bytes = gradient_bytes
+
+    def describe_step(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """Return in words what the step that was planned last is called with."""
+        named = {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}
+        words = [
+            f"{name} {describe_tensor(value)}"
+            for name, value in named.items()
+            if isinstance(value, torch.Tensor)
+        ]
+        model = self.model
+        if model is not None:
+            words.append("training mode" if model.training else "evaluation mode")
+        if self.gradient_bytes:
+            words.append(f"onto {format_bytes(self.gradient_bytes)} of gradients")
+        words += [f"autocast to {kind.dtype}" for kind in autocast_now()]
+        return ", ".join(words)
+
     def choose_kernels(self, joint: fx.GraphModule, forward_output_count: int) -> None:
         """Fuse operators of a traced step, in place, if that is asked for."""
         given = self.request.given_plan
@@ -169,6 +209,7 @@ class Planner:
             else:
                 self.note_repetition(program)
             self.latest = self.plans[key]
+            self.planned_s = time.monotonic()
         plan = self.latest
         platform = plan.platform if plan.has_several_devices else None
         return replace(program, graph=plan.graph, platform=platform), plan.schedule
@@ -364,11 +405,6 @@ class CompilerPlanner(Planner):
             weakref.WeakKeyDictionary()
         )
 
-    def gradient_bytes_now(self, inputs: Sequence[Any]) -> int:
-        """Return the bytes of the gradients that earlier passes left."""
-        known = [] if self.model is None else self.model.parameters()
-        return gradient_bytes([*tensors_in(inputs), *known])
-
     def begin(
         self, call: TracedCall, inputs: Sequence[Any], gradient_bytes: int
     ) -> None:
@@ -379,7 +415,8 @@ class CompilerPlanner(Planner):
         CaptureError
             If there is a loss, and the call's arguments do not show in the graph.
         """
-        self.call, self.gradient_bytes = call, gradient_bytes
+        super().begin(call, inputs, gradient_bytes)
+        self.call = call
         self.request = replace(
             self.asked, budget=self.budgets.get(call, self.asked.budget)
         )

@@ -4,7 +4,6 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import Any
@@ -13,18 +12,21 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
+from remat.caller_state import kept_optimizer, unchanged
 from remat.capture.surroundings import captured_tensors, plain_tensors, tensors_in
 from remat.capture.tracing import check_batch
 from remat.costing import Costs
 from remat.device_memory import DevicePeak, device_peaks
 from remat.device_planning import Budget
 from remat.errors import BudgetError, CaptureError
-from remat.fitting import FittedModel, keywords, positional
+from remat.fitted_model import FittedModel, fitted_on, plain_model
+from remat.fitting import keywords, positional
 from remat.kernel_choice import Kernels
 from remat.plan_request import Loss, PlanRequest, check_model, platform_of
 from remat.platform import Platform
 from remat.problem import Objectives
 from remat.profile.memory import measure
+from remat.profile.optimizer_copy import stepping_optimizer
 from remat.solvers.base import ProgressCallback, ignore_progress
 from remat.training_plan import Plan
 from remat.units import format_bytes, format_ns
@@ -275,6 +277,7 @@ def verify(
     )
     check_repeats(repeats)
     check_model(model)
+    model = plain_model(model)
     example = positional(args), keywords(kwargs)
     check_batch(model, *example)
     step = TrainingStep(model, *example, loss, optimizer)
@@ -286,8 +289,9 @@ def verify(
         loss=loss,
     )
     with step.restored():
-        planned = FittedModel(model, request)
-        plan = planned.plan_now(step.args, step.kwargs)
+        with unchanged(model, optimizer):
+            planned = FittedModel(model, request)
+            plan = planned.plan_now(step.args, step.kwargs)
         report("comparing", 0.0)
         mine, pass_count = step.longest_outcome(planned)
         captured = step.outcome(FittedModel(model, reference), pass_count)
@@ -417,9 +421,10 @@ class TrainingStep:
             tensors_in((args, kwargs)),
             captured_tensors(loss),
         ]
-        self.optimizer = optimizer
-        if optimizer is not None:
-            self.resident.append(optimizer)
+        # Wrappers of training libraries step in their own loops only.
+        self.optimizer = None if optimizer is None else stepping_optimizer(optimizer)
+        if self.optimizer is not None:
+            self.resident.append(self.optimizer)
         self.devices = sorted(
             {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
         )
@@ -434,13 +439,15 @@ class TrainingStep:
         }
         batch = [t.detach().clone() for t in tensors_in((self.args, self.kwargs))]
         extra = {k: b.detach().clone() for k, b in self.model.named_buffers()}
-        installed = self.model._compiled_call_impl
+        fitted, call = fitted_on(self.model), self.model._compiled_call_impl
+        if fitted is not None:
+            fitted.uninstall()
         leaves = [*self.model.parameters(), *self.leaves()]
         gradients = [leaf.grad for leaf in leaves]
-        optimizer_state = (
-            None if self.optimizer is None else deepcopy(self.optimizer.state_dict())
-        )
-        with torch.random.fork_rng(devices=self.devices):
+        with (
+            kept_optimizer(self.optimizer),
+            torch.random.fork_rng(devices=self.devices),
+        ):
             self.state, self.buffers, self.batch = state, extra, batch
             self.random_state = torch.get_rng_state()
             self.cuda_states = [torch.cuda.get_rng_state(d) for d in self.devices]
@@ -448,11 +455,11 @@ class TrainingStep:
                 yield
             finally:
                 self.reset()
-                self.model._compiled_call_impl = installed
+                self.model._compiled_call_impl = call
+                if fitted is not None:
+                    fitted.install()
                 for leaf, gradient in zip(leaves, gradients, strict=True):
                     leaf.grad = gradient
-                if self.optimizer is not None and optimizer_state is not None:
-                    self.optimizer.load_state_dict(optimizer_state)
 
     def reset(self) -> None:
         """Go back to the start: parameters, buffers, random state, no gradients."""

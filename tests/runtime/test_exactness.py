@@ -14,7 +14,8 @@ from tests.modules import CASES, Case, make_case
 import remat
 from remat.capture.joint_program import JointProgram
 from remat.errors import BudgetError
-from remat.fitting import FittedModel, PlanRequest
+from remat.fitted_model import FittedModel
+from remat.plan_request import PlanRequest
 from remat.graph import TrainingGraph
 from remat.liveness import BOUNDARY, schedule_from_order
 from remat.platform import single_device
@@ -65,14 +66,10 @@ def forced(case: Case, *, is_repeated: bool) -> tuple[FittedModel, list[Schedule
         schedules.append(schedule)
         return program, schedule
 
-    class Forced(FittedModel):
-        def entry(self, gradient_bytes: int) -> Any:
-            planner, backend, compiled = super().entry(gradient_bytes)
-            backend.choose_schedule = choose
-            return planner, backend, compiled
-
     request = PlanRequest(budget=2**50, costs="estimated")
-    return Forced(case.model, request), schedules
+    fitted = FittedModel(case.model, request)
+    fitted.backend.choose_schedule = choose
+    return fitted, schedules
 
 
 @pytest.mark.parametrize("is_repeated", [False, True])

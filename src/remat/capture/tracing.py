@@ -29,7 +29,11 @@ _USER_FRAME = re.compile(
 
 
 def compiled_entry(
-    model: nn.Module, compiler: Callable[..., Any], note: Note = note_nothing
+    model: nn.Module,
+    compiler: Callable[..., Any],
+    note: Note = note_nothing,
+    *,
+    traced: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Return the model's call compiled by ``compiler``, with a code cache of its own.
 
@@ -45,10 +49,13 @@ def compiled_entry(
         As ``backend`` of ``torch.compile``.
     note
         Called in each trace, before the compiler.
+    traced
+        What is traced: the model's call with its hooks, or else its bare forward.
     """
+    run = model._call_impl if traced is None else traced
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        returned = model._call_impl(*args, **kwargs)
+        returned = run(*args, **kwargs)
         comptime(note)
         return returned
 

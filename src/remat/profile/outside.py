@@ -7,14 +7,12 @@ inside each operator.
 
 import warnings
 import weakref
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
@@ -24,6 +22,12 @@ from remat.errors import CaptureError
 from remat.profile.arguments import tensors_in
 from remat.profile.estimate import estimate_excess, estimate_workspace
 from remat.profile.operators import OperatorCall
+from remat.profile.optimizer_copy import (
+    OptimizerCopier,
+    held_tensors,
+    period_of,
+    stepping_optimizer,
+)
 
 _TAKES_NEW_CONSTANTS = frozenset(
     {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default}
@@ -141,8 +145,9 @@ def optimizer_bytes(
 ) -> tuple[int, int]:
     """Predict the memory of an optimizer: its state, and its step beyond that.
 
-    The optimizer's class and settings are copied onto fake parameters, each with a
-    gradient, and stepped twice; the optimizer itself is not touched.
+    A copy on fake tensors, each parameter with a gradient, is stepped; the optimizer
+    itself is not touched. Of a wrapper that hands its steps on, such as accelerate's
+    and Lightning's, it is the optimizer inside that is copied.
 
     Parameters
     ----------
@@ -155,7 +160,7 @@ def optimizer_bytes(
     Returns
     -------
     state_bytes
-        Bytes of the state after the first step.
+        Bytes of the state once it is complete.
     step_workspace_bytes
         Most bytes in use during a later step beyond parameters, gradients and state.
 
@@ -164,97 +169,46 @@ def optimizer_bytes(
     CaptureError
         If the step needs a closure or values of tensors, so that it cannot be traced;
         the message names the optimizer and the error.
+
+    Notes
+    -----
+    Two steps are taken: one that makes the state, and one that is measured. Where the
+    optimizer does something every k steps only, k of each.
     """
     trained = None if params is None else {id(param) for param in params}
+    optimizer = stepping_optimizer(optimizer)
     name = type(optimizer).__name__
     mode = FakeTensorMode()
     counter = StorageCounter(mode)
     try:
         with _disable_current_modes(), mode:
-            copy = _fake_copy(optimizer, trained, mode)
-            counter.ignore([list(group.values()) for group in copy.param_groups])
-            counter.ignore([p.grad for g in copy.param_groups for p in g["params"]])
-            counter.ignore(dict(copy.state))
+            copy = OptimizerCopier(trained).copy(optimizer)
+            period = period_of(copy)
+            params_before = [p for g in copy.param_groups for p in g["params"]]
+            counter.ignore([params_before, [p.grad for p in params_before]])
+            counter.ignore([held_tensors(copy), list(tensors_in(copy.param_groups))])
             with counter:
-                copy.step()
-                state_bytes = _unique_bytes(dict(copy.state))
-                before = counter.live_bytes
-                counter.restart()
-                copy.step()
-                workspace_bytes = counter.peak_bytes - before
+                for _ in range(period):
+                    copy.step()
+                workspace_bytes = 0
+                for _ in range(period):
+                    held_bytes = counter.live_bytes
+                    counter.restart()
+                    copy.step()
+                    workspace_bytes = max(
+                        workspace_bytes, counter.peak_bytes - held_bytes
+                    )
+            state_bytes = _unique_bytes(held_tensors(copy))
     # An optimizer is user code: its step may raise anything on fake tensors.
     except Exception as error:
         msg = (
             f"the memory of {name}.step() cannot be predicted without running it: "
-            f"{type(error).__name__}: {error}. Use an optimizer whose step() needs no "
-            "closure and does not branch on values of tensors, or leave the optimizer "
-            "out and lower the budget by what it needs"
+            f"{type(error).__name__}: {error or 'no reason given'}. Use an optimizer "
+            "whose step() needs no closure and does not branch on values of tensors, or "
+            "leave the optimizer out and lower the budget by what it needs"
         )
         raise CaptureError(msg) from error
     return state_bytes, workspace_bytes
-
-
-def _fake_copy(
-    optimizer: torch.optim.Optimizer, trained: set[int] | None, mode: FakeTensorMode
-) -> torch.optim.Optimizer:
-    # Not copy.copy: optimizers pickle only their state, and some keep more.
-    copy = object.__new__(type(optimizer))
-    attributes = dict(vars(optimizer))
-    # Learning rate schedulers wrap `step` on the instance, around the real optimizer.
-    attributes.pop("step", None)
-    for name, value in attributes.items():
-        if name.endswith("_hooks") and isinstance(value, dict):
-            attributes[name] = OrderedDict[int, Any]()
-    vars(copy).update(attributes)
-    fakes: dict[int, torch.Tensor] = {}
-    copy.param_groups = [
-        _fake_group(group, trained, mode, fakes) for group in optimizer.param_groups
-    ]
-    # Some optimizers make their state on construction, others at the first step.
-    state: defaultdict[Any, Any] = defaultdict(dict)
-    for key, value in optimizer.state.items():
-        state[fakes.get(id(key), key)] = _fake_like(value, needs_grad=False)
-    copy.state = state
-    return copy
-
-
-def _fake_group(
-    group: Mapping[str, Any],
-    trained: set[int] | None,
-    mode: FakeTensorMode,
-    fakes: dict[int, torch.Tensor],
-) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for name, value in group.items():
-        if name == "params":
-            result[name] = [_fake_param(p, trained, fakes) for p in value]
-        elif isinstance(value, torch.Tensor):
-            result[name] = mode.from_tensor(value)
-        else:
-            result[name] = value
-    if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-        # The default depends on the type of the parameters, which a fake hides.
-        _, result["foreach"] = _default_to_fused_or_foreach(
-            list(group["params"]),
-            bool(group.get("differentiable", False)),
-            use_fused=False,
-        )
-    return result
-
-
-def _fake_param(
-    param: torch.Tensor, trained: set[int] | None, fakes: dict[int, torch.Tensor]
-) -> torch.Tensor:
-    if id(param) not in fakes:
-        fake = torch.empty_strided(
-            param.shape, param.stride(), dtype=param.dtype, device=param.device
-        )
-        fake.requires_grad_(param.requires_grad)
-        has_grad = param.requires_grad if trained is None else id(param) in trained
-        if has_grad:
-            fake.grad = torch.empty_like(fake)
-        fakes[id(param)] = fake
-    return fakes[id(param)]
 
 
 def _unique_bytes(items: object) -> int:

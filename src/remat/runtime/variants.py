@@ -65,11 +65,18 @@ class VariantBackend(PlannedBackend):
         Chooses the schedules.
     name
         Name of the training graphs, for people.
+
+    Attributes
+    ----------
+    keeps_failure
+        Whether :attr:`failure` stays until whoever called the step has read it. Its
+        traceback holds the batch, and the tracer never forgets a backend.
     """
 
     def __init__(self, planner: StepPlanner, name: str) -> None:
         super().__init__(planner.choose_schedule, name, planner.choose_kernels)
         self.planner = planner
+        self.keeps_failure = False
 
     def __call__(
         self, module: fx.GraphModule, example_inputs: Sequence[Any]
@@ -77,6 +84,7 @@ class VariantBackend(PlannedBackend):
         """Compile one traced function for the gradients that exist now."""
         specs = self.describe_inputs(module, example_inputs)
         call = TracedCall(tuple(sources_of(module)), _outputs_of(module))
+        returned = self.returned
         variants: dict[int, Callable[..., Any]] = {}
 
         def variant(inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -85,6 +93,7 @@ class VariantBackend(PlannedBackend):
             size = self.planner.gradient_bytes_now(inputs) if is_training else 0
             if size not in variants:
                 self.planner.begin(call, inputs, size)
+                self.returned = returned
                 with preserve_rng_state():
                     variants[size] = self.compile(module, inputs, specs)
             return variants[size]
@@ -105,8 +114,8 @@ class VariantBackend(PlannedBackend):
         try:
             return super().compile(module, example_inputs, inputs)
         finally:
-            # Its traceback holds the batch, and the tracer never forgets a backend.
-            self.failure = None
+            if not self.keeps_failure:
+                self.failure = None
 
 
 def describe_tensor(tensor: torch.Tensor) -> str:

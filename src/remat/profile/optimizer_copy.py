@@ -1,0 +1,188 @@
+"""Copies of optimizers on fake tensors, to be stepped in their place."""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import _default_to_fused_or_foreach
+from torch.utils._pytree import tree_leaves
+
+_LONGEST_PERIOD = 100
+
+
+def stepping_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that does the work of a step.
+
+    A wrapper that holds no parameter groups of its own, but one other optimizer, hands
+    its steps on to that, as the wrappers of training libraries do. Whatever has groups
+    of its own is an optimizer itself, also if it steps another one inside.
+
+    Raises
+    ------
+    TypeError
+        If there are neither groups nor one other optimizer.
+    """
+    while "param_groups" not in vars(optimizer):
+        inner = [v for v in vars(optimizer).values() if isinstance(v, Optimizer)]
+        if len(inner) != 1:
+            msg = (
+                f"optimizer is a {type(optimizer).__name__} with no param_groups of its "
+                f"own and {len(inner)} optimizers inside; give the optimizer that steps "
+                "the model's parameters"
+            )
+            raise TypeError(msg)
+        (optimizer,) = inner
+    return optimizer
+
+
+def period_of(optimizer: Optimizer) -> int:
+    """Return after how many steps at most an optimizer does again what it did.
+
+    Optimizers that do something every k steps only (averages of weights) have k among
+    their settings: the largest integer of these from 2 to 100, or else 1.
+    """
+    settings = [
+        *vars(optimizer).values(),
+        *(value for group in optimizer.param_groups for value in group.values()),
+    ]
+    return max(
+        (
+            value
+            for value in settings
+            if isinstance(value, int)
+            and not isinstance(value, bool)
+            and 2 <= value <= _LONGEST_PERIOD
+        ),
+        default=1,
+    )
+
+
+def held_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the tensors that an optimizer and those inside of it hold.
+
+    Without parameters and settings: its state, and whatever else it keeps.
+    """
+    found: list[torch.Tensor] = []
+    waiting, seen = [optimizer], {id(optimizer)}
+    while waiting:
+        held = dict(vars(waiting.pop()))
+        for name in ("param_groups", "defaults"):
+            held.pop(name, None)
+        held["state"] = list(held.get("state", {}).values())
+        for leaf in tree_leaves(held):
+            if isinstance(leaf, torch.Tensor):
+                found.append(leaf)
+            elif isinstance(leaf, Optimizer) and id(leaf) not in seen:
+                seen.add(id(leaf))
+                waiting.append(leaf)
+    return found
+
+
+class OptimizerCopier:
+    """Copies optimizers with all that they hold; what they share stays shared.
+
+    For use under a ``FakeTensorMode``, which makes all that is copied fake.
+
+    Parameters
+    ----------
+    trained
+        The ids of the parameters that receive a gradient; by default all that require
+        one.
+    """
+
+    def __init__(self, trained: set[int] | None = None) -> None:
+        self._trained = trained
+        self._copies: dict[int, Any] = {}
+        # Ids stay unique only while their objects live.
+        self._originals: list[Any] = []
+
+    def copy(self, optimizer: Optimizer) -> Optimizer:
+        """Return an optimizer like this one, with fake tensors for real ones.
+
+        Not by ``copy.copy``: optimizers pickle only their state, and some keep more.
+        """
+        copy = object.__new__(type(optimizer))
+        self._note(optimizer, copy)
+        self._copy_params(optimizer)
+        for name, value in vars(optimizer).items():
+            # Learning rate schedulers wrap `step` on the instance, around the original.
+            if name == "step":
+                continue
+            if name.endswith("_hooks") and isinstance(value, dict):
+                vars(copy)[name] = OrderedDict[int, Any]()
+            else:
+                vars(copy)[name] = self._copied(value)
+        for group in vars(copy).get("param_groups", ()):
+            self._choose_foreach(group, optimizer)
+        return copy
+
+    def _note(self, original: Any, copy: Any) -> None:
+        self._copies[id(original)] = copy
+        self._originals.append(original)
+
+    def _copy_params(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) not in self._copies:
+                    self._note(param, self._param(param))
+
+    def _param(self, param: torch.Tensor) -> torch.Tensor:
+        fake = _empty_like(param).requires_grad_(param.requires_grad)
+        trained = self._trained
+        if param.requires_grad if trained is None else id(param) in trained:
+            fake.grad = torch.empty_like(fake)
+        return fake
+
+    def _copied(self, value: Any) -> Any:
+        """Return a value with copies of the tensors and optimizers nested in it."""
+        if id(value) in self._copies:
+            return self._copies[id(value)]
+        if isinstance(value, torch.Tensor):
+            copy: Any = _empty_like(value)
+        elif isinstance(value, Optimizer):
+            return self.copy(value)
+        elif isinstance(value, MethodType) and id(value.__self__) in self._copies:
+            return MethodType(value.__func__, self._copies[id(value.__self__)])
+        elif isinstance(value, dict):
+            return self._mapping(value)
+        elif isinstance(value, list):
+            copy = []
+            self._note(value, copy)
+            copy.extend(self._copied(item) for item in value)
+            return copy
+        elif type(value) in {tuple, set}:
+            return type(value)(self._copied(item) for item in value)
+        else:
+            return value
+        self._note(value, copy)
+        return copy
+
+    def _mapping(self, value: Mapping[Any, Any]) -> Any:
+        if isinstance(value, defaultdict):
+            copy: Any = defaultdict(value.default_factory)
+        else:
+            copy = OrderedDict() if isinstance(value, OrderedDict) else {}
+        self._note(value, copy)
+        for key, item in value.items():
+            copy[self._copied(key)] = self._copied(item)
+        return copy
+
+    def _choose_foreach(self, group: dict[str, Any], optimizer: Optimizer) -> None:
+        """Set what depends by default on the type of parameters, which fakes hide."""
+        if group.get("foreach", False) is None and not group.get("fused"):
+            originals = [p for g in optimizer.param_groups for p in g["params"]]
+            known = {id(self._copies[id(p)]): p for p in originals}
+            _, group["foreach"] = _default_to_fused_or_foreach(
+                [known[id(p)] for p in group["params"]],
+                bool(group.get("differentiable", False)),
+                use_fused=False,
+            )
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
