@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from remat.capture.joint_program import JointProgram
 from remat.device_graph import CostColumn as Column

@@ -281,6 +281,7 @@ class FittedModel:
         if is_training:
             self._tell_of_buckets()
         runs_hooks = runs_hooks and has_forward_hooks(self.model)
+        args, kwargs = _without_repetition(args, kwargs)
         planner.batch = (args, kwargs)
         known_count = len(planner.plans)
         started_s = time.monotonic()
@@ -427,6 +428,27 @@ class _Replicating:
 
 def _same(value: Any) -> Any:
     return value
+
+
+def _without_repetition(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments in which each tensor object stands once, with aliases for more.
+
+    The tracer makes another step of a call in which one tensor is given twice, as
+    inputs and as labels, than of a call with two equal ones.
+    """
+    seen: set[int] = set()
+
+    def once(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.requires_grad:
+            return value
+        if id(value) in seen:
+            return value.detach()
+        seen.add(id(value))
+        return value
+
+    return tuple(map(once, args)), {name: once(v) for name, v in kwargs.items()}
 
 
 def made_gradient_bytes(plan: Plan) -> int:

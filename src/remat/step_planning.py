@@ -39,11 +39,16 @@ from remat.errors import (
     PlanMismatchError,
 )
 from remat.graph import Role
-from remat.graph_planning import one_budget, plan_graph, several_budgets
+from remat.graph_planning import (
+    one_budget,
+    plain_peak_bytes,
+    plan_graph,
+    several_budgets,
+)
 from remat.kernel_choice import fuse_as_noted, fuse_where_quicker, noted_kernels
 from remat.plan_request import PlanRequest
 from remat.platform import Platform
-from remat.problem import Objective
+from remat.problem import Limits, Objective
 from remat.profile.cache import CostCache
 from remat.profile.described_loss import DescribedLoss
 from remat.profile.known import KnownCosts
@@ -53,11 +58,12 @@ from remat.profile.outside import (
     assumed_loss_bytes,
     optimizer_bytes,
 )
+from remat.replanning import equal_plan, replan
 from remat.runtime.variants import TracedCall, describe_tensor
 from remat.schedule import Schedule
 from remat.simulator import simulate
 from remat.training_plan import Plan
-from remat.units import format_bytes
+from remat.units import format_bytes, parse_budget
 
 _MANY_REPETITIONS = 8
 """As often the tracer itself compiles a function again before it gives up."""
@@ -295,6 +301,23 @@ class Planner:
                 request.progress,
                 known=request.platform,
             )
+        settings = {
+            "torch": torch.__version__,
+            "costs": request.costs,
+            **noted_kernels(request.kernels, self.kernels),
+        }
+        known = equal_plan(graph, self.plans.values())
+        if known and platform is None and request.solver == "auto":
+            plan = replan(
+                graph,
+                parse_budget(budget, whole_bytes=plain_peak_bytes(graph)),
+                known,
+                fingerprint=program.fingerprint,
+                limits=Limits.after(request.time_limit, request.seed),
+                settings=settings,
+            )
+            if plan is not None:
+                return plan
         return plan_graph(
             graph,
             budget=budget,
@@ -306,11 +329,7 @@ class Planner:
             seed=request.seed,
             progress=request.progress,
             has_assumed_loss=request.loss is None,
-            settings={
-                "torch": torch.__version__,
-                "costs": request.costs,
-                **noted_kernels(request.kernels, self.kernels),
-            },
+            settings=settings,
         )
 
     def platform_for(self, program: JointProgram) -> Platform | None:

@@ -5,8 +5,6 @@ everything, and recompute everything that may be recomputed, each value right be
 each of its uses. The second reaches every way in which recomputation can go wrong.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from tests.modules import CASES, Case, make_case
@@ -15,9 +13,9 @@ import remat
 from remat.capture.joint_program import JointProgram
 from remat.errors import BudgetError
 from remat.fitted_model import FittedModel
-from remat.plan_request import PlanRequest
 from remat.graph import TrainingGraph
 from remat.liveness import BOUNDARY, schedule_from_order
+from remat.plan_request import PlanRequest
 from remat.platform import single_device
 from remat.schedule import Schedule
 from remat.simulator import simulate
