@@ -292,6 +292,8 @@ class FittedModel:
             ):
                 outputs = self._entry(runs_hooks=runs_hooks)(*args, **kwargs)
         except TorchDynamoException as error:
+            if self.backend.failure is None:
+                check_batch(self.model, args, kwargs)
             raise_capture_error(error, self.backend.failure)
         finally:
             planner.batch = ()
