@@ -391,7 +391,12 @@ class PlannedForward:
     def __init__(self, fitted: FittedModel) -> None:
         self.fitted = fitted
         self.call_count = 0
-        functools.update_wrapper(self, fitted._forward_to_trace())
+        # Libraries read names and code of a forward to learn its arguments.
+        functools.update_wrapper(
+            self,
+            fitted._forward_to_trace(),
+            (*functools.WRAPPER_ASSIGNMENTS, "__code__"),
+        )
 
     @torch.compiler.disable(reason=_OPAQUE)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

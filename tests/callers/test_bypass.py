@@ -1,0 +1,445 @@
+"""A plan is never bypassed silently: it holds, or the call says why it cannot."""
+
+import copy
+import logging
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+import remat
+from remat.errors import CaptureError, PlanWarning
+from remat.fitted_model import fitted_on
+
+Call = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1))
+            for _ in range(6)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
+
+X = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
+
+
+def square(outputs: torch.Tensor) -> torch.Tensor:
+    return outputs.square().mean()
+
+
+def made() -> nn.Module:
+    torch.manual_seed(0)
+    return Net()
+
+
+def fit(model: nn.Module) -> remat.Plan:
+    plan = remat.fit(model, X, budget="60%", loss=square)
+    assert plan.recomputed_op_count > 0
+    return plan
+
+
+def fitted() -> tuple[nn.Module, remat.Plan]:
+    model = made()
+    return model, fit(model)
+
+
+def step(model: nn.Module, call: Call) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(3)
+    loss = square(call(X))
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def assert_held(model: nn.Module, call: Call, plan: remat.Plan) -> None:
+    """The step is that of the plain model bit for bit, within the plan's budget."""
+    plain = made()
+    expected = step(plain, plain)
+    found = step(model, call)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, expected, found))
+    measured = remat.measure(
+        lambda: step(model, call), warmup=1, repeats=0, resident=[model, X]
+    )
+    assert measured.peak_bytes <= (plan.budget_bytes or 0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+# --- compilers around the call ------------------------------------------------------
+
+
+def compiled_after(backend: str) -> tuple[nn.Module, Call, remat.Plan]:
+    model, plan = fitted()
+    return model, torch.compile(model, backend=backend), plan
+
+
+def compiled_and_called_before(backend: str) -> tuple[nn.Module, Call, remat.Plan]:
+    model = made()
+    compiled = torch.compile(model, backend=backend)
+    step(model, compiled)
+    model.zero_grad()
+    return model, compiled, fit(model)
+
+
+def wrapped_model_fitted(backend: str) -> tuple[nn.Module, Call, remat.Plan]:
+    model = made()
+    compiled = torch.compile(model, backend=backend)
+    return model, compiled, fit(compiled)
+
+
+def compiled_in_place_after(backend: str) -> tuple[nn.Module, Call, remat.Plan]:
+    model, plan = fitted()
+    model.compile(backend=backend)
+    return model, model, plan
+
+
+def compiled_in_place_before(backend: str) -> tuple[nn.Module, Call, remat.Plan]:
+    model = made()
+    model.compile(backend=backend)
+    return model, model, fit(model)
+
+
+def inside_a_compiled_module(backend: str) -> tuple[nn.Module, Call, remat.Plan]:
+    model, plan = fitted()
+    return model, torch.compile(Wrapper(model), backend=backend), plan
+
+
+def inside_a_compiled_function(backend: str) -> tuple[nn.Module, Call, remat.Plan]:
+    model, plan = fitted()
+    return model, torch.compile(lambda x: 1 * model(x), backend=backend), plan
+
+
+def forward_compiled_after(backend: str) -> tuple[nn.Module, Call, remat.Plan]:
+    model, plan = fitted()
+    model.forward = torch.compile(model.forward, backend=backend)
+    return model, model, plan
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "order",
+    [
+        compiled_after,
+        compiled_and_called_before,
+        wrapped_model_fitted,
+        compiled_in_place_after,
+        compiled_in_place_before,
+        inside_a_compiled_module,
+        inside_a_compiled_function,
+        forward_compiled_after,
+    ],
+)
+def test_the_plan_holds_inside_of_compilers(
+    order: Callable[[str], tuple[nn.Module, Call, remat.Plan]], backend: str
+) -> None:
+    assert_held(*order(backend))
+
+
+def test_a_builtin_container_holds_inside_of_compilers() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in "123"])
+    remat.fit(model, X, budget="80%", loss=square)
+    calls = count_planned_calls(model)
+    torch.compile(model, backend="aot_eager")(X)
+    torch.compile(lambda x: 1 * model(x), backend="aot_eager")(X)
+    model.compile(backend="aot_eager")
+    model(X)
+    assert calls() == 3
+
+
+def count_planned_calls(model: nn.Module) -> Callable[[], int]:
+    """Return how often the model's plan has run since now."""
+    inner = fitted_on(model)
+    assert inner is not None
+    runs: list[None] = []
+    run = inner.run
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        runs.append(None)
+        return run(*args, **kwargs)
+
+    inner.run = counted
+    return lambda: len(runs)
+
+
+def test_one_graph_is_asked_for_in_vain_and_the_reason_is_said() -> None:
+    model, _ = fitted()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    calls = count_planned_calls(model)
+    compiled(X)
+    assert calls() == 1
+    inside = torch.compile(lambda x: 1 * model(x), backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="leave fullgraph=True out"):
+        inside(X)
+
+
+# --- other callers ------------------------------------------------------------------
+
+
+def test_forward_runs_the_plan() -> None:
+    model, plan = fitted()
+    assert_held(model, model.forward, plan)
+
+
+def test_functional_call_runs_a_plan() -> None:
+    model, plan = fitted()
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, dict(model.named_parameters()), (x,))
+
+    assert_held(model, call, plan)
+
+
+def test_wrappers_that_replace_forward_and_call_the_old_one_run_the_plan() -> None:
+    model, plan = fitted()
+    old = model.forward
+    model.forward = lambda x: 1 * old(x)
+    assert_held(model, model, plan)
+
+
+def test_a_forward_that_does_not_call_the_old_one_is_told_once() -> None:
+    model, _ = fitted()
+    model.forward = lambda x: x * next(model.parameters()).sum()
+    with pytest.warns(PlanWarning, match=r"replaced after remat\.fit.*fit once more"):
+        model(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(X)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+@pytest.mark.parametrize("has_hooks", [False, True])
+def test_hooks_of_the_model_itself_run_once(has_hooks: bool) -> None:
+    model, plan = fitted()
+    seen: list[str] = []
+    if has_hooks:
+        model.register_forward_pre_hook(lambda *_: seen.append("before"))
+    model.register_full_backward_hook(lambda *_: seen.append("backward"))
+    assert_held(model, model, plan)
+    assert seen.count("backward") == 3
+    assert seen.count("before") == (3 if has_hooks else 0)
+
+
+def test_hooks_that_compute_are_in_the_plan() -> None:
+    def hook(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.exp().tanh().exp()
+
+    plain, model = made(), made()
+    plain.register_forward_hook(hook)
+    model.register_forward_hook(hook)
+    plan = remat.fit(model, X, budget="60%", loss=square)
+    assert all(map(torch.equal, step(plain, plain), step(model, model)))
+    measured = remat.measure(
+        lambda: step(model, model), warmup=1, repeats=0, resident=[model, X]
+    )
+    assert measured.peak_bytes <= (plan.budget_bytes or 0)
+
+
+def test_copies_and_files_have_the_plain_forward() -> None:
+    model, _ = fitted()
+    expected = made().eval()(X)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert fitted_on(other) is None
+        parameter = next(other.parameters())
+        assert parameter is not next(model.parameters())
+        assert torch.equal(other.eval()(X), expected)
+        with torch.no_grad():
+            parameter.zero_()
+        assert not torch.equal(other(X), expected)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    assert torch.equal(average.eval()(X), expected)
+
+
+def test_release_puts_everything_back() -> None:
+    model = made()
+    before = dict(vars(model))
+    remat.fit(model, X, budget="60%", loss=square)
+    fit(model)
+    remat.release(model)
+    assert {**before, "_compiled_call_impl": None} == vars(model)
+
+
+@pytest.mark.parametrize(
+    ("record", "name"),
+    [
+        (lambda m: torch.jit.trace(m, (X,), check_trace=False), r"torch\.jit\.trace"),
+        (lambda m: torch.export.export(m, (X,), strict=False), r"torch\.export"),
+        (lambda m: torch.fx.experimental.proxy_tensor.make_fx(m)(X), "make_fx"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_what_records_the_model_is_named(
+    record: Callable[[nn.Module], Any], name: str
+) -> None:
+    model, plan = fitted()
+    model.eval()
+    with pytest.warns(PlanWarning, match=rf"recorded by .*{name}.*remat\.release"):
+        record(model)
+    model.train()
+    assert_held(model, model, plan)
+
+
+def test_transforms_are_refused_by_name() -> None:
+    model, _ = fitted()
+    model.eval()
+    calls = {
+        "vmap": lambda: torch.vmap(model)(X),
+        "grad": lambda: torch.func.grad(lambda x: model(x).sum())(X),
+    }
+    for name, call in calls.items():
+        with pytest.raises(CaptureError, match=rf"inside torch\.func\.{name}"):
+            call()
+    with torch.no_grad():
+        assert torch.equal(torch.vmap(model)(X), model(X))
+
+
+# --- wrappers for several devices and processes --------------------------------------
+
+
+def test_data_parallel_holds_on_one_device_and_says_that_replicas_do_not() -> None:
+    model, plan = fitted()
+    assert_held(model, DataParallel(model), plan)
+    with pytest.warns(PlanWarning, match=r"replicated by DataParallel"):
+        replica = model._replicate_for_data_parallel()
+    assert fitted_on(replica) is None
+    assert replica._compiled_call_impl is None
+
+
+@pytest.fixture
+def _process_group(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_gradient_buckets_are_named_with_their_bytes() -> None:
+    model, plan = fitted()
+    wrapped = DistributedDataParallel(model)
+    bucket_bytes = sum(p.nbytes for p in model.parameters())
+    with pytest.warns(PlanWarning, match=rf"gradient buckets.*{bucket_bytes} bytes"):
+        step(model, wrapped)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model, wrapped)
+    peak = remat.measure(
+        lambda: step(model, wrapped), warmup=1, repeats=0, resident=[model, X]
+    ).peak_bytes
+    assert peak <= (plan.budget_bytes or 0) + bucket_bytes
+
+
+# --- steps of a new kind -------------------------------------------------------------
+
+
+def announced(caplog: pytest.LogCaptureFixture) -> list[str]:
+    records = [record for record in caplog.records if record.name == "remat"]
+    assert all(record.levelno == logging.WARNING for record in records)
+    return [record.getMessage() for record in records]
+
+
+def test_a_new_kind_of_step_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = fitted()
+    step(model, model)
+    assert not announced(caplog)
+    for _ in range(2):
+        step(model, lambda x: model(x[:100]))
+    with torch.autocast("cpu"):
+        step(model, model)
+    square(model(X)).backward()
+    model.eval()
+    step(model, model)
+    lines = announced(caplog)
+    assert len(lines) == 4
+    shape, autocast, accumulating, mode = lines
+    assert "float32 [100, 64]" in shape
+    assert "autocast to torch.bfloat16" in autocast
+    assert "of gradients" in accumulating
+    assert "evaluation mode" in mode
+    assert all(" s: " in line and "peak" in line for line in lines)
+
+
+def test_accumulation_is_planned_with_the_first_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = made()
+    remat.fit(model, X, budget="70%", loss=square, accumulate=True)
+    step(model, model)
+    square(model(X)).backward()
+    assert not announced(caplog)
+    with pytest.raises(TypeError, match="accumulate is 2; it must be True or False"):
+        remat.fit(model, X, budget="70%", accumulate=2)
+
+
+def test_one_batch_twice_is_the_same_kind_as_two_equal_ones(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return nn.functional.mse_loss(self.net(x), y)
+
+    model = Both()
+    remat.fit(model, (X, X), budget="70%")
+    model(X, X.clone()).backward()
+    model.zero_grad()
+    model(X, X).backward()
+    assert not announced(caplog)
+
+
+# --- calls without gradients ---------------------------------------------------------
+
+
+def test_without_gradients_the_models_own_forward_runs() -> None:
+    model, _ = fitted()
+    plain = made()
+    calls = count_planned_calls(model)
+    for each in (model, plain):
+        each.eval()
+    for length in range(1, 40):
+        with torch.no_grad():
+            assert torch.equal(model(X[:length]), plain(X[:length]))
+    with torch.inference_mode():
+        assert torch.equal(model(X), plain(X))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert torch.equal(model(X), plain(X))
+    assert calls() == 0
+    x = X.clone().requires_grad_()
+    model(x).sum().backward()
+    assert calls() == 1
+    assert x.grad is not None
