@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import remat
 from remat.capture.example_batch import example_batch
-from remat.errors import BudgetError, CaptureError, UnitError
+from remat.errors import BudgetError, CaptureError, PlanWarning, UnitError
 from remat.step_planning import CompilerPlanner
 from tests.modules import make_case
 
@@ -165,3 +165,33 @@ def test_a_batch_that_another_compile_marked_is_refused_with_advice() -> None:
     with pytest.raises(CaptureError, match=r"copy \(x\.clone\(\)\)"):
         remat.fit(fresh, x, budget="1 GiB", costs="estimated")
     remat.fit(fresh, x.clone(), budget="1 GiB", costs="estimated")
+
+
+def test_several_graphs_are_told_of_once() -> None:
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.parts[:1]:
+                x = part(x).tanh()
+            torch._dynamo.graph_break()
+            x = self.parts[1](x).tanh()
+            torch._dynamo.graph_break()
+            return self.parts[2](x).tanh()
+
+    backend = remat.backend(budget="100%", costs="estimated")
+    compiled = torch.compile(Split(), backend=backend, dynamic=False)
+    x = torch.randn(64, 16)
+    with pytest.warns(PlanWarning, match="second graph.*whole budget") as warned:
+        compiled(x).sum().backward()
+    assert len(warned) == 1
+
+
+def test_several_shapes_of_one_graph_are_nothing_to_tell() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+    backend = remat.backend(budget="100%", costs="estimated")
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    for size in (8, 9, 10):
+        compiled(torch.randn(size, 16)).sum().backward()

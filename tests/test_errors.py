@@ -10,7 +10,9 @@ from remat.errors import BudgetError, RematError
 ALL = [
     value
     for value in vars(errors).values()
-    if isinstance(value, type) and issubclass(value, Exception)
+    if isinstance(value, type)
+    and issubclass(value, Exception)
+    and not issubclass(value, Warning)
 ]
 
 

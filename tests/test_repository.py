@@ -219,7 +219,8 @@ class TestDocuments:
         public = {
             name
             for name, value in vars(errors).items()
-            if isinstance(value, type) and issubclass(value, errors.RematError)
+            if isinstance(value, type)
+            and issubclass(value, errors.RematError | UserWarning)
         }
         assert explained == public - {"RematError"}
 

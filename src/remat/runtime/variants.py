@@ -5,6 +5,7 @@ passes exist that did not before. So what this backend returns looks for itself,
 compiles the traced step once more for each amount of gradients that it finds.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,8 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 from torch._dynamo.utils import preserve_rng_state
+from torch._guards import CompileContext
 
 from remat.capture.joint_program import InputSpec, JointProgram
+from remat.errors import PlanWarning
 from remat.runtime.backend import PlannedBackend, sources_of
 from remat.schedule import Schedule
 
@@ -77,6 +80,7 @@ class VariantBackend(PlannedBackend):
         super().__init__(planner.choose_schedule, name, planner.choose_kernels)
         self.planner = planner
         self.keeps_failure = False
+        self._training_frames: set[int | None] = set()
 
     def __call__(
         self, module: fx.GraphModule, example_inputs: Sequence[Any]
@@ -101,8 +105,25 @@ class VariantBackend(PlannedBackend):
         def run(*inputs: Any) -> Any:
             return variant(inputs)(*inputs)
 
+        known_count = self.training_step_count
         variant(example_inputs)
+        if self.training_step_count > known_count and not self.keeps_failure:
+            self._tell_of_several_graphs()
         return torch.compiler.disable(run)
+
+    def _tell_of_several_graphs(self) -> None:
+        """Warn, once, when a second part of the caller's code is planned by itself."""
+        compile_id = CompileContext.current_compile_id()
+        self._training_frames.add(None if compile_id is None else compile_id.frame_id)
+        if len(self._training_frames) == 2:
+            msg = (
+                f"remat.backend plans a second graph of {self.name}: the compiler splits "
+                "what it compiles, or several modules share the backend. Each graph is "
+                "planned for the whole budget, so that together they can exceed it. Use "
+                "fullgraph=True to see where a model is split, or remat.fit, which "
+                "refuses it"
+            )
+            warnings.warn(msg, PlanWarning, stacklevel=2)
 
     def compile(
         self,
