@@ -128,6 +128,15 @@ class VerifyReport:
             "plan": self.plan.summary(),
         }
 
+    def __repr__(self) -> str:
+        exact = "exact" if self.is_exact else "not exact"
+        kept = "kept" if self.is_within_budget else "exceeded"
+        return (
+            f"<VerifyReport of {self.plan.graph.name}: {exact}, budget "
+            f"{format_bytes(self.budget_bytes)} {kept}, {self.slowdown:.2f} x the plain "
+            "step's time; print(report) says more>"
+        )
+
     def __str__(self) -> str:
         return "\n".join(
             [
