@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import pytest
 from hypothesis import given
@@ -137,7 +137,7 @@ class TestNotebook:
         self, plan: Plan, plan_of_two: Plan
     ) -> None:
         for each, count in ((plan, 1), (plan_of_two, 2)):
-            root = ElementTree.fromstring(each._repr_html_())
+            root = ET.fromstring(each._repr_html_())
             pictures = root.findall(f".//{SVG}svg")
             assert len(pictures) == count
             labels = [picture.get("aria-label") or "" for picture in pictures]
@@ -146,7 +146,7 @@ class TestNotebook:
 
     def test_names_are_escaped(self, plan: Plan) -> None:
         name = "<script>alert('a & b')</script>"
-        root = ElementTree.fromstring(named(plan, name)._repr_html_())
+        root = ET.fromstring(named(plan, name)._repr_html_())
         assert root.find(".//script") is None
         assert name in "".join(root.itertext())
 
@@ -180,7 +180,7 @@ class TestPicture:
         points = tuple(sorted(drawn))
         timeline = Timeline(points=points, end_ns=points[-1][0], boundary_ns=0)
         text = memory_picture("", {"planned": timeline}, budget_bytes=budget_bytes)
-        path = ElementTree.fromstring(text).findall(f".//{SVG}path[@stroke='#0072b2']")
+        path = ET.fromstring(text).findall(f".//{SVG}path[@stroke='#0072b2']")
         (line,) = [p for p in path if p.get("fill") == "none"]
         steps = (line.get("d") or "").split("H")
         heights = [float(step.split("V")[1]) for step in steps[1:]]
