@@ -232,7 +232,7 @@ def test_progress_is_in_words_that_a_user_knows(name: str):
         )
     except SolverUnsuitableError:
         return
-    # What is being done, or figures; never the name of a class or of an algorithm's part.
+    # What is being done, or figures; never the name of a class.
     for what in seen:
         assert what.startswith(_FIGURES) or what.split()[0].endswith("ing"), what
 

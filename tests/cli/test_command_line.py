@@ -1,5 +1,6 @@
 """The remat command: help, exit codes, what is printed where, what is written."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -221,7 +222,9 @@ class TestPlanOfGraph:
     def test_a_solver_that_finds_none_is_exit_code_3(self, files: Path, capsys) -> None:
         words = ["plan", "--graph", str(files / "graph.json"), "--budget", "99%"]
         assert main([*words, "--solver", "store-all"]) == 3
-        assert "use solver='auto'" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert "there may be one (exit code 3): try --solver auto" in error
+        assert len(error.splitlines()) == 1
 
 
 class TestCurve:
@@ -252,7 +255,7 @@ class TestWrongUsage:
             (["show", "plan.json", "--timeline", "x.doc"], "end it with .png"),
             (["show", "plan.json", "--graph", "graph.json"], "goes with a schedule"),
             (["show", "schedule.json", "--timeline", "x.png"], "add --graph FILE"),
-            (["show", "plan.json", "--timeline", "no/x.png"], "cannot write"),
+            (["show", "plan.json", "--timeline", "no/x.png"], "there is no folder"),
             (["plan", "--budget", "1MB"], "give either FACTORY or --graph FILE; none"),
             (["plan", SCRIPT, "--graph", "graph.json", "--budget", "1"], "both are"),
             (["plan", "--graph", "graph.json", "--budget", "0"], "must be positive"),
@@ -320,6 +323,72 @@ class TestWrongUsage:
         with pytest.raises(UnitError) as refused:
             remat.plan(model, x, budget="1 MB", time_limit=float(limit))
         assert str(refused.value) in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("command", "option"),
+        [
+            (command, option)
+            for command in COMMANDS
+            for option in (*command.writes, *command.draws)
+        ],
+        ids=lambda value: value if isinstance(value, str) else value.name,
+    )
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("no/x.png", "there is no folder "),
+            ("folder.png", "it is a folder"),
+            ("plan.json/x.png", "there is no folder "),
+            ("/proc/x.png", "cannot write '/proc/x.png'"),
+            ("x" * 300 + ".png", "File name too long"),
+            ("", "is empty"),
+            ("zero\0.png", "null"),
+        ],
+        ids=["missing", "folder", "file", "closed", "long", "empty", "zero"],
+    )
+    def test_files_are_checked_before_the_work(
+        self, files: Path, command, option: str, name: str, message: str,
+        capsys, monkeypatch,
+    ) -> None:  # fmt: skip
+        def work(*args: object, **kwargs: object) -> None:
+            raise AssertionError("the work began before the files were checked")
+
+        (files / "folder.png").mkdir()
+        monkeypatch.chdir(files)
+        before = sorted(files.iterdir())
+        monkeypatch.setattr(type(command), "run", work, raising=False)
+        words = {
+            "show": ["plan.json"],
+            "profile-platform": [],
+        }.get(command.name, [SCRIPT])
+        if command.name in {"plan", "fit"}:
+            words = [*words, "--budget", "1MB"]
+        assert main([command.name, *words, option, name]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"remat: error: {option}")
+        assert message in error
+        assert len(error.splitlines()) == 1
+        assert sorted(files.iterdir()) == before
+
+    def test_every_option_that_names_a_file_to_write_is_checked(self) -> None:
+        for command in COMMANDS:
+            parser = argparse.ArgumentParser()
+            command.add_arguments(parser)
+            written = {
+                action.option_strings[0]
+                for action in parser._actions
+                if action.metavar == "FILE"
+                and (action.help or "").startswith(("write ", "draw "))
+            }
+            assert written == {*command.writes, *command.draws}
+            assert written or command.name == "verify"
+
+    def test_two_results_cannot_share_a_file(self, files: Path, capsys) -> None:
+        words = ["plan", "--graph", str(files / "graph.json"), "--budget", "80%"]
+        name = str(files / "new.json")
+        assert main([*words, "--output", name, "--save-graph", name]) == 2
+        assert "--output and --save-graph name the same" in capsys.readouterr().err
+        assert not Path(name).exists()
 
     def test_a_damaged_file(self, files: Path, capsys) -> None:
         whole = (files / "plan.json").read_text()

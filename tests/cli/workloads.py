@@ -1,5 +1,6 @@
 """Training steps for the command line's tests; loaded as a script, like a user's."""
 
+import functools
 import sys
 from types import SimpleNamespace
 
@@ -78,6 +79,22 @@ def no_model():
 
 def raising():
     return 1 // 0
+
+
+def raising_in_torch():
+    return nn.Linear(3, 4)(torch.randn(2, 5))
+
+
+def needs_arguments(batch, width=3, *rest, depth, **more):
+    return make_model(), batch
+
+
+class NeedsArguments(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+
+
+needs_arguments_bound = functools.partial(needs_arguments, depth=3)
 
 
 def leaving():

@@ -265,7 +265,7 @@ class _Work:
                 count=how.budget_count,
                 bisection_count=how.bisection_count,
             ),
-            f"chain of {len(chain.ends)} stages",
+            f"planning a chain of {len(chain.ends)} stages",
             how.improved_count,
             _progress_part(self.on_progress, shares),
         )
