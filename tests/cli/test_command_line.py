@@ -409,6 +409,49 @@ class TestFailures:
         assert capsys.readouterr().err == "remat: interrupted\n"
         assert not output.exists()
 
+    def test_a_real_ctrl_c_ends_the_process_with_one_line(self, tmp_path: Path) -> None:
+        script, output = tmp_path / "script.py", tmp_path / "plan.json"
+        script.write_text(
+            "import os, signal\n"
+            "def remat_workload():\n"
+            "    os.kill(os.getpid(), signal.SIGINT)\n"
+            "    while True: pass\n"
+        )
+        # A shell may have started the tests with the signal ignored.
+        code = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from remat.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+        words = ["plan", str(script), "--budget", "1MB", "--output", str(output)]
+        done = run_python(code, *words)
+        assert done.returncode == 130
+        assert done.stderr == "remat: interrupted\n"
+        assert list(tmp_path.iterdir()) == [script]
+
+    def test_ctrl_c_while_it_loads_is_one_line_too(self) -> None:
+        code = """
+import sys
+from remat.cli import main
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "remat.cli.entry":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupting())
+sys.exit(main(["--version"]))
+"""
+        done = run_python(code)
+        assert done.returncode == 130
+        assert done.stderr == "remat: interrupted\n"
+
+    def test_ctrl_c_while_backward_is_traced_is_one_line_too(self, capsys) -> None:
+        words = ["plan", f"{SCRIPT}:interrupted_in_backward", "--budget", "1MB"]
+        assert main(words) == 130
+        assert capsys.readouterr().err == "remat: interrupted\n"
+
     def test_a_refuted_schedule_is_a_broken_promise(
         self, files: Path, capsys, monkeypatch
     ) -> None:

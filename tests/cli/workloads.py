@@ -105,6 +105,28 @@ def interrupted():
     raise KeyboardInterrupt
 
 
+@torch.library.custom_op("remat_tests::interrupted", mutates_args=())
+def interrupted_op(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+def stop(context, gradient):
+    raise KeyboardInterrupt
+
+
+interrupted_op.register_fake(torch.empty_like)
+interrupted_op.register_autograd(stop)
+
+
+class InterruptedInBackward(Block):
+    def forward(self, x):
+        return interrupted_op(super().forward(x))
+
+
+def interrupted_in_backward():
+    return InterruptedInBackward(8), torch.randn(4, 8)
+
+
 def frozen():
     return make_model().requires_grad_(False), torch.randn(64, 8)
 

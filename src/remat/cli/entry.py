@@ -60,15 +60,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the ``remat`` command and return its exit code.
-
-    Parameters
-    ----------
-    argv
-        The words after ``remat``; by default those of this process. Words after
-        ``--`` are for the user's own script.
-    """
+def run(argv: Sequence[str] | None = None) -> int:
+    """Do what :func:`remat.cli.main` says; an interrupt is its caller's."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         make_parser().print_help(sys.stderr)
@@ -87,9 +80,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_files(options.command_of, options)
         code = options.command_of.run(options)
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        print("remat: interrupted", file=sys.stderr)
-        return ExitCode.INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has left; a flush at exit must not complain again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
