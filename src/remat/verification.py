@@ -270,6 +270,7 @@ def verify(
     outputs, gradients, buffers and random state after one and after two backward
     passes (gradient accumulation, where it fits the budget), from the same start.
     """
+    kwargs = keywords(kwargs)
     report = ignore_progress if progress is None else progress
     request = PlanRequest(
         budget=budget,
@@ -287,7 +288,7 @@ def verify(
     check_repeats(repeats)
     check_model(model)
     model = plain_model(model)
-    example = positional(args), keywords(kwargs)
+    example = positional(args), kwargs
     check_batch(model, *example)
     step = TrainingStep(model, *example, loss, optimizer)
     reference = PlanRequest(
