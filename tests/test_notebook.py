@@ -18,6 +18,7 @@ from remat.notebook import memory_picture
 from remat.planning import solve
 from remat.platform import Device, Link, MeasuredCosts, Platform
 from remat.problem import Problem
+from remat.profile.memory import Measurement
 from remat.solvers import StoreAll
 from remat.timelines import Timeline, replayed_timeline
 from remat.training_plan import Plan
@@ -84,6 +85,22 @@ class TestShortTexts:
             assert "\n" not in repr(each)
             assert len(repr(each)) < 1000
             assert type(each).__name__ in repr(each)
+
+    def test_a_measurement_does_not_print_its_timeline(self) -> None:
+        points = tuple((time_ns, 1) for time_ns in range(10_000))
+        measured = Measurement(
+            device="cpu",
+            peak_bytes=1,
+            baseline_bytes=0,
+            final_bytes=0,
+            allocated_peak_bytes=None,
+            reserved_peak_bytes=None,
+            time_ns=None,
+            times_ns=(),
+            timeline=points,
+        )
+        assert len(repr(measured)) < 300
+        assert "peak_bytes=1" in repr(measured)
 
     def test_what_is_counted_is_true(self, plan: Plan) -> None:
         graph, schedule = plan.graph, plan.schedule
