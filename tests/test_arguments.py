@@ -39,8 +39,9 @@ def test_an_optimizer_by_position_is_told_its_name(call: Call) -> None:
 
 
 def test_keys_of_kwargs_are_names() -> None:
+    kwargs: Any = {0: X}
     with pytest.raises(TypeError, match="kwargs has the key 0; keys are names"):
-        remat.plan(make_model(), (), {0: X}, budget="100%")
+        remat.plan(make_model(), (), kwargs, budget="100%")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,8 @@ def test_a_loss_returns_a_scalar_that_takes_a_gradient(
     ids=["model", "optimizer", "loss", "plan"],
 )
 def test_a_wrong_type_is_named_in_one_line(name: str, value: Any) -> None:
-    given = {"model": make_model(), "args": X, "budget": "100%", name: value}
+    given: dict[str, Any] = {"model": make_model(), "args": X, "budget": "100%"}
+    given[name] = value
     if name == "plan":
         del given["budget"]
     with pytest.raises(TypeError) as refused:

@@ -222,9 +222,9 @@ def _blamed_on_user(what: str) -> Generator[None]:
         )
         raise UsageError(msg) from stop
     except Exception as error:
-        is_syntax = isinstance(error, SyntaxError) and error.filename is not None
-        text = error.msg if is_syntax else str(error)
-        place = f"{error.filename}:{error.lineno}" if is_syntax else _users_line(error)
+        text, place = str(error), _users_line(error)
+        if isinstance(error, SyntaxError) and error.filename is not None:
+            text, place = error.msg, f"{error.filename}:{error.lineno}"
         msg = f"{what} {type(error).__name__}: {text}{place and f' at {place}'}"
         raise UsageError(msg) from error
 
