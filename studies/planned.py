@@ -16,7 +16,6 @@ import torch
 from remat.errors import BudgetError
 from remat.fitted_model import FittedModel
 from remat.plan_request import PlanRequest
-from remat.solvers import SOLVERS
 from remat.training_plan import Plan
 from remat.verification import Outcome, TrainingStep, compare
 from studies.models import MODELS, Options, Workload
@@ -26,7 +25,6 @@ FRACTIONS = (0.9, 0.75, 0.6, 0.5, 0.4)
 ACCUMULATING_FRACTION = 0.75
 """Where two backward passes are compared; elsewhere one."""
 
-_SOLVERS = {solver.__name__ for solver in SOLVERS.values()}
 _NO_LIMIT = 2**62
 
 
@@ -41,11 +39,11 @@ class PhaseClock:
 
     def __call__(self, activity: str, share: float) -> None:  # noqa: ARG002
         """Take one report: a :data:`remat.solvers.base.ProgressCallback`."""
-        if activity == "surroundings":
+        if activity.startswith("counting parameters"):
             self.enter("capture")
         elif activity == "done":
             self.enter("install")
-        elif activity in _SOLVERS or activity == "looking for the smallest budget":
+        elif activity.startswith(("trying ", "looking for the smallest budget")):
             self.enter("solve")
         else:
             self.enter("profile")

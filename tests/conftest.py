@@ -1,9 +1,12 @@
 """What every test shares: how hypothesis runs, and what is skipped without CUDA."""
 
 from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.vendor import pretty
 
 # A busy machine makes any example slow, and is no fault of the code under test.
 settings.register_profile(
@@ -12,6 +15,16 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 settings.load_profile("remat")
+
+
+def _print_fields(value: Any, printer: Any, _cycle: bool) -> None:
+    shown = (f"{f.name}={getattr(value, f.name)!r}" for f in fields(value))
+    printer.text(f"{type(value).__name__}({', '.join(shown)})")
+
+
+# Their own text is a summary; an example that fails a test is to be copied out of it.
+pretty.for_type_by_name("remat.graph", "TrainingGraph", _print_fields)
+pretty.for_type_by_name("remat.schedule", "Schedule", _print_fields)
 
 
 def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:

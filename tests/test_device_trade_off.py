@@ -76,9 +76,9 @@ def test_progress_names_every_budget() -> None:
         solver="store-all",
         progress=lambda what, share: seen.append((what, share)),
     )
-    assert seen[0] == ("smallest budget", 0.0)
+    assert seen[0] == ("looking for the smallest budget", 0.0)
     assert seen[-1] == ("done", 1.0)
-    assert [what.split()[0] for what, _ in seen[1:-1]] == ["budget", "budget"]
+    assert [what.split()[0] for what, _ in seen[1:-1]] == ["planning", "planning"]
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -643,3 +643,21 @@ else:
         results.append(done.stdout)
     assert int(results[1].split()[0]) > 0
     assert results[1] == results[2]
+
+
+def test_progress_is_in_words_that_a_user_knows() -> None:
+    seen: list[str] = []
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    remat.plan(
+        model,
+        torch.randn(4, 8),
+        budget="100%",
+        progress=lambda activity, _: seen.append(activity),
+    )
+    assert seen[0] == "counting parameters, batch, optimizer and loss"
+    assert seen[-1] == "done"
+    assert "trying store-all" in seen
+    for activity in seen:
+        assert activity in {"operators measured", "done"} or activity.split()[
+            0
+        ].endswith("ing")

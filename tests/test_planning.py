@@ -209,6 +209,32 @@ def test_progress_ends_at_one():
     shares = [share for _, share in seen]
     assert shares == sorted(shares)
     assert shares[-1] == 1
+    assert [what for what, _ in seen] == [
+        "trying chen-sqrt",
+        "trying greedy-eviction",
+        "done",
+    ]
+
+
+_FIGURES = ("best so far ", "none below ", "no schedule yet")
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_progress_is_in_words_that_a_user_knows(name: str):
+    seen: list[str] = []
+    peak_bytes = store_all_peak_bytes(mlp_chain().graph)
+    try:
+        solve(
+            problem(peak_bytes * 9 // 10),
+            SOLVERS[name](),
+            limits=Limits.after(20),
+            on_progress=lambda what, _: seen.append(what),
+        )
+    except SolverUnsuitableError:
+        return
+    # What is being done, or figures; never the name of a class.
+    for what in seen:
+        assert what.startswith(_FIGURES) or what.split()[0].endswith("ing"), what
 
 
 SEVERAL_DEVICES = {"store-all", "device-search", "xengine", "xengine-published"}

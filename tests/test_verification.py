@@ -73,6 +73,9 @@ def test_a_deviation_from_eager_is_reported() -> None:
     assert report.is_exact
     assert report.against_eager
     assert "differ" in str(report)
+    shown = repr(report)
+    assert shown.startswith("<VerifyReport of Deviating: exact, budget ")
+    assert len(shown) < 200
     assert report.summary()["against_eager"]
 
 

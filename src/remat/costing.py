@@ -192,7 +192,7 @@ def with_device_costs(
         column = at_home
         is_same = place is None or place == home_place
         if place is not None and not is_same and (is_here(place) or not kind.has_rates):
-            on_progress(f"operators on {name}", 0.0)
+            on_progress(f"measuring operators on {name}", 0.0)
             column = _column_elsewhere(
                 program,
                 graph,
@@ -290,7 +290,9 @@ def _column_elsewhere(
     granule = ALLOCATION_GRANULES_BYTES.get(device.type, 1)
     for count, position in enumerate(missing):
         index, call = indices[position], calls[position]
-        on_progress(graph.ops[index].name, count / len(missing))
+        on_progress(
+            f"measuring {graph.ops[index].name} on {place}", count / len(missing)
+        )
         moved = _moved(call, program.device, device)
         try:
             (cost,) = (

@@ -89,7 +89,7 @@ def trade_off_on_devices(  # noqa: PLR0913 - every option that a user has
         if isinstance(budgets, int)
         else {parse_budget(budget, whole_bytes=whole_bytes) for budget in budgets}
     )
-    progress("smallest budget", 0.0)
+    progress("looking for the smallest budget", 0.0)
     smallest = _smallest(graph, platform, fingerprint, settings)
     least_bytes = smallest.peak_bytes
     if isinstance(budgets, int):
@@ -98,7 +98,7 @@ def trade_off_on_devices(  # noqa: PLR0913 - every option that a user has
     staying = {device.name: device.budget_bytes for device in platform.devices}
     found: list[Plan] = [smallest]
     for position, size in enumerate(ordered):
-        progress(f"budget {format_bytes(size)}", position / len(ordered))
+        progress(f"planning for {format_bytes(size)}", position / len(ordered))
         if size < graph.resident_bytes(0):
             continue
         try:

@@ -88,10 +88,45 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
         raise FileFormatError(msg)
 
 
+def check_can_write(path: str | os.PathLike[str]) -> None:
+    """Refuse a file that could not be written, before the work whose result it holds.
+
+    A file is made beside ``path``, and removed; ``path`` itself is not touched.
+
+    Raises
+    ------
+    FileFormatError
+        If the folder is missing or may not be written, or ``path`` is no file.
+    """
+    label, target = os.fspath(path), Path(path)
+    try:
+        target = target.resolve()
+        if not target.parent.is_dir():
+            reason = f"there is no folder {str(target.parent)!r}"
+        elif target.is_dir():
+            reason = "it is a folder"
+        elif target.exists() and not target.is_file():
+            reason = "it exists and is not a regular file"
+        else:
+            beside = _beside(target)
+            beside.touch(exist_ok=False)
+            beside.unlink()
+            return
+    except _PATH_ERRORS as error:
+        reason = _reason(error)
+    msg = f"cannot write {label!r}: {reason}"
+    raise FileFormatError(msg)
+
+
+def _beside(target: Path) -> Path:
+    """Return a new name in the same folder."""
+    return target.with_name(f".{target.name[:80]}.{secrets.token_hex(6)}.tmp")
+
+
 def _replace(target: Path, content: bytes) -> None:
     # Created by hand: tempfile would make the file readable by its owner alone, and
     # the move would carry that over to the document.
-    temporary = target.with_name(f".{target.name[:80]}.{secrets.token_hex(6)}.tmp")
+    temporary = _beside(target)
     try:
         with temporary.open("xb") as file:
             file.write(content)

@@ -144,6 +144,7 @@ def fit(
     -----
     Whatever is raised, the model is as it was before the call.
     """
+    kwargs = keywords(kwargs)
     request = PlanRequest(
         budget=budget,
         optimizer=optimizer,
@@ -163,9 +164,7 @@ def fit(
     model = plain_model(model)
     with unchanged(model, optimizer):
         fitted = FittedModel(model, request)
-        result = fitted.plan_now(
-            positional(args), keywords(kwargs), accumulate=accumulate
-        )
+        result = fitted.plan_now(positional(args), kwargs, accumulate=accumulate)
     fitted.install()
     return result
 
@@ -191,6 +190,7 @@ def plan(
 
     Parameters and exceptions are those of :func:`fit`.
     """
+    kwargs = keywords(kwargs)
     request = PlanRequest(
         budget=budget,
         optimizer=optimizer,
@@ -208,7 +208,7 @@ def plan(
     model = plain_model(model)
     with unchanged(model, optimizer):
         fitted = FittedModel(model, request, is_only_planned=True)
-        return fitted.plan_now(positional(args), keywords(kwargs))
+        return fitted.plan_now(positional(args), kwargs)
 
 
 def release(model: nn.Module) -> nn.Module:
@@ -312,9 +312,18 @@ def keywords(kwargs: Any) -> dict[str, Any]:
     if kwargs is None:
         return {}
     if not isinstance(kwargs, Mapping):
+        hint = "several positional ones are a tuple: args=(x, y)"
+        if isinstance(kwargs, str | int):
+            hint = f"a budget is given by its name: budget={kwargs!r}"
+        elif isinstance(kwargs, torch.optim.Optimizer):
+            hint = "an optimizer is given by its name: optimizer=optimizer"
         msg = (
-            f"kwargs is a {type(kwargs).__name__}; it must be a mapping of keyword "
-            "arguments (several positional ones are a tuple: args=(x, y))"
+            f"kwargs is a {type(kwargs).__name__}; it must be a mapping of the model's "
+            f"keyword arguments ({hint})"
         )
+        raise TypeError(msg)
+    unnamed = [key for key in kwargs if not isinstance(key, str)]
+    if unnamed:
+        msg = f"kwargs has the key {unnamed[0]!r}; keys are names of arguments"
         raise TypeError(msg)
     return dict(kwargs)

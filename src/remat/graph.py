@@ -195,6 +195,12 @@ class TrainingGraph:
         self._check_held()
         self._check_totals()
 
+    def __repr__(self) -> str:
+        return (
+            f"<TrainingGraph {self.name!r}: {len(self.ops)} ops, "
+            f"{len(self.storages)} storages, for {', '.join(self.device_kinds)}>"
+        )
+
     def _fail(self, message: str) -> None:
         msg = f"graph {self.name!r}: {message}"
         raise InvalidGraphError(msg)

@@ -355,7 +355,7 @@ def trade_off(  # noqa: PLR0913 - every option that a user has
         if isinstance(budgets, int)
         else {parse_budget(budget, whole_bytes=whole_bytes) for budget in budgets}
     )
-    progress("smallest budget", 0.0)
+    progress("looking for the smallest budget", 0.0)
     floor = smallest_budget(graph, kind=graph.device_kinds[0])
     floor_bytes = floor.budget_bytes
     if isinstance(budgets, int):
@@ -377,7 +377,7 @@ def trade_off(  # noqa: PLR0913 - every option that a user has
     )
     found: dict[int, Plan] = {}
     for position, size in enumerate(ordered):
-        progress(f"budget {format_bytes(size)}", position / len(ordered))
+        progress(f"planning for {format_bytes(size)}", position / len(ordered))
         result = _solve(graph, size, solvers, Limits.after(time_limit, seed))
         if result.schedule is not None:
             found[size] = replace(

@@ -1,5 +1,6 @@
 """What a plan shall be made for, checked before anything slow is done."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -58,9 +59,10 @@ class PlanRequest:
         else:
             self._check_budget()
         if self.optimizer is not None:
-            _check("optimizer", self.optimizer, torch.optim.Optimizer, "an optimizer")
+            _check("optimizer", self.optimizer, torch.optim.Optimizer, _OPTIMIZER)
         if self.loss is not None:
             _check("loss", self.loss, Callable, "a function of the model's outputs")
+            _check_takes_outputs(self.loss)
         _check("progress", self.progress, Callable, "a function of (activity, share)")
         _check("seed", self.seed, int, "an integer")
         check_time_limit(self.time_limit)
@@ -152,9 +154,46 @@ def check_is_plannable(
         raise ValueError(msg)
 
 
+def _check_takes_outputs(loss: Callable[..., object]) -> None:
+    """Refuse a loss that cannot be called with the model's outputs alone.
+
+    Raises
+    ------
+    TypeError
+        If it needs more arguments or takes none, or is a class of losses.
+    """
+    name = getattr(loss, "__name__", f"{type(loss).__name__}()")
+    if isinstance(loss, type):
+        msg = (
+            f"loss is the class {name}; it must be a function of the model's outputs, "
+            f"such as loss=lambda outputs: {name}()(outputs, target)"
+        )
+        raise TypeError(msg)
+    name = "loss" if name == "<lambda>" else name
+    try:
+        call = loss.forward if isinstance(loss, nn.Module) else loss
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):
+        # Some functions written in C have none; calling them shows what they need.
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        msg = (
+            f"loss is called with the model's outputs alone, as in {name}(outputs): "
+            f"{error}. Give a function of the outputs that knows the rest, such as "
+            f"loss=lambda outputs: {name}(outputs, target)"
+        )
+        raise TypeError(msg) from error
+
+
 def _check(name: str, value: object, kind: Any, needed: str) -> None:
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        msg = f"{name} is {value!r} ({type(value).__name__}); it must be {needed}"
+        text, kind_name = repr(value), type(value).__name__
+        # A batch or a model would be pages.
+        is_short = len(text) <= _LONGEST and "\n" not in text
+        found = f"{text} ({kind_name})" if is_short else f"a {kind_name}"
+        msg = f"{name} is {found}; it must be {needed}"
         raise TypeError(msg)
 
 
@@ -175,4 +214,6 @@ def platform_of(platform: Platform | str | PathLike[str] | None) -> Platform | N
     return platform
 
 
+_OPTIMIZER = "a torch.optim.Optimizer, such as torch.optim.AdamW(model.parameters())"
+_LONGEST = 100
 _PLATFORM = "a remat.platform.Platform, or the path of its file"

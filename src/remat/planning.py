@@ -9,6 +9,7 @@ from remat.bounds import cost_bound_ns
 from remat.errors import SolverFault, SolverUnsuitableError
 from remat.problem import Limits, Objective, Problem, Proposal, Result
 from remat.simulator import simulate
+from remat.solvers import solver_name
 from remat.solvers.base import ProgressCallback, Solver, ignore_progress
 from remat.units import format_bytes, format_ns
 
@@ -97,7 +98,7 @@ def solve_portfolio(
     unsuitable: SolverUnsuitableError | None = None
     for index, solver in enumerate(solvers):
         name = type(solver).__name__
-        on_progress(name, index / len(solvers))
+        on_progress(f"trying {solver_name(solver)}", index / len(solvers))
         try:
             result = solve(problem, solver, limits=limits)
         except SolverUnsuitableError as error:

@@ -234,6 +234,9 @@ class MeasuredCosts:
                 raise InvalidPlatformError(msg)
             seen.add(key)
 
+    def __repr__(self) -> str:
+        return f"<MeasuredCosts of {len(self.operators)} operators>"
+
     def on(self, device: str) -> dict[str, MeasuredCost]:
         """Return the costs on the device called ``device``, by operator."""
         return {c.operator: c for c in self.operators if c.device == device}

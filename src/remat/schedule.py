@@ -43,6 +43,13 @@ class Schedule:
 
     steps: tuple[Step, ...]
 
+    def __repr__(self) -> str:
+        runs = self.computes
+        return (
+            f"<Schedule: {len(self.steps)} steps, {len(runs)} runs of "
+            f"{len(set(runs))} ops>"
+        )
+
     @property
     def computes(self) -> tuple[int, ...]:
         """Op indices in the order in which they are computed."""

@@ -100,6 +100,12 @@ class Trace:
     recomputed_ns: int
     violation: Violation | None
 
+    def __repr__(self) -> str:
+        return (
+            f"<Trace: peak_bytes={self.peak_bytes}, serial_ns={self.serial_ns}, "
+            f"overlapped_ns={self.overlapped_ns}, violation={self.violation}>"
+        )
+
     @property
     def is_valid(self) -> bool:
         """Whether the schedule breaks no rule."""

@@ -235,7 +235,7 @@ class Planner:
     def surroundings(self, program: JointProgram) -> Surroundings:
         """Return what lives and runs around the traced step now."""
         request = self.request
-        self.request.progress("surroundings", 0.0)
+        self.request.progress("counting parameters, batch, optimizer and loss", 0.0)
         state_bytes, step_bytes = self.optimizer_memory
         loss = self.loss_memory(program)
         residents = resident_bytes(
@@ -345,7 +345,7 @@ class Planner:
         request, place = self.request, place_name(program.device)
         platform = request.platform
         if platform is None and isinstance(request.budget, Mapping):
-            request.progress("links", 0.0)
+            request.progress("measuring links between devices", 0.0)
             names = list(request.budget)
             _check_home_is_named(place, names)
             platform = measured_platform(names, cache=CostCache())

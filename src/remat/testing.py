@@ -12,6 +12,7 @@ the solver at budgets between the proved bound on the peak and the store-all pea
 
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -312,9 +313,9 @@ class SolverContract:
         AssertionError
             If it does not.
         """
-        before = repr(graph)
+        before = deepcopy(graph)
         self.ask(graph, budgets_between(graph, 3)[0])
-        _require(repr(graph) == before, "the graph was changed")
+        _require(graph == before, "the graph was changed")
 
     def deadline(self, graph: TrainingGraph) -> None:
         """Check that a deadline in the past ends the search at once.

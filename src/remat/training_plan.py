@@ -22,6 +22,7 @@ from remat.documents import (
 from remat.errors import FileFormatError, PlanMismatchError
 from remat.graph import Phase, TrainingGraph
 from remat.liveness import schedule_from_order, store_all_order
+from remat.notebook import html_page, html_section, memory_picture
 from remat.platform import Platform, single_device
 from remat.problem import Objective, Problem, Result, Status
 from remat.schedule import Compute, Schedule
@@ -34,6 +35,7 @@ from remat.serialisation import (
     schedule_to_json,
 )
 from remat.simulator import Trace, simulate
+from remat.timelines import plain_timelines, replayed_timeline
 from remat.units import format_bytes, format_ns
 
 
@@ -169,25 +171,73 @@ class Plan:
         return sum(self.schedule.recompute_counts().values())
 
     def __str__(self) -> str:
-        lines = [
-            f"plan for {self.graph.name}",
-            *(self._place_lines() if self.has_several_devices else self._peak_lines()),
-            *self._bound_lines(),
-            f"  recomputed    {self.recomputed_op_count} of {len(self.graph.ops)} ops",
+        return "\n".join(
+            [
+                self._title(),
+                *(f"  {label:<12}  {text}" for label, text in self._facts()),
+                f"  {self._peak_title()}:",
+                *(f"    {size:>12}  {name}" for size, name in self._peak_rows()),
+            ]
+        )
+
+    def __repr__(self) -> str:
+        if self.has_several_devices:
+            peaks = [f"peak of {u.name} {_within(u)}" for u in self.device_uses]
+        else:
+            plain = format_bytes(self.baseline_peak_bytes)
+            peaks = [f"peak {_within(self.device_uses[0])}, without remat {plain}"]
+        return (
+            f"<Plan for {self.graph.name}: {', '.join(peaks)}; time "
+            f"{format_ns(self.cost_ns)}, {self.recomputed_op_count} of "
+            f"{len(self.graph.ops)} ops recomputed; print(plan) says more>"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the plan as a notebook shows it: a table, and memory over the step."""
+        plain = plain_timelines(self.graph, self.platform)
+        pictures: list[str] = []
+        for index, device in enumerate(self.platform.devices):
+            before = {} if plain is None else {"without remat": plain[index]}
+            planned = replayed_timeline(self.graph, self.platform, self.schedule, index)
+            where = f" on {device.name}" if self.has_several_devices else ""
+            pictures.append(
+                memory_picture(
+                    f"predicted memory of one training step{where}",
+                    {**before, "planned": planned},
+                    budget_bytes=device.budget_bytes,
+                )
+            )
+        at_the_peak = html_section(self._peak_title(), self._peak_rows())
+        return html_page(self._title(), self._facts(), *pictures, at_the_peak)
+
+    def _title(self) -> str:
+        return f"plan for {self.graph.name}"
+
+    def _facts(self) -> list[tuple[str, str]]:
+        """Return what people want to know: labels and text, no label for more text."""
+        facts = [
+            *(self._place_facts() if self.has_several_devices else self._peak_facts()),
+            *self._bound_facts(),
+            ("recomputed", f"{self.recomputed_op_count} of {len(self.graph.ops)} ops"),
         ]
         if self.smallest_budget_bytes is not None:
-            lines.append(
-                f"  smallest      {format_bytes(self.smallest_budget_bytes)} is the "
+            smallest = (
+                f"{format_bytes(self.smallest_budget_bytes)} is the "
                 "smallest budget with a known schedule"
                 + (" on the first device alone" if self.has_several_devices else "")
             )
-        first = self.platform.names[0] if self.has_several_devices else ""
-        lines.append(f"  at the peak{first and f' of {first}'}:")
-        lines += [
-            f"    {format_bytes(size):>12}  {name}"
+            facts.append(("smallest", smallest))
+        return facts
+
+    def _peak_title(self) -> str:
+        first = self.platform.names[0]
+        return "at the peak" + (f" of {first}" if self.has_several_devices else "")
+
+    def _peak_rows(self) -> list[tuple[str, str]]:
+        return [
+            (format_bytes(size), name)
             for name, size in largest(self._contributors(), 8)
         ]
-        return "\n".join(lines)
 
     def _contributors(self) -> list[tuple[str, int]]:
         step = self.trace.peak_step()
@@ -198,54 +248,54 @@ class Plan:
         """Whether the plan is for more than one device."""
         return len(self.platform.devices) > 1
 
-    def _bound_lines(self) -> list[str]:
+    def _bound_facts(self) -> list[tuple[str, str]]:
         claim = f"{self.status} by {self.solver}"
         if self.status is Status.FEASIBLE and self.cost_ns == self.bound_ns:
             claim += ", and none takes less time"
-        bound = (
-            f"  proved bound  {format_ns(self.bound_ns)}, gap {self.gap:.1%} ({claim})"
-        )
-        if self.bound_ns <= self.floor_ns:
-            return [bound]
-        return [
-            bound,
-            (
-                f"                of the schedules that {self.solver} searches; of all, "
+        bound = f"{format_ns(self.bound_ns)}, gap {self.gap:.1%} ({claim})"
+        facts = [("proved bound", bound)]
+        if self.bound_ns > self.floor_ns:
+            more = (
+                f"of the schedules that {self.solver} searches; of all, "
                 f"{format_ns(self.floor_ns)}"
-            ),
-        ]
+            )
+            facts.append(("", more))
+        return facts
 
-    def _peak_lines(self) -> list[str]:
+    def _peak_facts(self) -> list[tuple[str, str]]:
         budget = self.budget_bytes
-        return [
-            f"  budget        {'none' if budget is None else format_bytes(budget)}",
-            (
-                f"  peak          {format_bytes(self.peak_bytes)} predicted for the whole "
-                f"step (without remat {format_bytes(self.baseline_peak_bytes)})"
-            ),
-            (
-                f"  time          {format_ns(self.cost_ns)} in operators, "
-                f"{self.overhead:+.1%} over the step without remat "
-                f"({format_ns(self.baseline_cost_ns)})"
-            ),
-        ]
-
-    def _place_lines(self) -> list[str]:
-        copies = [str(use) for use in self.link_uses] or ["nothing is copied"]
-        first = self.platform.names[0]
-        alone = (
-            f"  on {first} alone  {format_bytes(self.baseline_peak_bytes)} and "
-            f"{format_ns(self.baseline_cost_ns)} without remat"
+        peak = (
+            f"{format_bytes(self.peak_bytes)} predicted for the whole step "
+            f"(without remat {format_bytes(self.baseline_peak_bytes)})"
+        )
+        time = (
+            f"{format_ns(self.cost_ns)} in operators, {self.overhead:+.1%} over the step "
+            f"without remat ({format_ns(self.baseline_cost_ns)})"
         )
         return [
+            ("budget", "none" if budget is None else format_bytes(budget)),
+            ("peak", peak),
+            ("time", time),
+        ]
+
+    def _place_facts(self) -> list[tuple[str, str]]:
+        copies = [str(use) for use in self.link_uses] or ["nothing is copied"]
+        time = (
+            f"{format_ns(self.cost_ns)} one thing at a time, "
+            f"{format_ns(self.overlapped_ns)} with devices and links at once"
+        )
+        facts = [
             *_labelled("devices", [str(use) for use in self.device_uses]),
             *_labelled("copies", copies),
-            (
-                f"  time          {format_ns(self.cost_ns)} one thing at a time, "
-                f"{format_ns(self.overlapped_ns)} with devices and links at once"
-            ),
-            *([alone] if self.baseline.is_valid else []),
+            ("time", time),
         ]
+        if self.baseline.is_valid:
+            alone = (
+                f"{format_bytes(self.baseline_peak_bytes)} and "
+                f"{format_ns(self.baseline_cost_ns)} without remat"
+            )
+            facts.append((f"on {self.platform.names[0]} alone", alone))
+        return facts
 
     def summary(self) -> dict[str, Any]:
         """Return the plan's figures as a dictionary that JSON can hold."""
@@ -349,11 +399,14 @@ def _parse_plan(payload: object) -> Plan:
 _STATUSES = [str(status) for status in Status if status.has_schedule]
 
 
-def _labelled(label: str, lines: Sequence[str]) -> list[str]:
-    return [
-        f"  {'' if position else label:<12}  {line}"
-        for position, line in enumerate(lines)
-    ]
+def _within(use: DeviceUse) -> str:
+    budget = use.budget_bytes
+    limit = "no budget" if budget is None else f"budget {format_bytes(budget)}"
+    return f"{format_bytes(use.peak_bytes)} ({limit})"
+
+
+def _labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
+    return [("" if position else label, line) for position, line in enumerate(lines)]
 
 
 def noted_objective(objective: Objective) -> dict[str, str]:

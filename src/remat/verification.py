@@ -128,6 +128,15 @@ class VerifyReport:
             "plan": self.plan.summary(),
         }
 
+    def __repr__(self) -> str:
+        exact = "exact" if self.is_exact else "not exact"
+        kept = "kept" if self.is_within_budget else "exceeded"
+        return (
+            f"<VerifyReport of {self.plan.graph.name}: {exact}, budget "
+            f"{format_bytes(self.budget_bytes)} {kept}, {self.slowdown:.2f} x the plain "
+            "step's time; print(report) says more>"
+        )
+
     def __str__(self) -> str:
         return "\n".join(
             [
@@ -261,6 +270,7 @@ def verify(
     outputs, gradients, buffers and random state after one and after two backward
     passes (gradient accumulation, where it fits the budget), from the same start.
     """
+    kwargs = keywords(kwargs)
     report = ignore_progress if progress is None else progress
     request = PlanRequest(
         budget=budget,
@@ -278,7 +288,7 @@ def verify(
     check_repeats(repeats)
     check_model(model)
     model = plain_model(model)
-    example = positional(args), keywords(kwargs)
+    example = positional(args), kwargs
     check_batch(model, *example)
     step = TrainingStep(model, *example, loss, optimizer)
     reference = PlanRequest(

@@ -1,5 +1,6 @@
 """The remat command: help, exit codes, what is printed where, what is written."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -221,7 +222,9 @@ class TestPlanOfGraph:
     def test_a_solver_that_finds_none_is_exit_code_3(self, files: Path, capsys) -> None:
         words = ["plan", "--graph", str(files / "graph.json"), "--budget", "99%"]
         assert main([*words, "--solver", "store-all"]) == 3
-        assert "use solver='auto'" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert "there may be one (exit code 3): try --solver auto" in error
+        assert len(error.splitlines()) == 1
 
 
 class TestCurve:
@@ -252,7 +255,7 @@ class TestWrongUsage:
             (["show", "plan.json", "--timeline", "x.doc"], "end it with .png"),
             (["show", "plan.json", "--graph", "graph.json"], "goes with a schedule"),
             (["show", "schedule.json", "--timeline", "x.png"], "add --graph FILE"),
-            (["show", "plan.json", "--timeline", "no/x.png"], "cannot write"),
+            (["show", "plan.json", "--timeline", "no/x.png"], "there is no folder"),
             (["plan", "--budget", "1MB"], "give either FACTORY or --graph FILE; none"),
             (["plan", SCRIPT, "--graph", "graph.json", "--budget", "1"], "both are"),
             (["plan", "--graph", "graph.json", "--budget", "0"], "must be positive"),
@@ -321,6 +324,72 @@ class TestWrongUsage:
             remat.plan(model, x, budget="1 MB", time_limit=float(limit))
         assert str(refused.value) in capsys.readouterr().err
 
+    @pytest.mark.parametrize(
+        ("command", "option"),
+        [
+            (command, option)
+            for command in COMMANDS
+            for option in (*command.writes, *command.draws)
+        ],
+        ids=lambda value: value if isinstance(value, str) else value.name,
+    )
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("no/x.png", "there is no folder "),
+            ("folder.png", "it is a folder"),
+            ("plan.json/x.png", "there is no folder "),
+            ("/proc/x.png", "cannot write '/proc/x.png'"),
+            ("x" * 300 + ".png", "File name too long"),
+            ("", "is empty"),
+            ("zero\0.png", "null"),
+        ],
+        ids=["missing", "folder", "file", "closed", "long", "empty", "zero"],
+    )
+    def test_files_are_checked_before_the_work(
+        self, files: Path, command, option: str, name: str, message: str,
+        capsys, monkeypatch,
+    ) -> None:  # fmt: skip
+        def work(*args: object, **kwargs: object) -> None:
+            raise AssertionError("the work began before the files were checked")
+
+        (files / "folder.png").mkdir()
+        monkeypatch.chdir(files)
+        before = sorted(files.iterdir())
+        monkeypatch.setattr(type(command), "run", work, raising=False)
+        words = {
+            "show": ["plan.json"],
+            "profile-platform": [],
+        }.get(command.name, [SCRIPT])
+        if command.name in {"plan", "fit"}:
+            words = [*words, "--budget", "1MB"]
+        assert main([command.name, *words, option, name]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"remat: error: {option}")
+        assert message in error
+        assert len(error.splitlines()) == 1
+        assert sorted(files.iterdir()) == before
+
+    def test_every_option_that_names_a_file_to_write_is_checked(self) -> None:
+        for command in COMMANDS:
+            parser = argparse.ArgumentParser()
+            command.add_arguments(parser)
+            written = {
+                action.option_strings[0]
+                for action in parser._actions
+                if action.metavar == "FILE"
+                and (action.help or "").startswith(("write ", "draw "))
+            }
+            assert written == {*command.writes, *command.draws}
+            assert written or command.name == "verify"
+
+    def test_two_results_cannot_share_a_file(self, files: Path, capsys) -> None:
+        words = ["plan", "--graph", str(files / "graph.json"), "--budget", "80%"]
+        name = str(files / "new.json")
+        assert main([*words, "--output", name, "--save-graph", name]) == 2
+        assert "--output and --save-graph name the same" in capsys.readouterr().err
+        assert not Path(name).exists()
+
     def test_a_damaged_file(self, files: Path, capsys) -> None:
         whole = (files / "plan.json").read_text()
         (files / "cut.json").write_text(whole[: len(whole) // 2])
@@ -339,6 +408,49 @@ class TestFailures:
         assert main([*words, "--output", str(output)]) == 130
         assert capsys.readouterr().err == "remat: interrupted\n"
         assert not output.exists()
+
+    def test_a_real_ctrl_c_ends_the_process_with_one_line(self, tmp_path: Path) -> None:
+        script, output = tmp_path / "script.py", tmp_path / "plan.json"
+        script.write_text(
+            "import os, signal\n"
+            "def remat_workload():\n"
+            "    os.kill(os.getpid(), signal.SIGINT)\n"
+            "    while True: pass\n"
+        )
+        # A shell may have started the tests with the signal ignored.
+        code = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from remat.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+        words = ["plan", str(script), "--budget", "1MB", "--output", str(output)]
+        done = run_python(code, *words)
+        assert done.returncode == 130
+        assert done.stderr == "remat: interrupted\n"
+        assert list(tmp_path.iterdir()) == [script]
+
+    def test_ctrl_c_while_it_loads_is_one_line_too(self) -> None:
+        code = """
+import sys
+from remat.cli import main
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "remat.cli.entry":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupting())
+sys.exit(main(["--version"]))
+"""
+        done = run_python(code)
+        assert done.returncode == 130
+        assert done.stderr == "remat: interrupted\n"
+
+    def test_ctrl_c_while_backward_is_traced_is_one_line_too(self, capsys) -> None:
+        words = ["plan", f"{SCRIPT}:interrupted_in_backward", "--budget", "1MB"]
+        assert main(words) == 130
+        assert capsys.readouterr().err == "remat: interrupted\n"
 
     def test_a_refuted_schedule_is_a_broken_promise(
         self, files: Path, capsys, monkeypatch

@@ -123,11 +123,48 @@ def test_an_import_that_fails_inside_is_the_scripts_own(tmp_path: Path) -> None:
         load_workload(str(script))
 
 
-def test_a_syntax_error_is_one_message(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("def remat_workload(:\n")
-    with pytest.raises(UsageError, match="SyntaxError"):
-        load_workload(str(script))
+@pytest.mark.parametrize("is_module", [False, True])
+def test_a_syntax_error_cites_the_users_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_module: bool
+) -> None:
+    (tmp_path / "misspelt_script.py").write_text("x = 1\n\ndef remat_workload(:\n")
+    monkeypatch.chdir(tmp_path)
+    name = "misspelt_script" if is_module else "misspelt_script.py"
+    with pytest.raises(UsageError) as refused:
+        load_workload(name)
+    assert str(refused.value).endswith("misspelt_script.py:3")
+    assert "SyntaxError: invalid syntax at" in str(refused.value)
+    assert "frozen" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [
+        ("needs_arguments", "needs batch, depth;"),
+        ("NeedsArguments", "needs width;"),
+        ("needs_arguments_bound", "needs batch;"),
+    ],
+)
+def test_a_factory_that_needs_arguments_is_the_users(name: str, needed: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        load_workload(f"{SCRIPT}:{name}")
+    message = str(refused.value)
+    assert needed in message
+    assert "without arguments" in message
+    assert name in message
+    assert "workload.py" not in message
+    if name != "needs_arguments_bound":
+        lines = Path(SCRIPT).read_text().splitlines()
+        (line,) = [n for n, text in enumerate(lines, 1) if f" {name}(" in text]
+        assert f"({SCRIPT}:{line})" in message
+
+
+def test_an_error_inside_a_library_cites_the_line_that_called_it() -> None:
+    with pytest.raises(UsageError) as refused:
+        load_workload(f"{SCRIPT}:raising_in_torch")
+    lines = Path(SCRIPT).read_text().splitlines()
+    (line,) = [n for n, text in enumerate(lines, 1) if "nn.Linear(3, 4)(" in text]
+    assert str(refused.value).endswith(f" at {SCRIPT}:{line}")
 
 
 def test_an_interrupt_is_not_swallowed() -> None:

@@ -1,5 +1,6 @@
 """Training steps for the command line's tests; loaded as a script, like a user's."""
 
+import functools
 import sys
 from types import SimpleNamespace
 
@@ -80,12 +81,50 @@ def raising():
     return 1 // 0
 
 
+def raising_in_torch():
+    return nn.Linear(3, 4)(torch.randn(2, 5))
+
+
+def needs_arguments(batch, width=3, *rest, depth, **more):
+    return make_model(), batch
+
+
+class NeedsArguments(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+
+
+needs_arguments_bound = functools.partial(needs_arguments, depth=3)
+
+
 def leaving():
     sys.exit("usage: me")
 
 
 def interrupted():
     raise KeyboardInterrupt
+
+
+@torch.library.custom_op("remat_tests::interrupted", mutates_args=())
+def interrupted_op(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+def stop(context, gradient):
+    raise KeyboardInterrupt
+
+
+interrupted_op.register_fake(torch.empty_like)
+interrupted_op.register_autograd(stop)
+
+
+class InterruptedInBackward(Block):
+    def forward(self, x):
+        return interrupted_op(super().forward(x))
+
+
+def interrupted_in_backward():
+    return InterruptedInBackward(8), torch.randn(4, 8)
 
 
 def frozen():

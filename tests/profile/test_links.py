@@ -28,7 +28,7 @@ def test_all_pairs_are_linked_in_both_directions(tmp_path: Path) -> None:
     pairs = {(link.source, link.target) for link in platform.links}
     assert pairs == {(a, b) for a in range(3) for b in range(3) if a != b}
     assert len(seen) == 6
-    assert seen[0] == ("link cpu to cpu:1", 0.0)
+    assert seen[0] == ("measuring the link from cpu to cpu:1", 0.0)
     # One place, so one measurement.
     assert len({(k.bytes_per_s, k.latency_ns) for k in platform.links}) == 1
 

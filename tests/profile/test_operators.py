@@ -382,7 +382,10 @@ def test_progress_names_operators_and_rises_to_one():
         OperatorCall(aten.abs.default, (fake(3),)),
     ]
     profile_operators(calls, on_progress=lambda *progress: seen.append(progress))
-    assert [name for name, _ in seen[:2]] == ["aten.neg.default", "aten.abs.default"]
+    assert [activity for activity, _ in seen[:2]] == [
+        "measuring aten.neg.default",
+        "measuring aten.abs.default",
+    ]
     shares = [share for _, share in seen]
     assert shares == sorted(shares)
     assert shares[0] == 0

@@ -317,7 +317,7 @@ def test_progress_tells_incumbent_bound_and_gap():
         Checkmate(starts_from_known=False),
         on_progress=lambda activity, _: told.append(activity),
     )
-    assert any("incumbent" in line and "gap" in line for line in told)
+    assert any("best so far" in line and "gap" in line for line in told)
 
 
 @pytest.mark.slow

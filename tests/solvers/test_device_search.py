@@ -114,7 +114,7 @@ def test_progress_tells_incumbent_bound_and_gap():
     DeviceSearch(candidates=30).solve(
         problem, Limits(), lambda activity, _share: told.append(activity)
     )
-    assert any("incumbent" in t and "bound" in t and "gap" in t for t in told)
+    assert any("best so far" in t and "none below" in t and "gap" in t for t in told)
 
 
 def test_missing_solver_library_is_named():

@@ -134,4 +134,4 @@ def test_progress_tells_incumbent_bound_and_gap():
         Moccasin(starts_from_known=False),
         on_progress=lambda activity, _: told.append(activity),
     )
-    assert any("incumbent" in line and "gap" in line for line in told)
+    assert any("best so far" in line and "gap" in line for line in told)

@@ -101,7 +101,12 @@ def test_lines_come_back_and_the_newest_counts(tmp_path: Path) -> None:
 
 def test_phases_add_up() -> None:
     clock = PhaseClock()
-    for activity in ("surroundings", "aten.mm", "StoreAll", "done"):
+    for activity in (
+        "counting parameters",
+        "measuring aten.mm",
+        "trying rotor",
+        "done",
+    ):
         clock(activity, 0.0)
     found = clock.stop()
     assert found.keys() == {

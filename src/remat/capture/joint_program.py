@@ -172,6 +172,9 @@ class JointProgram:
     returned: ReturnedTensor | None = None
     platform: Platform | None = None
 
+    def __repr__(self) -> str:
+        return f"<JointProgram of {self.graph!r} on {self.device}>"
+
     def calls(self) -> Iterator[tuple[int, fx.Node]]:
         """Yield the ops that a node runs, with that node."""
         for index, node in enumerate(self.op_nodes):

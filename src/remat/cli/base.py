@@ -6,10 +6,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Protocol
 
 from remat.device_planning import Budget, budgets_bytes
-from remat.errors import UnitError, UsageError
+from remat.documents import check_can_write
+from remat.errors import FileFormatError, UnitError, UsageError
 from remat.platform import Platform
 from remat.problem import check_time_limit
 from remat.serialisation import load_platform
@@ -50,6 +52,11 @@ class Command:
         Adds its arguments to its parser.
     run
         Does the work, prints data on the output stream, and returns the exit code.
+    writes
+        The options that name a file to write; :func:`check_files` looks at these
+        before ``run``.
+    draws
+        The ones of them that name a picture.
     """
 
     name: str
@@ -59,6 +66,42 @@ class Command:
     examples: tuple[str, ...]
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], ExitCode]
+    writes: tuple[str, ...] = ()
+    draws: tuple[str, ...] = ()
+
+
+def check_files(command: Command, options: argparse.Namespace) -> None:
+    """Refuse files that cannot be written, before anything slow is done.
+
+    Raises
+    ------
+    UsageError
+        If a file has no name, cannot be written, is no kind of picture that can be
+        drawn, or is named twice.
+    """
+    taken: dict[Path, str] = {}
+    for option in (*command.writes, *command.draws):
+        name: str | None = getattr(options, option.lstrip("-").replace("-", "_"))
+        if name is None:
+            continue
+        if not name:
+            msg = f"{option} is empty; give the name of the file to write"
+            raise UsageError(msg)
+        try:
+            if option in command.draws:
+                # Imports matplotlib.
+                from remat.report.figures import check_figure_path  # noqa: PLC0415
+
+                check_figure_path(name)
+            check_can_write(name)
+        except (UsageError, FileFormatError) as error:
+            msg = f"{option}: {error}"
+            raise UsageError(msg) from error
+        target = Path(name).resolve()
+        if target in taken:
+            msg = f"{taken[target]} and {option} name the same file {name!r}"
+            raise UsageError(msg)
+        taken[target] = option
 
 
 WORKLOAD_HELP = """\

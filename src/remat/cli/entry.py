@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Sequence
 
 import remat
-from remat.cli.base import ExitCode, print_json
+from remat.cli.base import ExitCode, check_files, print_json
 from remat.cli.commands import COMMANDS
 from remat.errors import BudgetError, ExecutionError, RematError, SolverFault
 
@@ -22,12 +22,13 @@ examples:
 
 exit codes:
   0    done, and every promise kept
-  1    no schedule fits the budget
+  1    the budget is too small: below the smallest for which a plan is known
   2    wrong usage or input
-  3    no schedule found, but none is known to be impossible
-  4    a promise is broken: numbers differ, or the budget is exceeded
-  70   an unforeseen failure
-  130  interrupted
+  3    no plan was found, but there may be one: try --solver auto, or more time
+  4    a promise is broken: numbers differ, or the step took more than the budget
+  70   an unforeseen failure: --debug shows where
+  130  interrupted by Ctrl-C
+  141  whoever read the output has left
 
 "remat <command> --help" explains a command.
 """
@@ -55,19 +56,12 @@ def make_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
+        subparser.set_defaults(command_of=command)
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the ``remat`` command and return its exit code.
-
-    Parameters
-    ----------
-    argv
-        The words after ``remat``; by default those of this process. Words after
-        ``--`` are for the user's own script.
-    """
+def run(argv: Sequence[str] | None = None) -> int:
+    """Do what :func:`remat.cli.main` says; an interrupt is its caller's."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         make_parser().print_help(sys.stderr)
@@ -83,11 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     options.script_arguments = rest
     try:
-        code = options.run(options)
+        check_files(options.command_of, options)
+        code = options.command_of.run(options)
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        print("remat: interrupted", file=sys.stderr)
-        return ExitCode.INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has left; a flush at exit must not complain again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -103,6 +95,11 @@ def _report(error: Exception, options: argparse.Namespace) -> ExitCode:
         traceback.print_exception(error)
     code = _code_of(error)
     message = str(error)
+    if code is ExitCode.UNKNOWN:
+        message += (
+            ". No plan was found, but there may be one (exit code 3): try --solver auto, "
+            "or a longer --time-limit"
+        )
     if not isinstance(error, RematError):
         message = f"{type(error).__name__}: {error}"
         if not options.debug:

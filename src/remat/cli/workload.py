@@ -5,6 +5,7 @@ import importlib
 import inspect
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ def load_workload(factory: str, script_arguments: Sequence[str] = ()) -> Workloa
     with _as_main_program(target, script_arguments):
         module = _load(target, factory)
         make = _find(module, name, target)
+        _check_takes_nothing(make, factory, name)
         with _blamed_on_user(f"{factory}: {name}() raised"):
             made = make()
     return workload_of(made, f"{factory}: {name}()")
@@ -167,6 +169,39 @@ def _find(module: ModuleType, name: str, target: str) -> Callable[[], object]:
     raise UsageError(msg)
 
 
+def _check_takes_nothing(make: Callable[..., object], factory: str, name: str) -> None:
+    """Refuse a factory that needs arguments.
+
+    Raises
+    ------
+    UsageError
+        If it does; the message names them, and where it is defined.
+    """
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except (TypeError, ValueError):
+        # Some callables written in C have none; calling them shows what they need.
+        return
+    variadic = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    needed = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.kind not in variadic
+    ]
+    if not needed:
+        return
+    place = ""
+    with contextlib.suppress(TypeError, OSError):
+        _, line = inspect.getsourcelines(make)
+        place = f" ({inspect.getsourcefile(make)}:{line})"
+    msg = (
+        f"{factory}: {name}{place} is called without arguments, but needs "
+        f"{', '.join(needed)}; give them defaults, or name a function without "
+        "arguments that returns (model, args)"
+    )
+    raise UsageError(msg)
+
+
 @contextlib.contextmanager
 def _blamed_on_user(what: str) -> Generator[None]:
     """Turn whatever the user's code raises into one message with its line.
@@ -187,10 +222,35 @@ def _blamed_on_user(what: str) -> Generator[None]:
         )
         raise UsageError(msg) from stop
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-        msg = f"{what} {type(error).__name__}: {error}{place}"
+        text, place = str(error), _users_line(error)
+        if isinstance(error, SyntaxError) and error.filename is not None:
+            text, place = error.msg, f"{error.filename}:{error.lineno}"
+        msg = f"{what} {type(error).__name__}: {text}{place and f' at {place}'}"
         raise UsageError(msg) from error
+
+
+_OUR_FOLDER = str(Path(__file__).parents[1])
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+
+
+def _users_line(error: Exception) -> str:
+    """Return the last line of the user's own code that an error came through.
+
+    Without one, that of a library; empty if there is none but ours.
+    """
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((_OUR_FOLDER, "<frozen "))
+    ]
+    own = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith(_STANDARD_LIBRARY)
+        and "site-packages" not in Path(frame.filename).parts
+    ]
+    last = (own or frames or [None])[-1]
+    return "" if last is None else f"{last.filename}:{last.lineno}"
 
 
 def workload_of(made: object, source: str) -> Workload:

@@ -13,7 +13,7 @@ profiler cannot see, this module cannot report:
 import os
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,11 +57,11 @@ class Recording:
         Pairs of time and text of what the program noted, in order of time.
     """
 
-    before: tuple[Allocation, ...]
-    inside: tuple[Allocation, ...]
+    before: tuple[Allocation, ...] = field(repr=False)
+    inside: tuple[Allocation, ...] = field(repr=False)
     start_ns: int
     end_ns: int
-    marks: tuple[tuple[int, str], ...] = ()
+    marks: tuple[tuple[int, str], ...] = field(default=(), repr=False)
 
     def peak_bytes(self) -> int:
         """Return the largest growth inside the region, in bytes, at least 0."""

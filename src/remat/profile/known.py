@@ -251,7 +251,7 @@ def measured_costs(
     else:
         found = []
         for position, call in enumerate(distinct.values()):
-            label = f"{target_name(call.target)} on {device}"
+            label = f"measuring {target_name(call.target)} on {device}"
             on_progress(label, position / len(distinct))
             try:
                 found += profile_operators([call], cache=cache)

@@ -92,7 +92,7 @@ def measured_platform(
     links: list[Link] = []
     for position, (source, target) in enumerate(pairs):
         if on_progress is not None:
-            label = f"link {names[source]} to {names[target]}"
+            label = f"measuring the link from {names[source]} to {names[target]}"
             on_progress(label, position / len(pairs))
         places = [place_of(platform, device) or "cpu" for device in (source, target)]
         bytes_per_s, latency_ns = measured_link(places[0], places[1], cache=cache)

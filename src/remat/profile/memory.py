@@ -22,7 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -75,7 +75,7 @@ class Measurement:
     reserved_peak_bytes: int | None
     time_ns: int | None
     times_ns: tuple[int, ...]
-    timeline: tuple[tuple[int, int], ...]
+    timeline: tuple[tuple[int, int], ...] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

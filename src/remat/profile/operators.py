@@ -124,7 +124,7 @@ def profile_operators(
     cache
         Where costs are looked up and kept; ``None`` for neither.
     on_progress
-        Called with the name of the operator about to be measured and the share done,
+        Called with the operator that is measured next, in words, and the share done,
         between 0 and 1.
 
     Returns
@@ -157,7 +157,7 @@ def profile_operators(
         with _isolated({t for d in descriptions for t in d.device_types}):
             for count, (key, position) in enumerate(missing.items()):
                 call = calls[position]
-                report(target_name(call.target), count / len(missing))
+                report(f"measuring {target_name(call.target)}", count / len(missing))
                 costs[key] = _profile_operator(call, descriptions[position])
                 if cache is not None and descriptions[position].is_complete:
                     cache.put(key, asdict(costs[key]))

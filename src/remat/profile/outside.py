@@ -328,13 +328,15 @@ def loss_bytes(
             fake_args = cast("Sequence[Any]", _fake_like(args, needs_grad=False))
             counter.ignore([list(outputs.tensors), list(outputs.leaves), fake_args])
             with counter:
-                loss = loss_fn(outputs.value, *fake_args)
+                loss = _scalar(loss_fn(outputs.value, *fake_args))
                 own_gradients = _gradients(loss, outputs.leaves)
                 held_bytes = counter.size_bytes(loss) + sum(
                     {
                         _identity(g): counter.size_bytes(g) for g in own_gradients
                     }.values()
                 )
+    except CaptureError:
+        raise
     # A loss is user code: it may raise anything on fake tensors.
     except Exception as error:
         msg = (
@@ -351,6 +353,33 @@ def loss_bytes(
     )
 
 
+def _scalar(loss: object) -> torch.Tensor:
+    """Return what a loss returned, if ``backward()`` can be called on it.
+
+    Raises
+    ------
+    CaptureError
+        If it is no tensor, or holds several numbers.
+    """
+    needed = "it must return the loss, a tensor of one number, for backward()"
+    if not isinstance(loss, torch.Tensor):
+        found = "None" if loss is None else f"a {type(loss).__name__}"
+        advice = ""
+        if isinstance(loss, int | float):
+            advice = "; leave out .item() and float()"
+        elif loss is None:
+            advice = "; it must not call backward() itself"
+        msg = f"loss= returned {found}; {needed}{advice}"
+        raise CaptureError(msg)
+    if loss.numel() != 1:
+        msg = (
+            f"loss= returned a tensor of shape {tuple(loss.shape)}; {needed}: take the "
+            "mean() or the sum(), or leave out reduction='none'"
+        )
+        raise CaptureError(msg)
+    return loss
+
+
 def _gradients(
     loss: torch.Tensor, outputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
@@ -362,7 +391,12 @@ def _gradients(
     leaves = _leaves_behind(loss)
     known = {id(output) for output in outputs}
     if not any(id(leaf) in known for leaf in leaves):
-        raise ValueError("it does not depend on an output that takes a gradient")
+        msg = (
+            "loss= returned a tensor that does not depend on an output of the model "
+            "that takes a gradient; it must be computed from the outputs, without "
+            "detach() and torch.no_grad()"
+        )
+        raise CaptureError(msg)
     gradients = list(torch.autograd.grad(loss, leaves))
     for position, leaf in enumerate(leaves):
         gradients[position] = _in_the_layout_of(leaf, gradients[position])

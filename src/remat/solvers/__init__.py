@@ -46,6 +46,19 @@ SOLVERS: dict[str, type[Solver]] = {
 }
 """Name on the command line and in ``solver=`` -> solver class."""
 
+
+def solver_name(solver: Solver) -> str:
+    """Return what a solver is called in ``solver=``; its class if it is not there.
+
+    Examples
+    --------
+    >>> solver_name(LowerSets())
+    'lower-sets'
+    """
+    names = {make: name for name, make in SOLVERS.items()}
+    return names.get(type(solver), type(solver).__name__)
+
+
 AUTO: tuple[type[Solver], ...] = (
     StoreAll,
     LowerSets,

@@ -269,7 +269,7 @@ class Checkmate:
         frontiers = stages_for(problem, self.backward_ops_per_stage)
         is_interrupted = False
         if self.starts_from_known:
-            on_progress("heuristics", 0.0)
+            on_progress("looking for a first schedule", 0.0)
             search.start_from_known()
             if frontiers[-1].row_count > _INTERVAL_ROWS and not search.is_over:
                 is_interrupted = _start_from_intervals(search, on_progress)
@@ -412,7 +412,7 @@ class CheckmateLpRounding:
         is_interrupted = False
         frontiers = stages_for(problem, self.backward_ops_per_stage)[-2:]
         for staged in frontiers:
-            on_progress("linear program", 0.0)
+            on_progress("solving a linear program", 0.0)
             is_full = len(staged.stages) == len(staged.nodes)
             for percent in self.allowance_percents:
                 # A relaxation with a stage per op is worth its bound, if not its order.

@@ -230,7 +230,7 @@ class ChenGreedy:
         for index, segment_bytes in enumerate(grid):
             if limits.is_over:
                 return found.proposal(StopReason.TIME_LIMIT)
-            on_progress("cutting into segments", index / len(grid))
+            on_progress("cutting the model into segments", index / len(grid))
             found.try_segment_bytes(segment_bytes)
         low = found.segment_bytes
         high = min((b for b in grid if b > low), default=low)

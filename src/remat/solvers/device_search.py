@@ -243,7 +243,7 @@ class DeviceSearch:
         else:
             gap = (cost - bound) / cost if cost else 0.0
             on_progress(
-                f"incumbent {format_ns(cost)}, bound {format_ns(bound)}, gap {gap:.1%}",
+                f"best so far {format_ns(cost)}, none below {format_ns(bound)}, gap {gap:.1%}",
                 share,
             )
 

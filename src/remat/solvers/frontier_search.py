@@ -232,14 +232,14 @@ def incumbent_report(
         words: list[str] = []
         share = 0.0
         if state.objective is not None:
-            words.append(f"incumbent {format_ns(whole_ns(state.objective))}")
+            words.append(f"best so far {format_ns(whole_ns(state.objective))}")
         if state.bound is not None:
-            words.append(f"bound {format_ns(whole_ns(state.bound))}")
+            words.append(f"none below {format_ns(whole_ns(state.bound))}")
         if state.objective is not None and state.bound is not None:
             cost_ns = whole_ns(state.objective)
             gap = 1 - whole_ns(state.bound) / cost_ns if cost_ns else 0.0
             words.append(f"gap {100 * gap:.2f} %")
             share = min(1.0, max(0.0, 1.0 - gap))
-        on_progress(", ".join(words or ["no incumbent"]), share)
+        on_progress(", ".join(words or ["no schedule yet"]), share)
 
     return report

@@ -133,7 +133,7 @@ class GreedyEviction:
         if at_once is not None:
             return at_once
         for share, order in self._orders(search):
-            on_progress("evicting", share)
+            on_progress("choosing what to compute again", share)
             if order is not None:
                 search.improve(order)
             if search.is_over:

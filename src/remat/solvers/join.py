@@ -96,11 +96,11 @@ class Join:
         search = PlanSearch(problem, limits)
         if (proposal := search.at_once()) is not None:
             return proposal
-        on_progress("branches that meet", 0.0)
+        on_progress("planning branches that meet", 0.0)
         forms = _forms_of(search, self.max_stages)
         search.sweep_and_improve(
             self._sweep(search, forms),
-            "branches that meet",
+            "planning branches that meet",
             self.improved_count,
             on_progress,
         )

@@ -204,7 +204,7 @@ def _solve(
     )
     if values is None:
         return search.unknown("no forward op may run again")
-    on_progress("lower sets", 0.0)
+    on_progress("choosing where to cut the model", 0.0)
     graph = values.graph
     family = approximate_family(graph) if cap is None else choose_family(graph, cap)
     search = _Search(problem, limits, values, family)
@@ -217,12 +217,12 @@ def _solve(
         least.peak_bytes, sum(graph.charged_bytes), effort.budget_count
     )
     for share in search.sweep(budgets, effort.bisection_count):
-        on_progress("lower sets", share / 2)
+        on_progress("choosing where to cut the model", share / 2)
     for share in search.improve_best(effort.improved_count):
         on_progress("keeping what there is room for", 0.5 + share / 4)
     executions = max(len(_RULES), effort.executed_ops // len(problem.graph.ops))
     for share in search.execute_closest(executions):
-        on_progress("execution within the budget", 0.75 + share / 4)
+        on_progress("fitting the order into the budget", 0.75 + share / 4)
     return search.answer(_label(values, family, cap))
 
 

@@ -286,14 +286,14 @@ class _Search:
 
     def run(self, store_all: Evaluation, on_progress: ProgressCallback) -> None:
         """Spend the effort: cuts, executions from them, variations of the best."""
-        on_progress("minimum cuts", 0.0)
+        on_progress("choosing what to keep", 0.0)
         states = self.sweep(store_all)
         if self.best_order:
             self.improve(self.best_order)
-        on_progress("executions", self.share_done)
+        on_progress("trying orders", self.share_done)
         self.execute_from(states)
         while self.best_order and not self.is_over:
-            on_progress("variations", self.share_done)
+            on_progress("trying changes", self.share_done)
             self.vary_best()
 
 

@@ -251,7 +251,7 @@ class Moccasin:
         if refusal := self.refusal(problem):
             raise SolverUnsuitableError(refusal)
         if self.starts_from_known:
-            on_progress("heuristics", 0.0)
+            on_progress("looking for a first schedule", 0.0)
             search.start_from_known()
         if search.is_over:
             return search.answer(

@@ -95,7 +95,7 @@ class PoFo:
         graph = problem.graph
         kind_index = single_device_kind_index(problem)
         bound_ns = cost_bound_ns(problem)
-        on_progress("virtual budgets", 0.0)
+        on_progress("trying budgets", 0.0)
         plain = store_all_order(graph)
         best = _judged(problem, schedule_from_order(graph, plain))
         budget = problem.platform.devices[0].budget_bytes
@@ -116,7 +116,7 @@ class PoFo:
                 found = None if paged is None else _judged(problem, paged.schedule)
                 if found is not None and (best is None or found[0] < best[0]):
                     best = found
-                on_progress("virtual budgets", index / (2 * self.budget_count + 1))
+                on_progress("trying budgets", index / (2 * self.budget_count + 1))
         stop = StopReason.TIME_LIMIT if limits.is_over else StopReason.COMPLETED
         if best is None:
             return Proposal(

@@ -89,7 +89,9 @@ class Enrichment:
                 continue
             if problem.graph in to_solve:
                 done = count - len(to_solve)
-                on_progress(f"{count} distinct stages, each alone", done / count)
+                on_progress(
+                    f"planning {count} distinct stages, each alone", done / count
+                )
             options.append(self._options(part, end, problem, max(1, len(to_solve))))
             to_solve.discard(problem.graph)
         return plain.with_options(options)
@@ -263,7 +265,7 @@ class _Work:
                 count=how.budget_count,
                 bisection_count=how.bisection_count,
             ),
-            f"chain of {len(chain.ends)} stages",
+            f"planning a chain of {len(chain.ends)} stages",
             how.improved_count,
             _progress_part(self.on_progress, shares),
         )

@@ -94,10 +94,10 @@ def _solve(
     search = PlanSearch(problem, limits)
     if (proposal := search.at_once()) is not None:
         return proposal
-    on_progress("chain of stages", 0.0)
+    on_progress("planning stage after stage", 0.0)
     chain = chain_of(search.graph, search.kind_index, max_stages)
     search.sweep_and_improve(
-        sweep(search, chain), "chain of stages", improved_count, on_progress
+        sweep(search, chain), "planning stage after stage", improved_count, on_progress
     )
     return search.answer(f"{len(chain.chain.stages)} stages")
 

@@ -384,13 +384,16 @@ def _horizon_ns(search: _Search) -> int:
 
 
 def _progress(incumbent: Incumbent, unit_ns: float) -> str:
-    def shown(value: float | None) -> str:
-        return "none" if value is None else format_ns(round(value * unit_ns))
-
-    gap = "" if incumbent.gap is None else f", gap {incumbent.gap:.1%}"
-    return (
-        f"incumbent {shown(incumbent.objective)}, bound {shown(incumbent.bound)}{gap}"
-    )
+    words: list[str] = []
+    for label, value in (
+        ("best so far", incumbent.objective),
+        ("none below", incumbent.bound),
+    ):
+        if value is not None:
+            words.append(f"{label} {format_ns(round(value * unit_ns))}")
+    if incumbent.gap is not None:
+        words.append(f"gap {incumbent.gap:.1%}")
+    return ", ".join(words or ["no schedule yet"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

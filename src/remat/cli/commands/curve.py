@@ -69,11 +69,6 @@ def run(options: argparse.Namespace) -> ExitCode:
     budgets = _budgets(options)
     platform, others = _several(options)
     chosen_solvers(options.solver)
-    if options.plot:
-        # Imports matplotlib; a wrong name shows before the work.
-        from remat.report.figures import check_figure_path  # noqa: PLC0415
-
-        check_figure_path(options.plot)
     if options.graph is None:
         # One plan without a limit gives the graph with all its costs.
         plan = plan_workload(
@@ -204,4 +199,5 @@ CURVE = Command(
     ),
     add_arguments=add_arguments,
     run=run,
+    draws=("--plot",),
 )

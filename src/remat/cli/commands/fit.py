@@ -237,4 +237,5 @@ FIT = Command(
     ),
     add_arguments=add_arguments,
     run=run,
+    writes=("--save",),
 )

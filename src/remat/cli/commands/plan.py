@@ -100,4 +100,5 @@ PLAN = Command(
     ),
     add_arguments=add_arguments,
     run=run,
+    writes=("--output", "--save-graph", "--save-schedule"),
 )

@@ -189,4 +189,5 @@ PROFILE_PLATFORM = Command(
     ),
     add_arguments=add_arguments,
     run=run,
+    writes=("--output",),
 )

@@ -42,11 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> ExitCode:
     """Print a summary of the file."""
-    if options.timeline:
-        # Imports matplotlib; a wrong name shows before the work.
-        from remat.report.figures import check_figure_path  # noqa: PLC0415
-
-        check_figure_path(options.timeline)
     kind = document_kind(options.file)
     if options.graph and kind != "schedule":
         msg = f"--graph goes with a schedule file, but {options.file} holds a {kind}"
@@ -253,4 +248,5 @@ SHOW = Command(
     ),
     add_arguments=add_arguments,
     run=run,
+    draws=("--timeline",),
 )
