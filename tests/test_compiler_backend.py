@@ -92,10 +92,11 @@ def test_calls_without_gradients_need_one_variant() -> None:
     with torch.no_grad():
         expected = call(x)
     accumulate(call, model, x)
-    assert backend.training_step_count == 2
+    # The budget has room for the gradients of the first step in the plan of the second.
+    assert backend.training_step_count == 1
     with torch.no_grad():
         assert torch.equal(call(x), expected)
-    assert backend.training_step_count == 2
+    assert backend.training_step_count == 1
 
 
 class Outputs(nn.Module):

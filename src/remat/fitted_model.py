@@ -194,7 +194,7 @@ class FittedModel:
         """Trace and plan the step that starts with so many bytes of gradients."""
         self.backend.stop_before_running = True
         self.planner.assumed_gradient_bytes = gradient_bytes
-        traced_before = self.backend.training_step_count
+        self.planner.latest = None
         try:
             with torch.enable_grad(), quiet_tracer():
                 self.run(args, kwargs)
@@ -204,7 +204,7 @@ class FittedModel:
             self.backend.stop_before_running = False
             self.planner.assumed_gradient_bytes = None
         plan = self.planner.latest
-        if self.backend.training_step_count == traced_before or plan is None:
+        if plan is None:
             msg = (
                 "the model does not train: no output depends on a parameter that "
                 "requires a gradient; check requires_grad and torch.no_grad"
@@ -283,7 +283,7 @@ class FittedModel:
         runs_hooks = runs_hooks and has_forward_hooks(self.model)
         args, kwargs = _without_repetition(args, kwargs)
         planner.batch = (args, kwargs)
-        known_count = len(planner.plans)
+        known_count = planner.planned_count
         started_s = time.monotonic()
         try:
             with (
@@ -299,7 +299,7 @@ class FittedModel:
             planner.batch = ()
             # Its traceback holds the batch and the model.
             self.backend.failure = None
-        if is_training and len(planner.plans) > known_count:
+        if is_training and planner.planned_count > known_count:
             self._announce(args, kwargs, planner.planned_s - started_s)
         return outputs
 
@@ -502,3 +502,6 @@ class _Weakly:
         self, call: TracedCall, inputs: Sequence[Any], gradient_bytes: int
     ) -> None:
         self._found().begin(call, inputs, gradient_bytes)
+
+    def variant_that_fits(self, call: TracedCall, gradient_bytes: int) -> int | None:
+        return self._found().variant_that_fits(call, gradient_bytes)

@@ -1,15 +1,17 @@
 """Plan a step that differs from a planned one in sizes only; never imports torch.
 
-In the middle of training, planning is time lost. Where the graph is that of a known
+A plan that has room for the gradients of an earlier pass holds when they exist, too. In
+the middle of training, planning is time lost. Where the graph is that of a known
 plan, op for op, only with other sizes or other resident bytes, the solver that was best
 there is asked first, and the known schedule is tried as it is. Their answer is taken if
 the step recomputes hardly more than the known one does; else all solvers are asked.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from remat.graph import TrainingGraph
+from remat.graph import Role, Storage, TrainingGraph
 from remat.planning import judge, solve
 from remat.platform import single_device
 from remat.problem import Limits, Problem, Proposal, Status
@@ -32,6 +34,44 @@ def equal_plan(graph: TrainingGraph, known: Iterable[Plan]) -> Plan | None:
         if not plan.has_several_devices and others == ops:
             found = plan
     return found
+
+
+def with_gradients(plan: Plan, known_bytes: int, gradient_bytes: int) -> Plan | None:
+    """Return a plan with the gradients of earlier passes that exist, if it holds then.
+
+    Parameters
+    ----------
+    plan
+        A plan for one device of a step that starts with gradients of ``known_bytes``.
+    known_bytes, gradient_bytes
+        Bytes of gradients that were counted, and those to be counted instead. With
+        fewer of them another plan could be faster, unless this one computes nothing
+        twice.
+    """
+    if plan.has_several_devices or (
+        gradient_bytes < known_bytes and plan.cost_ns > plan.floor_ns
+    ):
+        return None
+    storages = list(plan.graph.storages)
+    held = Storage(
+        name=f"{Role.GRADIENT} outside the graph",
+        size_bytes=gradient_bytes,
+        role=Role.GRADIENT,
+        is_resident=True,
+    )
+    places = [
+        place
+        for place, storage in enumerate(storages)
+        if storage.is_resident and storage.role is Role.GRADIENT
+    ]
+    if places:
+        storages[places[0]] = held
+    else:
+        storages.append(held)
+    graph = replace(plan.graph, storages=tuple(storages))
+    if simulate(graph, plan.platform, plan.schedule).violation is not None:
+        return None
+    return replace(plan, graph=graph)
 
 
 def replan(

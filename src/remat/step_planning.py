@@ -58,7 +58,7 @@ from remat.profile.outside import (
     assumed_loss_bytes,
     optimizer_bytes,
 )
-from remat.replanning import equal_plan, replan
+from remat.replanning import equal_plan, replan, with_gradients
 from remat.runtime.variants import TracedCall, describe_tensor
 from remat.schedule import Schedule
 from remat.simulator import simulate
@@ -116,6 +116,8 @@ class Planner:
         One for each kind of step.
     latest, planned_s
         The plan that was chosen last, and the clock (``time.monotonic``) at that time.
+    planned_count
+        How many plans were made.
     """
 
     def __init__(
@@ -133,7 +135,13 @@ class Planner:
         self.batch: Any = ()
         self.plans: dict[str, Plan] = {}
         self.latest: Plan | None = None
+        self.planned_count = 0
         self.planned_s = 0.0
+        # The call that is traced, and the plans of each by the bytes of gradients.
+        self.call: TracedCall | None = None
+        self._variants: weakref.WeakKeyDictionary[TracedCall, dict[int, Plan]] = (
+            weakref.WeakKeyDictionary()
+        )
         self.repetition_count = 0
         # Whether plans need not run here, so that home need not be here either.
         self.is_only_planned = False
@@ -169,12 +177,26 @@ class Planner:
 
     def begin(
         self,
-        call: TracedCall,  # noqa: ARG002
+        call: TracedCall,
         inputs: Sequence[Any],  # noqa: ARG002
         gradient_bytes: int,
     ) -> None:
         """Prepare to plan a call that starts with so many bytes of gradients."""
-        self.gradient_bytes = gradient_bytes
+        self.call, self.gradient_bytes = call, gradient_bytes
+
+    def variant_that_fits(self, call: TracedCall, gradient_bytes: int) -> int | None:
+        """Return a variant of the call, by its gradients, that will do for others.
+
+        ``None`` if no known plan holds then, and another has to be made.
+        """
+        known_plans = self._variants.get(call, {})
+        for known_bytes, known in known_plans.items():
+            plan = with_gradients(known, known_bytes, gradient_bytes)
+            if plan is not None:
+                known_plans[gradient_bytes] = self.latest = plan
+                self.plans[_key_of(plan.fingerprint, gradient_bytes)] = plan
+                return known_bytes
+        return None
 
     def describe_step(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """Return in words what the step that was planned last is called with."""
@@ -209,14 +231,16 @@ class Planner:
         """Plan a traced step, or find the plan made for an equal one."""
         with _outside_of_tracing():
             program = add_surroundings(program, self.surroundings(program))
-            key = f"{program.fingerprint} on {self.gradient_bytes} bytes of gradients"
+            key = _key_of(program.fingerprint, self.gradient_bytes)
             if key not in self.plans:
                 self.plans[key] = self.make_plan(program)
+                self.planned_count += 1
             else:
                 self.note_repetition(program)
-            self.latest = self.plans[key]
+            self.latest = plan = self.plans[key]
             self.planned_s = time.monotonic()
-        plan = self.latest
+        if self.call is not None:
+            self._variants.setdefault(self.call, {})[self.gradient_bytes] = plan
         platform = plan.platform if plan.has_several_devices else None
         return replace(program, graph=plan.graph, platform=platform), plan.schedule
 
@@ -418,7 +442,6 @@ class CompilerPlanner(Planner):
     ) -> None:
         super().__init__(model, request, optimizer_memory)
         self.asked = request
-        self.call: TracedCall | None = None
         # What a percentage came to at the first variant of a call.
         self.budgets: weakref.WeakKeyDictionary[TracedCall, Budget] = (
             weakref.WeakKeyDictionary()
@@ -435,7 +458,6 @@ class CompilerPlanner(Planner):
             If there is a loss, and the call's arguments do not show in the graph.
         """
         super().begin(call, inputs, gradient_bytes)
-        self.call = call
         self.request = replace(
             self.asked, budget=self.budgets.get(call, self.asked.budget)
         )
@@ -503,6 +525,10 @@ def accept_plan(program: JointProgram, plan: Plan) -> Plan:
         )
         raise PlanMismatchError(msg)
     return replace(plan, graph=graph)
+
+
+def _key_of(fingerprint: str, gradient_bytes: int) -> str:
+    return f"{fingerprint} on {gradient_bytes} bytes of gradients"
 
 
 @contextmanager

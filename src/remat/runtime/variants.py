@@ -58,6 +58,10 @@ class StepPlanner(Protocol):
         """Be told which variant of which call is compiled next."""
         ...
 
+    def variant_that_fits(self, call: TracedCall, gradient_bytes: int) -> int | None:
+        """Return a variant of a call that will do for other gradients, or ``None``."""
+        ...
+
 
 class VariantBackend(PlannedBackend):
     """A backend that compiles a step anew when other gradients exist than before.
@@ -95,7 +99,12 @@ class VariantBackend(PlannedBackend):
             # Without gradients there is no plan, and one variant does.
             is_training = torch.is_grad_enabled()
             size = self.planner.gradient_bytes_now(inputs) if is_training else 0
-            if size not in variants:
+            known = None
+            if size not in variants and is_training:
+                known = self.planner.variant_that_fits(call, size)
+            if known is not None:
+                variants[size] = variants[known]
+            elif size not in variants:
                 self.planner.begin(call, inputs, size)
                 self.returned = returned
                 with preserve_rng_state():
