@@ -36,6 +36,9 @@ from remat.chains.rotor_tables import (
 )
 from remat.native import native
 
+MAX_BRANCHES = 6
+"""Most branches, all orders of which are tried for the forward pass."""
+
 Node = tuple[int, int]
 """Stages of a branch not yet reversed; option that the last of them ran with, or -1."""
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from remat.checks import checked_integer
 from remat.lower_sets.forward_graph import ForwardGraph
-from remat.lower_sets.integers import checked_integer
 from remat.native import native
 
 

@@ -9,8 +9,8 @@ section 3; :func:`segment_peaks_bytes` says what their terms are.
 from collections.abc import Sequence
 from itertools import accumulate
 
+from remat.checks import checked_integer
 from remat.lower_sets.forward_graph import ForwardGraph, Owed
-from remat.lower_sets.integers import checked_integer
 
 
 def check_segmentation(graph: ForwardGraph, segment_of: Sequence[int]) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from remat.checks import checked_integer
 from remat.errors import BudgetError
 from remat.lower_sets.choice import approximate_family
 from remat.lower_sets.families import (
@@ -31,8 +32,7 @@ from remat.lower_sets.formula import (
     overhead,
     peak_bytes,
 )
-from remat.lower_sets.forward_graph import MOST_TOTAL, ForwardGraph, Owed
-from remat.lower_sets.integers import checked_integer
+from remat.lower_sets.forward_graph import ForwardGraph, Owed
 from remat.lower_sets.recurrences import (
     Answer,
     Found,
@@ -41,6 +41,7 @@ from remat.lower_sets.recurrences import (
     smallest_lower_set_budget,
     solve_lower_sets,
 )
+from remat.native import MOST_TOTAL
 
 DEFAULT_REFINEMENTS = 3
 """Rounds of adding sets beside an answer's, in an incomplete family."""

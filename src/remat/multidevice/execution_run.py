@@ -14,6 +14,9 @@ END = -2
 NO_LIMIT_BYTES = 1 << 61
 """Stands for the room of a device without a budget."""
 
+LARGEST_PERCENT = 10**9
+"""Largest percentage that a copy counts for."""
+
 Note = tuple[int, int, int]
 """A step: (op, device, -1) for a run, (storage, source, target) for a copy, all
 :data:`~remat.liveness.BOUNDARY` for the boundary."""

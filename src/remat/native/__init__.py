@@ -30,6 +30,16 @@ from remat.errors import MissingDependencyError
 P = ParamSpec("P")
 R = TypeVar("R")
 
+MOST_TOTAL = 2**60
+"""Largest sum of sizes or of costs that is handed to the core: a few of them fit in 64
+bits."""
+
+MOST_TABLE_BYTES = 2**34
+"""Largest tables that the core makes."""
+
+LARGEST_EXPONENT = 8.0
+"""Largest exponent of a score: with it no number that the core counts is infinite."""
+
 _CORE = "remat.native._core"
 
 
