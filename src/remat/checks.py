@@ -331,3 +331,9 @@ def keep_seconds(
                 f"finite number of seconds above 0{' or None' if optional else ''}"
             )
             raise error(msg)
+
+
+def require(holds: bool, message: str) -> None:  # noqa: FBT001 - it is a condition
+    """Raise a ``ValueError`` with the message unless the condition holds."""
+    if not holds:
+        raise ValueError(message)

@@ -9,14 +9,13 @@ A family is kept as bit sets: row ``i`` of ``rows`` is a lower set, value ``v`` 
 the first is empty, the last is all of ``V``.
 """
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from remat.checks import checked_integer
+from remat.checks import checked_integer, require
 from remat.lower_sets.forward_graph import ForwardGraph
 from remat.native import native
 
@@ -109,6 +108,53 @@ def family_of_masks(
     )
 
 
+MOST_NODES = 2**15
+"""Most values of a graph whose lower sets are looked for."""
+
+
+def most_sets(node_count: int) -> int:
+    """Return the most lower sets that are ever enumerated: they take 2**29 bytes."""
+    return 2**29 // (8 * -(-node_count // 64))
+
+
+def check_count(node_count: int) -> None:
+    """Refuse numbers of values that cannot be.
+
+    Raises
+    ------
+    ValueError
+        If there is none, or more than :data:`MOST_NODES`.
+    """
+    require(1 <= node_count <= MOST_NODES, "a graph has 1 to 2**15 values")
+
+
+def check_edges(node_count: int, *lists: Sequence[tuple[int, int]]) -> None:
+    """Refuse edges that name unknown values or close a cycle.
+
+    Raises
+    ------
+    ValueError
+        If there are such.
+    """
+    waiting = [0] * node_count
+    later: list[list[int]] = [[] for _ in waiting]
+    for edges in lists:
+        for u, v in edges:
+            require(
+                0 <= u < node_count and 0 <= v < node_count,
+                "an edge names a value that does not exist",
+            )
+            waiting[v] += 1
+            later[u].append(v)
+    ready = [v for v, count in enumerate(waiting) if count == 0]
+    for u in ready:  # Grows as it is walked.
+        for v in later[u]:
+            waiting[v] -= 1
+            if waiting[v] == 0:
+                ready.append(v)
+    require(len(ready) == node_count, "the edges close a cycle")
+
+
 @native
 def enumerate_lower_sets(
     node_count: int, edges: Sequence[tuple[int, int]], cap: int
@@ -129,6 +175,12 @@ def enumerate_lower_sets(
     Grows each set by one ready value and keeps what is new. Time and memory
     O(min(sets, cap) x values); nothing beyond ``cap`` sets is stored.
     """
+    check_count(node_count)
+    check_edges(node_count, edges)
+    require(
+        1 <= cap <= most_sets(node_count),
+        "the cap must be at least 1, and the sets take at most 2**29 bytes",
+    )
     need = [0] * node_count
     for u, v in edges:
         need[v] |= 1 << u
@@ -149,13 +201,16 @@ def enumerate_lower_sets(
 def all_lower_sets(graph: ForwardGraph, cap: int) -> Family | None:
     """Return the family of all lower sets, or ``None`` if they are more than ``cap``.
 
+    Whatever the cap, no more are enumerated than :func:`most_sets` says.
+
     Raises
     ------
     ValueError
         If ``cap`` is not a positive integer.
     """
-    # More do not fit in any memory, nor their number in a word.
-    cap = min(checked_integer("the cap on lower sets", cap, least=1), sys.maxsize)
+    cap = checked_integer("the cap on lower sets", cap, least=1)
+    # More do not fit in memory.
+    cap = min(cap, most_sets(graph.node_count))
     rows = enumerate_lower_sets(graph.node_count, list(graph.all_edges), cap)
     if rows is None:
         return None
@@ -231,12 +286,20 @@ def neighbouring_lower_sets(
     NDArray
         Distinct rows, smaller sets first.
     """
+    check_count(node_count)
+    check_edges(node_count, edges)
+    masks = masks_of_rows(rows)
+    require(
+        rows.shape[1] == -(-node_count // 64)
+        and all(mask >> node_count == 0 for mask in masks),
+        "rows must be bit sets of the values",
+    )
     need, hold = [0] * node_count, [0] * node_count
     for u, v in edges:
         need[v] |= 1 << u
         hold[u] |= 1 << v
     found: set[int] = set()
-    for mask in masks_of_rows(rows):
+    for mask in masks:
         for v in range(node_count):
             if mask >> v & 1:
                 if not hold[v] & mask:
