@@ -13,7 +13,7 @@ from remat.checks import (
     keep_integers,
 )
 from remat.errors import InvalidPlatformError
-from remat.units import LARGEST_TOTAL
+from remat.units import LARGEST_BUDGET, LARGEST_TOTAL
 
 LARGEST_RATE = 10**30
 """Most bytes, or operations, per second."""
@@ -126,7 +126,8 @@ class Device:
     Raises
     ------
     InvalidPlatformError
-        If the budget is no integer, or not positive; or a name is no text.
+        If the budget is no integer, not positive, or more than
+        :data:`~remat.units.LARGEST_BUDGET`; or a name is no text.
     """
 
     name: str = "cpu"
@@ -142,6 +143,7 @@ class Device:
             "budget_bytes",
             of=of,
             least=1,
+            most=LARGEST_BUDGET,
             optional=True,
             error=InvalidPlatformError,
         )

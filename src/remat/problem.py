@@ -1,6 +1,7 @@
 """Problems, results, and what a status proves."""
 
 import math
+import sys
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -11,6 +12,7 @@ from remat.checks import (
     checked_record,
     keep_integers,
     keep_words,
+    shown,
 )
 from remat.errors import UnitError
 from remat.graph import TrainingGraph
@@ -113,8 +115,9 @@ def check_time_limit(seconds: object) -> None:
             f"time_limit is {seconds!r} ({type(seconds).__name__}); it must be {needed}"
         )
         raise TypeError(msg)
-    if not 0 < seconds < math.inf:
-        msg = f"time_limit is {seconds:g}; it must be {needed}"
+    # Integers may be larger than any float.
+    if not 0 < seconds <= sys.float_info.max:
+        msg = f"time_limit is {shown(seconds)}; it must be {needed}"
         raise UnitError(msg)
 
 

@@ -158,5 +158,7 @@ def test_bad_input_is_refused() -> None:
         Block(branches=(), output_bytes=1)
     with pytest.raises(InvalidGraphError, match="output_bytes of block '' is -1"):
         Block(branches=(chain,), output_bytes=-1)
-    with pytest.raises(InvalidGraphError, match="budgets is 1; it must be an integer of at least 2"):
+    with pytest.raises(
+        InvalidGraphError, match="budgets is 1; it must be an integer of at least 2"
+    ):
         block_stage(Block(branches=(chain,), output_bytes=1), budgets=1)

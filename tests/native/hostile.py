@@ -1,8 +1,9 @@
-"""Drive one function of the native core with hostile arguments, in a process of its own.
+"""Drive one function of the native core with hostile arguments, in its own process.
 
-``python -m tests.native.hostile NAME`` changes valid arguments of the function in one or
-two places, calls the function and its Python twin with each, and prints a line per case
-*before* it runs, so that what kills the process is known. A last line counts the cases.
+``python -m tests.native.hostile NAME LOG`` changes valid arguments of the function in
+one or two places, calls the function and its Python twin with each, and writes a line
+per case *before* it runs, so that what kills the process is known. Then it prints how
+many there were, and how many were refused.
 A function and its twin must give the same answer or raise the same exception.
 """
 
@@ -98,6 +99,7 @@ def bases() -> dict[str, tuple[Any, Arguments]]:
         [[(1, 2, 1, True, 0, 1)], [(3, 1, 2, False, 1, 0), (-1, 5, 0, False, 0, 2)]],
         (1, 1),
     )
+    short = ([1, 1], [1, 1], [1], [0], [[(1, 1, 1, True, 0, 0)]], (0, 0))
     lower = ([1, 3], [1, 1], [2, 2], [(0, 1)], 0)
     rows = np.array([[0], [1], [3]], dtype=np.uint64)
     queries = [(9, 0, False), (7, 1, True)]
@@ -127,8 +129,7 @@ def bases() -> dict[str, tuple[Any, Arguments]]:
         "rotor_plan": (rotor_plan, (chain, 2, 20, True)),
         "stage_join_plan": (
             stage_join_plan,
-            ([chain, ([1, 1], [1, 1], [1], [0], [[(1, 1, 1, True, 0, 0)]], (0, 0))],)
-            + ((1, 1), 2, 24, True),
+            ([chain, short], (1, 1), 2, 24, True),
         ),
         "enumerate_lower_sets": (enumerate_lower_sets, (3, [(0, 1), (1, 2)], 10)),
         "narrowest_lower_sets": (
@@ -267,7 +268,7 @@ def main(name: str, log: Path) -> None:
                     sys.exit(f"{name}: {words}: the core {found}, the twin {other}")
             count += 1
             refused += is_refused
-    print(count, refused)
+    sys.stdout.write(f"{count} {refused}\n")
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.native import hostile
 
 from remat.native import core
-from tests.native import hostile
 
 pytestmark = pytest.mark.skipif(core() is None, reason="there is no native core")
 

@@ -15,9 +15,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from remat.checks import checked_integer, require
+from remat.checks import (
+    checked_integer,
+    checked_integers,
+    checked_record,
+    checked_text,
+    keep_flags,
+    keep_integers,
+    require,
+)
 from remat.lower_sets.forward_graph import ForwardGraph
 from remat.native import native
+
+MOST_NODES = 2**15
+"""Most values of a graph whose lower sets are looked for."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -34,12 +45,32 @@ class Family:
         Whether these are all the lower sets of the graph.
     label
         What the family consists of, for people.
+
+    Raises
+    ------
+    ValueError
+        If the rows are no such bit sets, or a field is of another type.
     """
 
     rows: NDArray[np.uint64]
     node_count: int
     is_complete: bool
     label: str
+
+    def __post_init__(self) -> None:
+        keep_integers(self, "node_count", of="a family", least=1, most=MOST_NODES)
+        checked_record("rows of a family", self.rows, np.ndarray)
+        keep_flags(self, "is_complete", of="a family")
+        checked_text("label of a family", self.label)
+        words = -(-self.node_count // 64)
+        is_bits = self.rows.dtype == np.uint64 and self.rows.ndim == 2
+        if not is_bits or self.rows.shape[1] != words or len(self.rows) < 2:
+            msg = (
+                f"rows of a family are of shape {self.rows.shape} and type "
+                f"{self.rows.dtype}; they must be two or more bit sets of "
+                f"{self.node_count} values: {words} words of uint64 each"
+            )
+            raise ValueError(msg)
 
     def __len__(self) -> int:
         """Return the number of lower sets, the empty one and ``V`` included."""
@@ -62,8 +93,29 @@ class Family:
         )
 
 
+def _checked_masks(node_count: object, masks: object) -> tuple[int, tuple[int, ...]]:
+    count = checked_integer("node_count", node_count, least=1, most=MOST_NODES)
+    sets = checked_integers("the lower sets", masks, least=0)
+    for index, mask in enumerate(sets):
+        if mask >> count:
+            msg = (
+                f"lower set {index} holds value {mask.bit_length() - 1}; the values are "
+                f"0..{count - 1}"
+            )
+            raise ValueError(msg)
+    return count, sets
+
+
 def members(mask: int) -> list[int]:
-    """Return the values of a lower set given as an integer, ascending."""
+    """Return the values of a lower set given as an integer, ascending.
+
+    Raises
+    ------
+    ValueError
+        If it is no integer of at least 0.
+    """
+    if type(mask) is not int or mask < 0:
+        mask = checked_integer("a lower set", mask, least=0)
     found: list[int] = []
     while mask:
         found.append((mask & -mask).bit_length() - 1)
@@ -85,7 +137,14 @@ def contents(family: Family) -> NDArray[np.bool_]:
 
 
 def rows_of_masks(node_count: int, masks: Sequence[int]) -> NDArray[np.uint64]:
-    """Return integers as rows of a family, in the order given."""
+    """Return integers as rows of a family, in the order given.
+
+    Raises
+    ------
+    ValueError
+        If the number of values is out of range, or a set holds others.
+    """
+    node_count, masks = _checked_masks(node_count, masks)
     words = -(-node_count // 64)
     data = b"".join(mask.to_bytes(8 * words, "little") for mask in masks)
     little = np.frombuffer(data, dtype="<u8").reshape(len(masks), words)
@@ -95,7 +154,14 @@ def rows_of_masks(node_count: int, masks: Sequence[int]) -> NDArray[np.uint64]:
 def family_of_masks(
     node_count: int, masks: Iterable[int], *, label: str, is_complete: bool = False
 ) -> Family:
-    """Return the family of these lower sets, the empty one and ``V`` added."""
+    """Return the family of these lower sets, the empty one and ``V`` added.
+
+    Raises
+    ------
+    ValueError
+        If the number of values is out of range, or a set holds others.
+    """
+    node_count, masks = _checked_masks(node_count, masks)
     everything = (1 << node_count) - 1
     distinct = sorted(
         {0, everything, *masks}, key=lambda mask: (mask.bit_count(), mask)
@@ -106,10 +172,6 @@ def family_of_masks(
         is_complete=is_complete,
         label=label,
     )
-
-
-MOST_NODES = 2**15
-"""Most values of a graph whose lower sets are looked for."""
 
 
 def most_sets(node_count: int) -> int:
@@ -198,6 +260,11 @@ def enumerate_lower_sets(
     return rows_of_masks(node_count, found) if len(found) <= cap else None
 
 
+def checked_graph(graph: object) -> None:
+    """Refuse what is no :class:`~remat.lower_sets.forward_graph.ForwardGraph`."""
+    checked_record("graph", graph, ForwardGraph)
+
+
 def all_lower_sets(graph: ForwardGraph, cap: int) -> Family | None:
     """Return the family of all lower sets, or ``None`` if they are more than ``cap``.
 
@@ -208,6 +275,7 @@ def all_lower_sets(graph: ForwardGraph, cap: int) -> Family | None:
     ValueError
         If ``cap`` is not a positive integer.
     """
+    checked_graph(graph)
     cap = checked_integer("the cap on lower sets", cap, least=1)
     # More do not fit in memory.
     cap = min(cap, most_sets(graph.node_count))
@@ -251,8 +319,11 @@ def prefixes(graph: ForwardGraph, order: Sequence[int]) -> Family:
     Raises
     ------
     ValueError
-        If the order leaves a value out or puts one before what it needs.
+        If the order leaves a value out, names one that is none, or puts one before what
+        it needs.
     """
+    checked_graph(graph)
+    order = checked_integers("the order", order, least=0, most=graph.node_count - 1)
     masks, mask = [0], 0
     for v in order:
         if any(not mask >> u & 1 for u in graph.all_predecessors[v]):

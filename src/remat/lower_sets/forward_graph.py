@@ -14,7 +14,13 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NoReturn, cast
 
-from remat.checks import entries_of, integer_of
+from remat.checks import (
+    checked_records,
+    checked_text,
+    entries_of,
+    integer_of,
+    keep_words,
+)
 from remat.errors import InvalidGraphError
 from remat.native import MOST_TOTAL
 
@@ -85,10 +91,11 @@ class ForwardGraph:
             entries = getattr(self, label)
             if label != "segment_bytes" or entries is not None:
                 self._keep(label, self._listed(label, entries))
-        if self.owed not in list(Owed):
-            known = ", ".join(map(repr, map(str, Owed)))
-            self._fail(f"owed is {self.owed!r}; need one of {known}")
-        self._keep("owed", Owed(self.owed))
+        checked_text("the name of a forward graph", self.name, error=InvalidGraphError)
+        of = self.name
+        keep_words(self, Owed, "owed", of=of, error=InvalidGraphError)
+        names = checked_records("names", self.names, str, error=InvalidGraphError)
+        self._keep("names", names)
         if not self.memory_bytes:
             self._fail("there is no value; a forward graph has at least one")
         if self.names and len(self.names) != self.node_count:
