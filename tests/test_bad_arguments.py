@@ -188,7 +188,7 @@ def records() -> Iterator[CASES]:
             "launch_ns": SIZE,
         },
     )
-    budget = integers(1, 2**60, optional=True)
+    budget = integers(1, 2**62, optional=True)
     yield Device, {}, {"name": NO_TEXT, "kind": NO_TEXT, "budget_bytes": budget}
     yield single_device, {}, {"budget_bytes": budget, "kind": NO_TEXT}
     yield (
@@ -603,7 +603,7 @@ def planning_cases() -> Iterator[CASES]:
         yield ceil_slots, {"size_bytes": 3, label: 2}, {label: SOME}
     yield floor_slots, {"budget_bytes": 3, "slot_bytes": 2}, {"slot_bytes": SOME}
     yield round_up, {"size_bytes": 3, "granule_bytes": 2}, {"granule_bytes": SOME}
-    sizes = (*integers(1, 2**60)[len(NO_INTEGERS) :], 1.5, 3.0, True, np.True_, NAN)
+    sizes = (*integers(1, 2**62)[len(NO_INTEGERS) :], 1.5, 3.0, True, np.True_, NAN)
     yield (
         parse_budget,
         {"budget": 3},

@@ -24,11 +24,11 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
-ANY_WHOLE_BYTES = 2**60
+ANY_WHOLE_BYTES = 2**62
 """Stands for what 100 % means where a budget is only checked to be a size."""
 
-LARGEST_BUDGET = 2**60
-"""Most bytes of a budget (an exbibyte)."""
+LARGEST_BUDGET = 2**62
+"""Most bytes of a budget."""
 
 LARGEST_TOTAL = 2**53
 """Most bytes or nanoseconds (104 days) of a graph: what floats still count one by one,
@@ -75,7 +75,7 @@ def parse_budget(budget: int | str, *, whole_bytes: int | None = None) -> int:
     if result > LARGEST_BUDGET and not is_percentage(budget):
         msg = (
             f"the budget is {shown(result)} bytes; at most {LARGEST_BUDGET:_} "
-            "(an exbibyte) are counted"
+            "are counted"
         )
         raise UnitError(msg)
     if result <= 0:
