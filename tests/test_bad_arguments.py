@@ -72,7 +72,7 @@ NO_INTEGERS: tuple[Any, ...] = (*NEVER, 1.5, 3.0, "3", True, False, np.True_)
 NO_INTEGERS += (np.float64(2.0), np.array([1, 2]))
 HUGE = (2**62, 2**63 - 1, 2**63, 2**64, 10**400, -1, -(2**63), -(2**64))
 NO_FLAGS: tuple[Any, ...] = (*NEVER, None, 0, 1, 2, 1.0, "yes", "", np.True_)
-NO_WORDS: tuple[Any, ...] = (*NEVER, None, 0, True, 1.5, "", "overlaped", "foo")
+NO_WORDS: tuple[Any, ...] = (*NEVER, None, 0, True, 1.5, "", "overlap", "foo")
 NO_TEXT: tuple[Any, ...] = (*NEVER, None, 0, True, 1.5)
 NO_LISTS: tuple[Any, ...] = (NAN, object(), 1j, b"x", 3, True, 1.5, "12")
 NO_SHARES: tuple[Any, ...] = (*NEVER, None, "1", True, -0.1, 1.1, 2, 10**400)
@@ -806,8 +806,8 @@ LINE = [[1] * 3] * 2
         (lambda: DeviceSearch(candidates=-1), "candidates of DeviceSearch is -1"),
         (lambda: Limits(seed="a"), "seed is 'a'; it must be an integer"),
         (
-            lambda: plan_graph(GRAPH, budget=100, objective="overlaped"),
-            "objective is 'overlaped'; it must be one of 'serial', 'overlapped'",
+            lambda: plan_graph(GRAPH, budget=100, objective="overlap"),
+            "objective is 'overlap'; it must be one of 'serial', 'overlapped'",
         ),
         (lambda: programs.segmentation_of_chain(FORWARD, [15]), "holds value 3"),
         (lambda: programs.segmentation_of_chain(FORWARD, [-1]), "sets is -1"),

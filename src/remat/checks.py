@@ -111,20 +111,26 @@ def checked_integers(
 
     Parameters and errors are those of :func:`checked_integer`.
     """
+    entries = checked_list(label, values, error=error)
+    for value in entries:
+        if type(value) is not int:
+            break
+        if (least is not None and value < least) or (most is not None and value > most):
+            break
+    else:  # As a rule; a graph has very many.
+        return cast("tuple[int, ...]", entries)
     return tuple(
         checked_integer(
             f"entry {index} of {label}", value, least=least, most=most, error=error
         )
-        if type(value) is not int
-        or (least is not None and value < least)
-        or (most is not None and value > most)
-        else value
-        for index, value in enumerate(checked_list(label, values, error=error))
+        for index, value in enumerate(entries)
     )
 
 
 def entries_of(given: object) -> tuple[object, ...] | None:
     """Return the entries of a list of any kind; ``None`` for what is none."""
+    if type(given) is tuple:
+        return cast("tuple[object, ...]", given)
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
         return None
     try:

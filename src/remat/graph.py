@@ -197,8 +197,8 @@ class Op:
         checked_text(f"source of {of}", self.source, error=InvalidGraphError)
 
     def _cost(self, cost: object) -> int | None:
-        if cost is None:
-            return None
+        if cost is None or (type(cost) is int and 0 <= cost <= LARGEST_TOTAL):
+            return cost
         return checked_integer(
             f"cost_ns of op {self.name!r}",
             cost,
