@@ -192,7 +192,7 @@ def worse(value: Any, chance: random.Random) -> Any:
     """Return something hostile in the place of a value."""
     if isinstance(value, np.ndarray):
         array = value.copy()
-        if chance.random() < 0.3:
+        if array.size == 0 or chance.random() < 0.3:
             return array[: chance.randrange(len(array) + 1)].copy()
         if array.ndim == 2 and chance.random() < 0.2:
             return np.hstack([array, array])

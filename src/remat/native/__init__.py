@@ -234,7 +234,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint in {bool, NoneType}:
         return isinstance(value, hint)
     if hint is float:
-        return isinstance(value, int | float | np.floating)
+        return isinstance(value, int | float | np.bool_ | np.integer | np.floating)
     origin, inside = get_origin(hint), get_args(hint)
     if origin is UnionType:
         return any(_fits(value, choice) for choice in inside)
