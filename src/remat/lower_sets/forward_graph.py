@@ -17,9 +17,9 @@ from typing import NoReturn, cast
 from remat.checks import (
     checked_records,
     checked_text,
+    checked_word,
     entries_of,
     integer_of,
-    keep_words,
 )
 from remat.errors import InvalidGraphError
 from remat.native import MOST_TOTAL
@@ -92,9 +92,13 @@ class ForwardGraph:
             if label != "segment_bytes" or entries is not None:
                 self._keep(label, self._listed(label, entries))
         checked_text("the name of a forward graph", self.name, error=InvalidGraphError)
-        of = self.name
-        keep_words(self, Owed, "owed", of=of, error=InvalidGraphError)
-        names = checked_records("names", self.names, str, error=InvalidGraphError)
+        label = f"{self.name}: owed"
+        self._keep(
+            "owed", checked_word(label, self.owed, Owed, error=InvalidGraphError)
+        )
+        names = checked_records(
+            f"{self.name}: names", self.names, str, error=InvalidGraphError
+        )
         self._keep("names", names)
         if not self.memory_bytes:
             self._fail("there is no value; a forward graph has at least one")
