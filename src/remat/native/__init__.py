@@ -211,7 +211,7 @@ def _with_types(twin: Callable[P, R]) -> Callable[P, R]:
         if not hints:
             hints.update(get_type_hints(twin))
         for name, value in signature.bind(*args, **kwargs).arguments.items():
-            if not _fits(value, hints[name]):
+            if name in hints and not _fits(value, hints[name]):
                 needed = signature.parameters[name].annotation
                 msg = (
                     f"{twin.__name__}(): {name} is {shown(value)}; it must be {needed}"
