@@ -584,7 +584,11 @@ def test_kinds_and_copies_that_wait_are_kept():
         (("kinds", "rows", 0, 0), None, "platform.kinds.rows[0].name is null"),
         (("kinds", "rows", 0, 1), 5, "platform.kinds.rows[0].runs_on is 5"),
         (("kinds", "rows", 0, 2), "no", "platform.kinds.rows[0].computes is"),
-        (("kinds", "rows", 1, 3), 0, "inconsistent: time_percent of device kind 'slow'"),
+        (
+            ("kinds", "rows", 1, 3),
+            0,
+            "inconsistent: time_percent of device kind 'slow'",
+        ),
         (("kinds", "rows", 0, 4), 1.5, "platform.kinds.rows[0].flops_per_s is 1.5"),
         (("kinds", "rows", 0, 5), None, "has one rate of two"),
         (("kinds", "columns"), ["name"], "platform.kinds.columns is"),
