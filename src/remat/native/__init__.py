@@ -128,7 +128,7 @@ def native(twin: Callable[P, R]) -> Callable[P, R]:
             raise MissingDependencyError(msg)
         return cast("Callable[P, R]", function)(*args, **kwargs)
 
-    run.__wrapped__ = checked  # type: ignore[attr-defined]
+    run.__wrapped__ = checked
     return run
 
 
@@ -221,8 +221,8 @@ def _with_types(twin: Callable[P, R]) -> Callable[P, R]:
 
     functools.update_wrapper(checked, twin)
     # What compares twins with the core unwraps up to here.
-    del checked.__wrapped__
-    checked.__signature__ = signature  # type: ignore[attr-defined]
+    del vars(checked)["__wrapped__"]
+    vars(checked)["__signature__"] = signature
     return checked
 
 
@@ -242,8 +242,9 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, np.ndarray)
     if isinstance(value, str | bytes) or not isinstance(value, Sequence | np.ndarray):
         return False
+    entries: Sequence[Any] = cast("Sequence[Any]", value)
     if origin is Sequence:
-        return all(_fits(entry, inside[0]) for entry in value)
+        return all(_fits(entry, inside[0]) for entry in entries)
     # A tuple, or one whose entries have names.
     inside = inside or tuple(get_type_hints(hint).values())
-    return len(value) == len(inside) and all(map(_fits, value, inside))
+    return len(entries) == len(inside) and all(map(_fits, entries, inside))
