@@ -691,6 +691,7 @@ OPTIONS = {
     "program_time_limit_s": (*NO_SECONDS, None),
     "time_limit_s": NO_SECONDS,
     "effort_ops": integers(0),
+    "runs_per_op": integers(0),
     "bisection_count": integers(0),
     "improved_count": integers(0),
     "backward_ops_per_stage": integers(0, optional=True),

@@ -134,7 +134,7 @@ class GreedyEviction:
         of = type(self).__name__
         candidates = checked_records(f"candidates of {of}", self.candidates, Candidate)
         object.__setattr__(self, "candidates", candidates)
-        keep_integers(self, "runs_per_op", of=of, least=1)
+        keep_integers(self, "runs_per_op", of=of, least=0)
         keep_flags(self, "starts_from_segments", of=of)
 
     def solve(
