@@ -129,14 +129,20 @@ def test_a_graph_may_lack_a_backward_or_a_forward():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Storage(name="a", size_bytes=-1), "'a' has size_bytes=-1"),
-        (lambda: Storage(name="a", size_bytes=1, home=-1), "home device -1"),
+        (
+            lambda: Storage(name="a", size_bytes=-1),
+            "size_bytes of storage 'a' is -1; it must be an integer of at",
+        ),
+        (lambda: Storage(name="a", size_bytes=1, home=-1), "home of storage 'a' is -1"),
         (lambda: op("f", cost_ns=()), "0 costs and 1 workspaces"),
         (lambda: op("f", cost_ns=(), workspace_bytes=()), "at least one"),
         (lambda: op("f", cost_ns=(1, 2)), "2 costs and 1 workspaces"),
         (lambda: op("f", cost_ns=(None,)), "can run on no device kind"),
-        (lambda: op("f", cost_ns=(-1,)), "negative cost_ns"),
-        (lambda: op("f", workspace_bytes=(-1,)), "negative workspace"),
+        (
+            lambda: op("f", cost_ns=(-1,)),
+            "cost_ns of op 'f' is -1; it must be an integer of at least 0",
+        ),
+        (lambda: op("f", workspace_bytes=(-1,)), "workspace_bytes of op 'f' is -1"),
         (lambda: op("f", (1, 1)), r"reads a storage twice: \(1, 1\)"),
         (lambda: op("f", (), (1, 1)), "writes a storage twice"),
     ],
@@ -154,8 +160,8 @@ def test_storages_and_ops_that_cannot_be(make: Any, words: str):
         ({"device_kinds": ("cpu", "cuda")}, "op 0 'f' has 1 costs for 2 device kinds"),
         ({"ops": ()}, "there is no op"),
         (
-            {"ops": (op("f", (W,), (A, Y), cost_ns=(10**19,)), *OPS[1:])},
-            "times on device kind 'cpu' come to 10_000_000_000_000_000_0.. ns",
+            {"ops": (op("f", (W,), (A, Y), cost_ns=(2**53,)), *OPS[1:])},
+            "times on device kind 'cpu' come to 9_007_199_254_7.* ns",
         ),
         (
             {"ops": (op("f", (W,), (A, Y), workspace_bytes=(2**53,)), *OPS[1:])},

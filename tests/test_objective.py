@@ -148,7 +148,7 @@ def test_solvers_of_the_serial_time_are_not_asked():
 def test_what_is_no_objective_is_refused():
     budget = {"cpu": "1 GiB", "host": "1 GiB"}
     model, x = Branches(), torch.randn(4, 64)
-    with pytest.raises(ValueError, match="must be 'serial' or 'overlapped'"):
+    with pytest.raises(ValueError, match="must be one of 'serial', 'overlapped'"):
         remat.plan(model, x, budget=budget, objective="parallel")  # pyright: ignore[reportArgumentType] - the mistake that is tested
 
 

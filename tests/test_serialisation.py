@@ -507,7 +507,7 @@ def changed(payload: dict[str, Any], *place: Any, value: Any) -> dict[str, Any]:
         (("device_kinds", 0), "cuda", "device_kinds must be distinct"),
         (("storages",), [], "graph.storages is a list of 0 items"),
         (("storages", "columns", 0), "nom", "graph.storages.columns is a list of 5"),
-        (("storages", "rows", 2, 1), -1, "size_bytes=-1"),
+        (("storages", "rows", 2, 1), -1, "size_bytes of storage"),
         (
             ("storages", "rows", 2, 1),
             4.0,
@@ -545,7 +545,7 @@ def test_a_graph_that_is_wrong(place: tuple[Any, ...], value: Any, words: str):
     [
         (("links",), ..., "platform lacks ['links']"),
         (("devices", "rows"), [], "at least one device"),
-        (("devices", "rows", 0, 2), 0, "budget must be positive"),
+        (("devices", "rows", 0, 2), 0, "budget_bytes of device"),
         (
             ("devices", "rows", 0, 2),
             1.5,
@@ -584,7 +584,11 @@ def test_kinds_and_copies_that_wait_are_kept():
         (("kinds", "rows", 0, 0), None, "platform.kinds.rows[0].name is null"),
         (("kinds", "rows", 0, 1), 5, "platform.kinds.rows[0].runs_on is 5"),
         (("kinds", "rows", 0, 2), "no", "platform.kinds.rows[0].computes is"),
-        (("kinds", "rows", 1, 3), 0, "inconsistent: device kind 'slow': time_percent"),
+        (
+            ("kinds", "rows", 1, 3),
+            0,
+            "inconsistent: time_percent of device kind 'slow'",
+        ),
         (("kinds", "rows", 0, 4), 1.5, "platform.kinds.rows[0].flops_per_s is 1.5"),
         (("kinds", "rows", 0, 5), None, "has one rate of two"),
         (("kinds", "columns"), ["name"], "platform.kinds.columns is"),

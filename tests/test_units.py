@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from remat.errors import UnitError
 from remat.units import (
+    LARGEST_BUDGET,
     ceil_slots,
     floor_slots,
     format_bytes,
@@ -59,7 +60,7 @@ def test_a_percentage_is_of_the_whole(text: str, whole_bytes: int, size_bytes: i
     assert is_percentage(text)
 
 
-@given(st.integers(1))
+@given(st.integers(1, LARGEST_BUDGET))
 def test_integers_are_bytes(size_bytes: int):
     assert parse_budget(size_bytes) == size_bytes
     assert not is_percentage(size_bytes)

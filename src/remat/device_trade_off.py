@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from remat.bounds import cost_bound_ns
+from remat.checks import checked_record
 from remat.device_planning import (
     DeviceBudgets,
     budgets_bytes,
@@ -15,10 +16,10 @@ from remat.device_planning import (
 from remat.errors import BudgetError, InvalidPlatformError
 from remat.floor import smallest_budget
 from remat.graph import TrainingGraph
-from remat.graph_planning import placed_on, spread_budgets
+from remat.graph_planning import asked_budgets, placed_on, spread_budgets
 from remat.paging import smallest_paged
 from remat.platform import Platform
-from remat.problem import Problem, Status, check_time_limit
+from remat.problem import Limits, Problem, Status, check_time_limit
 from remat.solvers import chosen_solvers
 from remat.solvers.base import ProgressCallback, ignore_progress
 from remat.training_plan import Plan
@@ -75,8 +76,14 @@ def trade_off_on_devices(  # noqa: PLR0913 - every option that a user has
         If the solver is unknown or cannot treat the graph on this platform.
     UnitError
         If a budget is not a positive size, or fewer than 2 points are asked for.
+    ValueError
+        If the seed is no integer or out of range, or an argument of another type.
     """
     check_time_limit(time_limit)
+    checked_record("graph", graph, TrainingGraph)
+    checked_record("platform", platform, Platform)
+    Limits(seed=seed)
+    budgets = asked_budgets(budgets)
     chosen_solvers(solver, has_several_devices=True)
     platform, graph = placed_on(graph, platform)
     home = platform.devices[0]

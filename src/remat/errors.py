@@ -21,10 +21,6 @@ class InvalidPlatformError(RematError, ValueError):
     """A platform description is inconsistent (devices, links, budgets)."""
 
 
-class InvalidScheduleError(RematError, ValueError):
-    """A schedule breaks a rule when replayed; the message names step and op."""
-
-
 class StateChangedError(RematError, RuntimeError):
     """Planning changed something that belongs to the caller; the message names it."""
 

@@ -31,9 +31,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from remat.bounds import required_ops
+from remat.checks import checked_number
 from remat.eviction_run import END, Blocks, Bounds, Ops, Scores, run_evicting
 from remat.graph import TrainingGraph
 from remat.liveness import BOUNDARY, store_all_order
+from remat.native import LARGEST_EXPONENT
 from remat.plain_numbers import plain_numbers
 from remat.problem import Limits
 
@@ -52,12 +54,29 @@ class EvictionRule:
     spare_share
         Share, 0 to 1, of the cost of a storage without uses of its own, as long as
         everything that could be recomputed from it is live.
+
+    Raises
+    ------
+    ValueError
+        If a number is none, not finite or out of range; exponents are at most
+        :data:`~remat.native.LARGEST_EXPONENT`.
     """
 
     size_exponent: float = 1.0
     distance_exponent: float = 1.0
     ancestor_share: float = 0.5
     spare_share: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name, most in (
+            ("size_exponent", LARGEST_EXPONENT),
+            ("distance_exponent", LARGEST_EXPONENT),
+            ("ancestor_share", 1.0),
+            ("spare_share", 1.0),
+        ):
+            label = f"{name} of EvictionRule"
+            number = checked_number(label, getattr(self, name), most=most)
+            object.__setattr__(self, name, number)
 
 
 def evicting_order(

@@ -7,8 +7,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from remat.checks import require
 from remat.liveness import BOUNDARY
-from remat.native import native
+from remat.native import (
+    MOST_TOTAL,
+    check_counts,
+    check_indices,
+    check_rule,
+    check_time,
+    native,
+)
 
 END = -2
 """Marks the end of the step, where the final outputs are used."""
@@ -114,10 +122,62 @@ def run_evicting(
     time_limit_s
         Seconds until giving up, or ``None``.
     """
+    check_execution(
+        steps, Ops(*ops), Blocks(*blocks), Scores(*scores), Bounds(*bounds), saved
+    )
+    check_time(time_limit_s)
     try:
         return _Execution(steps, ops, blocks, scores, bounds, saved, time_limit_s).run()
     except _Stuck:
         return None
+
+
+def check_execution(
+    steps: Sequence[int],
+    ops: Ops,
+    blocks: Blocks,
+    scores: Scores,
+    bounds: Bounds,
+    saved: Sequence[bool] | None,
+) -> None:
+    """Refuse numbers that do not fit together or are out of range.
+
+    Raises
+    ------
+    ValueError
+        If there are such.
+    """
+    count, storages = len(ops.costs), len(blocks.sizes)
+    require(
+        len(ops.reads) == len(ops.writes) == count + 2
+        and len(ops.may_rerun) == len(ops.workspaces) == count,
+        "the lists of ops differ in length",
+    )
+    require(
+        len(blocks.consumers) == len(blocks.producers) == storages
+        and len(blocks.weights) == storages
+        and (saved is None or len(saved) == storages),
+        "the lists of storages differ in length",
+    )
+    check_indices(steps, count, "op", END)
+    require(list(steps).count(BOUNDARY) == 1, "the steps need one boundary")
+    for of_ops in (ops.reads, ops.writes):
+        for entries in of_ops:
+            check_indices(entries, storages, "storage")
+    for entries in blocks.consumers:
+        check_indices(entries, count, "op")
+    check_indices(blocks.producers, count, "op", -1)
+    check_counts(blocks.sizes, ops.workspaces, [bounds.resident_bytes])
+    check_counts(ops.costs)
+    weights = scores.distance_weights
+    require(len(weights) > max(len(steps), 1), "a distance has no weight")
+    require(
+        all(0.0 < weight < _NEVER for weight in (*weights, *blocks.weights)),
+        "a weight is not above 0 and finite",
+    )
+    check_rule([], [scores.ancestor_share, scores.spare_share])
+    require(bounds.limit_bytes >= -MOST_TOTAL, "the limit is less than -2**60")
+    require(bounds.run_limit >= 0, "the limit of runs is negative")
 
 
 class _Stuck(Exception):  # noqa: N818 - control flow inside this module

@@ -23,6 +23,16 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
 
+from remat.checks import (
+    checked_integer,
+    checked_integers,
+    checked_list,
+    checked_records,
+    checked_text,
+    keep_flags,
+    keep_integers,
+    keep_words,
+)
 from remat.errors import InvalidGraphError
 from remat.units import LARGEST_TOTAL
 
@@ -56,7 +66,7 @@ class Storage:
     name
         For people; unique names read better but are not required.
     size_bytes
-        Size of the block in bytes, at least 0.
+        Size of the block in bytes, 0 to :data:`~remat.units.LARGEST_TOTAL`.
     role
         What the block holds; does not change the semantics.
     is_resident
@@ -64,6 +74,12 @@ class Storage:
     home
         Index of the device where a resident storage lives, where a tangent appears,
         and where a forward or final output must be live.
+
+    Raises
+    ------
+    InvalidGraphError
+        If the size or the home is no integer or out of range, the role unknown, or a
+        field of another type.
     """
 
     name: str
@@ -73,15 +89,19 @@ class Storage:
     home: int = 0
 
     def __post_init__(self) -> None:
-        if self.size_bytes < 0:
-            msg = (
-                f"storage {self.name!r} has size_bytes={self.size_bytes:_}; sizes "
-                "must be 0 or more"
-            )
-            raise InvalidGraphError(msg)
-        if self.home < 0:
-            msg = f"storage {self.name!r} has home device {self.home}; need 0 or more"
-            raise InvalidGraphError(msg)
+        checked_text("the name of a storage", self.name, error=InvalidGraphError)
+        of = f"storage {self.name!r}"
+        keep_integers(
+            self,
+            "size_bytes",
+            of=of,
+            least=0,
+            most=LARGEST_TOTAL,
+            error=InvalidGraphError,
+        )
+        keep_integers(self, "home", of=of, least=0, error=InvalidGraphError)
+        keep_flags(self, "is_resident", of=of, error=InvalidGraphError)
+        keep_words(self, Role, "role", of=of, error=InvalidGraphError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +131,13 @@ class Op:
         outside the model, optimizer step); nothing else of the pass runs after it.
     source
         The user's source line that created the op, or an empty string.
+
+    Raises
+    ------
+    InvalidGraphError
+        If a number is no integer or out of range, a storage is named twice, costs and
+        workspaces differ in number, all costs are ``None``, or a field is of another
+        type.
     """
 
     name: str
@@ -125,6 +152,7 @@ class Op:
     source: str = ""
 
     def __post_init__(self) -> None:
+        self._check_types()
         if len(self.cost_ns) != len(self.workspace_bytes) or not self.cost_ns:
             msg = (
                 f"op {self.name!r} has {len(self.cost_ns)} costs and "
@@ -135,16 +163,49 @@ class Op:
         if all(cost is None for cost in self.cost_ns):
             msg = f"op {self.name!r} can run on no device kind: every cost is None"
             raise InvalidGraphError(msg)
-        if any(cost is not None and cost < 0 for cost in self.cost_ns):
-            msg = f"op {self.name!r} has a negative cost_ns: {self.cost_ns}"
-            raise InvalidGraphError(msg)
-        if any(size < 0 for size in self.workspace_bytes):
-            msg = f"op {self.name!r} has negative workspace: {self.workspace_bytes}"
-            raise InvalidGraphError(msg)
         for kind, indices in (("reads", self.reads), ("writes", self.writes)):
             if len(set(indices)) != len(indices):
                 msg = f"op {self.name!r} {kind} a storage twice: {indices}"
                 raise InvalidGraphError(msg)
+
+    def _check_types(self) -> None:
+        checked_text("the name of an op", self.name, error=InvalidGraphError)
+        of = f"op {self.name!r}"
+        for field, least, most in (
+            ("reads", None, None),
+            ("writes", None, None),
+            ("workspace_bytes", 0, LARGEST_TOTAL),
+        ):
+            numbers = checked_integers(
+                f"{field} of {of}",
+                getattr(self, field),
+                least=least,
+                most=most,
+                error=InvalidGraphError,
+            )
+            object.__setattr__(self, field, numbers)
+        costs = checked_list(f"cost_ns of {of}", self.cost_ns, error=InvalidGraphError)
+        object.__setattr__(self, "cost_ns", tuple(self._cost(cost) for cost in costs))
+        keep_words(self, Phase, "phase", of=of, error=InvalidGraphError)
+        keep_flags(self, "is_ordered", "is_external", of=of, error=InvalidGraphError)
+        if self.non_recomputable is not None:
+            checked_text(
+                f"non_recomputable of {of}",
+                self.non_recomputable,
+                error=InvalidGraphError,
+            )
+        checked_text(f"source of {of}", self.source, error=InvalidGraphError)
+
+    def _cost(self, cost: object) -> int | None:
+        if cost is None or (type(cost) is int and 0 <= cost <= LARGEST_TOTAL):
+            return cost
+        return checked_integer(
+            f"cost_ns of op {self.name!r}",
+            cost,
+            least=0,
+            most=LARGEST_TOTAL,
+            error=InvalidGraphError,
+        )
 
     @property
     def is_recomputable(self) -> bool:
@@ -187,6 +248,7 @@ class TrainingGraph:
     device_kinds: tuple[str, ...] = ("cpu",)
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._check_kinds()
         self._check_boundary_lists()
         self._check_ops()
@@ -204,6 +266,20 @@ class TrainingGraph:
     def _fail(self, message: str) -> None:
         msg = f"graph {self.name!r}: {message}"
         raise InvalidGraphError(msg)
+
+    def _check_types(self) -> None:
+        checked_text("the name of a graph", self.name, error=InvalidGraphError)
+        of = f"graph {self.name!r}"
+        for field, kind in (("storages", Storage), ("ops", Op), ("device_kinds", str)):
+            records = checked_records(
+                f"{field} of {of}", getattr(self, field), kind, error=InvalidGraphError
+            )
+            object.__setattr__(self, field, records)
+        for field in ("forward_outputs", "tangents", "final_outputs"):
+            indices = checked_integers(
+                f"{field} of {of}", getattr(self, field), error=InvalidGraphError
+            )
+            object.__setattr__(self, field, indices)
 
     def _check_kinds(self) -> None:
         if not self.device_kinds or len(set(self.device_kinds)) != len(

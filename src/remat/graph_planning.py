@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from remat.bounds import cost_bound_ns
+from remat.checks import checked_integer, checked_record, checked_word, entries_of
 from remat.contributors import contributors, largest
 from remat.device_graph import arrange, home_of, place_graph, place_of
 from remat.device_planning import (
@@ -86,8 +87,16 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
         If the solver is unknown or cannot treat the graph.
     UnitError
         If the budget is not a positive size.
+    ValueError
+        If the objective is unknown, the seed no integer or out of range, or an argument
+        of another type.
     """
     check_time_limit(time_limit)
+    checked_record("graph", graph, TrainingGraph)
+    if platform is not None:
+        checked_record("platform", platform, Platform)
+    objective = checked_word("objective", objective, Objective)
+    Limits(seed=seed)
     if platform is not None and len(platform.devices) > 1:
         placed, graph = placed_on(graph, platform)
         return plan_on_devices(
@@ -345,8 +354,13 @@ def trade_off(  # noqa: PLR0913 - every option that a user has
         If the solver is unknown or cannot treat the graph.
     UnitError
         If a budget is not a positive size, or fewer than 2 points are asked for.
+    ValueError
+        If the seed is no integer or out of range, or an argument of another type.
     """
     check_time_limit(time_limit)
+    checked_record("graph", graph, TrainingGraph)
+    Limits(seed=seed)
+    budgets = asked_budgets(budgets)
     solvers = chosen_solvers(solver)
     whole_bytes = plain_peak_bytes(graph)
     # Wrong sizes are refused before the search begins.
@@ -413,6 +427,27 @@ def _best_within(budget_bytes: int, plans: Sequence[Plan]) -> Plan:
         status=Status.FEASIBLE,
         bound_ns=cost_bound_ns(Problem(graph=best.graph, platform=platform)),
     )
+
+
+MOST_POINTS = 10_000
+"""Most budgets of a curve."""
+
+
+def asked_budgets(budgets: Sequence[int | str] | int) -> Sequence[int | str] | int:
+    """Return the number of budgets that is asked for, or the budgets themselves.
+
+    Raises
+    ------
+    UnitError
+        If it is no integer of at most :data:`MOST_POINTS`, and no list of so many.
+    """
+    entries = entries_of(budgets)
+    if entries is None:
+        return checked_integer("budgets", budgets, most=MOST_POINTS, error=UnitError)
+    if len(entries) > MOST_POINTS:
+        msg = f"there are {len(entries):_} budgets; at most {MOST_POINTS:_} are planned"
+        raise UnitError(msg)
+    return cast("Sequence[int | str]", entries)
 
 
 def spread_budgets(low_bytes: int, high_bytes: int, count: int) -> set[int]:

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from remat.checks import checked_word
 from remat.costing import Costs
 from remat.device_planning import Budget, budgets_bytes, check_budgets
 from remat.errors import CaptureError, UnitError
 from remat.graph_planning import several_budgets
 from remat.kernel_choice import Kernels
 from remat.platform import Platform
-from remat.problem import Objective, Objectives, check_time_limit
+from remat.problem import Limits, Objective, Objectives, check_time_limit
 from remat.serialisation import load_platform
 from remat.solvers import chosen_solvers
 from remat.solvers.base import ProgressCallback, ignore_progress
@@ -64,17 +65,13 @@ class PlanRequest:
             _check("loss", self.loss, Callable, "a function of the model's outputs")
             _check_takes_outputs(self.loss)
         _check("progress", self.progress, Callable, "a function of (activity, share)")
-        _check("seed", self.seed, int, "an integer")
+        Limits(seed=self.seed)
         check_time_limit(self.time_limit)
-        if self.objective not in {*Objective}:
-            msg = (
-                f"objective is {self.objective!r}; it must be 'serial' or 'overlapped'"
-            )
-            raise ValueError(msg)
+        objective = checked_word("objective", self.objective, Objective)
         chosen_solvers(
             self.solver,
             has_several_devices=self.has_several_devices,
-            objective=Objective(self.objective),
+            objective=objective,
         )
         if self.costs not in {"measured", "estimated"}:
             msg = f"costs is {self.costs!r}; it must be 'measured' or 'estimated'"

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from remat.bounds import cost_bound_ns
+from remat.checks import checked_word
 from remat.errors import SolverFault, SolverUnsuitableError
 from remat.problem import Limits, Objective, Problem, Proposal, Result
 from remat.simulator import simulate
@@ -90,7 +91,10 @@ def solve_portfolio(
         If the simulator refutes any answer.
     SolverUnsuitableError
         If no solver of the portfolio can treat this graph or platform.
+    ValueError
+        If the objective is unknown.
     """
+    objective = checked_word("objective", objective, Objective)
     started = time.monotonic()
     limits = limits or Limits()
     results: list[Result] = []

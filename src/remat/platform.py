@@ -3,8 +3,20 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from remat.checks import (
+    checked_integer,
+    checked_integers,
+    checked_record,
+    checked_records,
+    checked_text,
+    keep_flags,
+    keep_integers,
+)
 from remat.errors import InvalidPlatformError
-from remat.units import LARGEST_TOTAL
+from remat.units import LARGEST_BUDGET, LARGEST_TOTAL
+
+LARGEST_RATE = 10**30
+"""Most bytes, or operations, per second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,19 +57,35 @@ class DeviceKind:
     launch_ns: int = 0
 
     def __post_init__(self) -> None:
+        checked_text("the name of a device kind", self.name, error=InvalidPlatformError)
+        of = f"device kind {self.name!r}"
+        if self.runs_on is not None:
+            checked_text(f"runs_on of {of}", self.runs_on, error=InvalidPlatformError)
+        keep_flags(self, "computes", of=of, error=InvalidPlatformError)
+        keep_integers(
+            self,
+            "flops_per_s",
+            "bytes_per_s",
+            of=of,
+            least=1,
+            most=LARGEST_RATE,
+            optional=True,
+            error=InvalidPlatformError,
+        )
+        for field, least in (("time_percent", 1), ("launch_ns", 0)):
+            keep_integers(
+                self,
+                field,
+                of=of,
+                least=least,
+                most=LARGEST_TOTAL,
+                error=InvalidPlatformError,
+            )
         rates = (self.flops_per_s, self.bytes_per_s)
         if (rates[0] is None) is not (rates[1] is None):
             msg = (
                 f"device kind {self.name!r} has one rate of two: flops_per_s={rates[0]}, "
                 f"bytes_per_s={rates[1]}; give both, or none"
-            )
-            raise InvalidPlatformError(msg)
-        least = min(self.time_percent, *(1 if rate is None else rate for rate in rates))
-        if least < 1 or self.launch_ns < 0:
-            msg = (
-                f"device kind {self.name!r}: time_percent={self.time_percent}, "
-                f"flops_per_s={rates[0]}, bytes_per_s={rates[1]}, "
-                f"launch_ns={self.launch_ns}; need at least 1, and 0 for the launch"
             )
             raise InvalidPlatformError(msg)
         if self.computes and self.runs_on is None and not self.has_rates:
@@ -94,6 +122,12 @@ class Device:
         The device kind; ops have one cost per kind.
     budget_bytes
         Most bytes that may be live at once, or ``None`` for no limit.
+
+    Raises
+    ------
+    InvalidPlatformError
+        If the budget is no integer, not positive, or more than
+        :data:`~remat.units.LARGEST_BUDGET`; or a name is no text.
     """
 
     name: str = "cpu"
@@ -101,12 +135,18 @@ class Device:
     budget_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.budget_bytes is not None and self.budget_bytes <= 0:
-            msg = (
-                f"device {self.name!r} has budget_bytes={self.budget_bytes:_}; a budget "
-                "must be positive (or None for no limit)"
-            )
-            raise InvalidPlatformError(msg)
+        checked_text("the name of a device", self.name, error=InvalidPlatformError)
+        of = f"device {self.name!r}"
+        checked_text(f"kind of {of}", self.kind, error=InvalidPlatformError)
+        keep_integers(
+            self,
+            "budget_bytes",
+            of=of,
+            least=1,
+            most=LARGEST_BUDGET,
+            optional=True,
+            error=InvalidPlatformError,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +162,11 @@ class Link:
     latency_ns
         Fixed time of a copy in nanoseconds, 0 to
         :data:`~remat.units.LARGEST_TOTAL`.
+
+    Raises
+    ------
+    InvalidPlatformError
+        If a number is no integer, or out of range.
     """
 
     source: int
@@ -130,16 +175,28 @@ class Link:
     latency_ns: int = 0
 
     def __post_init__(self) -> None:
-        if self.bytes_per_s < 1 or not 0 <= self.latency_ns <= LARGEST_TOTAL:
-            msg = (
-                f"link {self.source}->{self.target} has bandwidth "
-                f"{self.bytes_per_s:_} B/s and latency {self.latency_ns:_} ns; need at "
-                f"least 1 B/s and 0 to {LARGEST_TOTAL:_} ns"
-            )
-            raise InvalidPlatformError(msg)
+        error = InvalidPlatformError
+        keep_integers(self, "source", "target", of="a link", error=error)
+        of = f"link {self.source}->{self.target}"
+        keep_integers(
+            self, "bytes_per_s", of=of, least=1, most=LARGEST_RATE, error=error
+        )
+        keep_integers(
+            self, "latency_ns", of=of, least=0, most=LARGEST_TOTAL, error=error
+        )
 
     def copy_ns(self, size_bytes: int) -> int:
-        """Return the time in nanoseconds to copy ``size_bytes``, rounded up."""
+        """Return the time in nanoseconds to copy ``size_bytes``, rounded up.
+
+        Raises
+        ------
+        InvalidPlatformError
+            If the size is no integer of at least 0.
+        """
+        if type(size_bytes) is not int or size_bytes < 0:
+            size_bytes = checked_integer(
+                "size_bytes of a copy", size_bytes, least=0, error=InvalidPlatformError
+            )
         return self.latency_ns - (-size_bytes * 1_000_000_000 // self.bytes_per_s)
 
 
@@ -169,7 +226,7 @@ class MeasuredCost:
     Raises
     ------
     InvalidPlatformError
-        If a number is negative, or too large to be counted.
+        If a number is no integer, negative, or too large to be counted.
     """
 
     device: str
@@ -182,25 +239,32 @@ class MeasuredCost:
     spread_ns: int = 0
 
     def __post_init__(self) -> None:
-        numbers = (
-            self.cost_ns or 0,
-            self.workspace_bytes,
-            *self.output_sizes_bytes,
-            self.samples,
-            self.spread_ns,
+        error = InvalidPlatformError
+        checked_text("the device of a measured cost", self.device, error=error)
+        checked_text("the operator of a measured cost", self.operator, error=error)
+        of = f"the cost of {self.operator} on device {self.device!r}"
+        for optional, fields in (
+            (True, ("cost_ns",)),
+            (False, ("workspace_bytes", "samples", "spread_ns")),
+        ):
+            keep_integers(
+                self,
+                *fields,
+                of=of,
+                least=0,
+                most=LARGEST_TOTAL,
+                optional=optional,
+                error=error,
+            )
+        sizes = checked_integers(
+            f"output_sizes_bytes of {of}",
+            self.output_sizes_bytes,
+            least=0,
+            most=LARGEST_TOTAL,
+            error=error,
         )
-        if min(numbers) < 0:
-            msg = (
-                f"the cost of {self.operator} on device {self.device!r} holds the number "
-                f"{min(numbers)}; times and sizes are at least 0"
-            )
-            raise InvalidPlatformError(msg)
-        if max(numbers) > LARGEST_TOTAL:
-            msg = (
-                f"the cost of {self.operator} on device {self.device!r} holds the number "
-                f"{max(numbers):_}; times and sizes are at most {LARGEST_TOTAL:_}"
-            )
-            raise InvalidPlatformError(msg)
+        object.__setattr__(self, "output_sizes_bytes", sizes)
+        keep_flags(self, "aliases_input", of=of, error=error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +288,9 @@ class MeasuredCosts:
     operators: tuple[MeasuredCost, ...] = ()
 
     def __post_init__(self) -> None:
+        checked_records(
+            "operators", self.operators, MeasuredCost, error=InvalidPlatformError
+        )
         seen: set[tuple[str, str]] = set()
         for cost in self.operators:
             key = (cost.device, cost.operator)
@@ -276,6 +343,21 @@ class Platform:
     costs: MeasuredCosts | None = None
 
     def __post_init__(self) -> None:
+        error = InvalidPlatformError
+        for field, kind in (
+            ("devices", Device),
+            ("links", Link),
+            ("kinds", DeviceKind),
+        ):
+            records = checked_records(
+                f"{field} of a platform", getattr(self, field), kind, error=error
+            )
+            object.__setattr__(self, field, records)
+        keep_flags(self, "copies_wait", of="a platform", error=error)
+        if self.costs is not None:
+            checked_record(
+                "costs of a platform", self.costs, MeasuredCosts, error=error
+            )
         if not self.devices:
             msg = "a platform needs at least one device"
             raise InvalidPlatformError(msg)
@@ -376,5 +458,11 @@ class Platform:
 
 
 def single_device(budget_bytes: int | None = None, kind: str = "cpu") -> Platform:
-    """Return a platform of one device of kind ``kind`` with the given budget."""
+    """Return a platform of one device of kind ``kind`` with the given budget.
+
+    Raises
+    ------
+    InvalidPlatformError
+        As for :class:`Device`.
+    """
     return Platform(devices=(Device(name=kind, kind=kind, budget_bytes=budget_bytes),))

@@ -1,11 +1,19 @@
 """Problems, results, and what a status proves."""
 
 import math
+import sys
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
+from remat.checks import (
+    checked_number,
+    checked_record,
+    keep_integers,
+    keep_words,
+    shown,
+)
 from remat.errors import UnitError
 from remat.graph import TrainingGraph
 from remat.platform import Platform
@@ -66,12 +74,16 @@ class Problem:
         If the graph has no costs for a device's kind.
     InvalidPlatformError
         If a storage's home is not a device of the platform.
+    ValueError
+        If the graph is no graph, or the platform no platform.
     """
 
     graph: TrainingGraph
     platform: Platform
 
     def __post_init__(self) -> None:
+        checked_record("graph of a problem", self.graph, TrainingGraph)
+        checked_record("platform of a problem", self.platform, Platform)
         check_platform(self.graph, self.platform)
 
     @property
@@ -103,9 +115,14 @@ def check_time_limit(seconds: object) -> None:
             f"time_limit is {seconds!r} ({type(seconds).__name__}); it must be {needed}"
         )
         raise TypeError(msg)
-    if not 0 < seconds < math.inf:
-        msg = f"time_limit is {seconds:g}; it must be {needed}"
+    # Integers may be larger than any float.
+    if not 0 < seconds <= sys.float_info.max:
+        msg = f"time_limit is {shown(seconds)}; it must be {needed}"
         raise UnitError(msg)
+
+
+LARGEST_SEED = 2**31 - 1
+"""What every solver library takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +134,22 @@ class Limits:
     deadline_s
         A value of ``time.monotonic()`` after which to stop, or ``None``.
     seed
-        Two runs with one seed and no deadline give the same answer.
+        Two runs with one seed and no deadline give the same answer; 0 to
+        :data:`LARGEST_SEED`.
+
+    Raises
+    ------
+    ValueError
+        If the deadline is no finite number, or the seed no integer or out of range.
     """
 
     deadline_s: float | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.deadline_s is not None:
+            checked_number("deadline_s", self.deadline_s, least=-math.inf)
+        keep_integers(self, "seed", least=0, most=LARGEST_SEED)
 
     @staticmethod
     def after(time_limit_s: float | None, seed: int = 0) -> "Limits":
@@ -150,7 +178,8 @@ class Proposal:
     Raises
     ------
     ValueError
-        If presence of a schedule and status disagree.
+        If presence of a schedule and status disagree, the bound is no integer of at
+        least 0, or a field is of another type.
     """
 
     status: Status
@@ -160,6 +189,11 @@ class Proposal:
     message: str = ""
 
     def __post_init__(self) -> None:
+        keep_words(self, Status, "status", of="a proposal")
+        keep_words(self, StopReason, "stop_reason", of="a proposal")
+        keep_integers(self, "bound_ns", of="a proposal", least=0)
+        if self.schedule is not None:
+            checked_record("schedule of a proposal", self.schedule, Schedule)
         if self.status.has_schedule is not (self.schedule is not None):
             msg = f"status {self.status} with schedule {self.schedule is not None}"
             raise ValueError(msg)

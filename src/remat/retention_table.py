@@ -12,8 +12,9 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
+from remat.checks import require
 from remat.liveness import BOUNDARY
-from remat.native import native
+from remat.native import check_counts, check_indices, check_rule, check_time, native
 from remat.plain_numbers import Numbers
 from remat.problem import Limits
 
@@ -36,6 +37,22 @@ class _Copy:
         return self.uses[-1] if self.uses else self.birth
 
 
+def _check(numbers: Numbers, order: Sequence[int]) -> None:
+    count = len(numbers.costs)
+    require(
+        len(numbers.reads) == len(numbers.writes) == count + 2
+        and len(numbers.workspaces) == len(numbers.stays_once) == count,
+        "the lists of ops differ in length",
+    )
+    for lists in (numbers.reads, numbers.writes):
+        for storages in lists:
+            check_indices(storages, len(numbers.sizes), "storage")
+    check_indices(order, count, "op", BOUNDARY)
+    check_counts(numbers.sizes, numbers.workspaces, [numbers.resident_bytes])
+    runs = (numbers.costs[op] for op in order if op != BOUNDARY)
+    check_counts(numbers.costs, runs)
+
+
 class Table:
     """The retention intervals of an order of computations on one device.
 
@@ -51,12 +68,22 @@ class Table:
         Op indices, possibly repeated, and :data:`remat.liveness.BOUNDARY` exactly
         once; every read must be preceded by a run that writes it.
 
+    Raises
+    ------
+    KeyError
+        If a storage is read before it is written.
+    ValueError
+        If lists differ in length, an index is out of range, or sizes or times are
+        negative or add up to too much.
+
     Notes
     -----
     Construction takes time and memory O(reads and writes of the order).
     """
 
     def __init__(self, numbers: Numbers, order: Sequence[int]) -> None:
+        numbers = Numbers(*numbers)
+        _check(numbers, order)
         self._numbers = numbers
         self._ops = list(order)
         self._is_in = [True] * len(self._ops)
@@ -361,6 +388,8 @@ def improve_retention(
     time_limit_s
         Seconds after which the order reached by then is returned, or ``None``.
     """
+    check_rule([length_exponent], [])
+    check_time(time_limit_s)
     limits = Limits.after(time_limit_s)
     table = Table(numbers, order)
     table.drop_unread_runs()

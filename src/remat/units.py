@@ -7,7 +7,9 @@ algorithms round sizes up and budgets down, with :func:`ceil_slots` and
 
 import re
 from fractions import Fraction
+from math import floor
 
+from remat.checks import checked_integer, integer_of, shown
 from remat.errors import UnitError
 
 _UNITS = {
@@ -25,6 +27,9 @@ _UNITS = {
 ANY_WHOLE_BYTES = 2**62
 """Stands for what 100 % means where a budget is only checked to be a size."""
 
+LARGEST_BUDGET = 2**62
+"""Most bytes of a budget."""
+
 LARGEST_TOTAL = 2**53
 """Most bytes or nanoseconds (104 days) of a graph: what floats still count one by one,
 and what may be repeated hundreds of times before 64 bits are full."""
@@ -39,16 +44,18 @@ def parse_budget(budget: int | str, *, whole_bytes: int | None = None) -> int:
     Parameters
     ----------
     budget
-        A positive integer of bytes, or text: a number with a unit (``"8 GiB"``,
-        ``"900MB"``) or a percentage of ``whole_bytes`` (``"60%"``).
+        A positive integer of bytes, at most :data:`LARGEST_BUDGET`, or text: a number
+        with a unit (``"8 GiB"``, ``"900MB"``) or a percentage of ``whole_bytes``
+        (``"60%"``).
     whole_bytes
         What 100 % means, in bytes; needed for percentages only.
 
     Raises
     ------
     UnitError
-        If the text is not a size, the unit is unknown, the result is not positive, or
-        a percentage is given without ``whole_bytes``.
+        If the text is not a size, the unit is unknown or that of bits (``"Gib"``), the
+        result is not positive or too large, or a percentage is given without
+        ``whole_bytes``.
 
     Examples
     --------
@@ -57,18 +64,24 @@ def parse_budget(budget: int | str, *, whole_bytes: int | None = None) -> int:
     >>> parse_budget("60%", whole_bytes=1001)
     600
     """
-    if isinstance(budget, bool) or not isinstance(budget, int | str):
+    number = integer_of(budget)
+    if number is None and not isinstance(budget, str):
         msg = (
             f"a budget is an integer of bytes or text such as '8 GiB', '900MB' or "
-            f"'60%'; got {budget!r} ({type(budget).__name__})"
+            f"'60%'; got {shown(budget)} ({type(budget).__name__})"
         )
         raise UnitError(msg)
-    size = Fraction(budget) if isinstance(budget, int) else _parse(budget, whole_bytes)
-    result = size.numerator // size.denominator
+    result = floor(_parse(str(budget), whole_bytes)) if number is None else number
+    if result > LARGEST_BUDGET and not is_percentage(budget):
+        msg = (
+            f"the budget is {shown(result)} bytes; at most {LARGEST_BUDGET:_} "
+            "are counted"
+        )
+        raise UnitError(msg)
     if result <= 0:
         is_negative_share = is_percentage(budget) and result < 0
         size_text = "" if is_negative_share else f" is {result:_} bytes"
-        msg = f"the budget {budget!r}{size_text}; it must be positive"
+        msg = f"the budget {shown(budget)}{size_text}; it must be positive"
         raise UnitError(msg)
     return result
 
@@ -91,6 +104,13 @@ def _parse(text: str, whole_bytes: int | None) -> Fraction:
             msg = f"{text!r} is a percentage, but nothing says of what; give bytes"
             raise UnitError(msg)
         return number * whole_bytes / 100
+    if match[2][1:].endswith("b") and match[2][0].isupper():
+        bytes_unit = f"{match[2][:-1]}B"
+        msg = (
+            f"{match[2]!r} in {text!r} is the unit of bits; for bytes write "
+            f"{match[1]} {bytes_unit}"
+        )
+        raise UnitError(msg)
     unit = _UNITS.get(match[2].upper())
     if unit is None:
         msg = f"unknown unit {match[2]!r} in {text!r}; use {known}"
@@ -106,6 +126,8 @@ def ceil_slots(size_bytes: int, slot_bytes: int) -> int:
     >>> ceil_slots(9, 8), ceil_slots(8, 8), ceil_slots(0, 8)
     (2, 1, 0)
     """
+    if type(slot_bytes) is not int or slot_bytes < 1:
+        slot_bytes = checked_integer("slot_bytes", slot_bytes, least=1, error=UnitError)
     return -(-size_bytes // slot_bytes)
 
 
@@ -128,6 +150,8 @@ def floor_slots(budget_bytes: int, slot_bytes: int) -> int:
     >>> floor_slots(9, 8), floor_slots(7, 8)
     (1, 0)
     """
+    if type(slot_bytes) is not int or slot_bytes < 1:
+        slot_bytes = checked_integer("slot_bytes", slot_bytes, least=1, error=UnitError)
     return budget_bytes // slot_bytes
 
 

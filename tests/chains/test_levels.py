@@ -151,13 +151,13 @@ def test_levels_are_the_exhaustive_optimum(
 
 
 def test_bad_input_is_refused() -> None:
-    with pytest.raises(InvalidGraphError, match="-1 slots"):
+    with pytest.raises(InvalidGraphError, match="slots of a storage level is -1"):
         StorageLevel(slots=-1)
     with pytest.raises(InvalidGraphError, match="at least one storage level"):
         plan_hrevolve(3, [])
-    with pytest.raises(InvalidGraphError, match="length -3"):
+    with pytest.raises(InvalidGraphError, match="length is -3"):
         plan_disk_revolve(-3, 1, StorageLevel(slots=1))
-    with pytest.raises(InvalidGraphError, match="-1 slots"):
+    with pytest.raises(InvalidGraphError, match="memory_slots is -1"):
         plan_disk_revolve(3, -1, StorageLevel(slots=1))
     with pytest.raises(SolverUnsuitableError, match="DiskRevolve"):
         plan_hrevolve(10**5, [StorageLevel(slots=10**5)])

@@ -119,9 +119,9 @@ def test_bad_input_is_refused() -> None:
         StageJoin(branches=())
     with pytest.raises(InvalidGraphError, match="branch 1 has a turn"):
         StageJoin(branches=(chain, replace(chain, turn_ns=1)))
-    with pytest.raises(InvalidGraphError, match="turn_ns=-1"):
+    with pytest.raises(InvalidGraphError, match="turn_ns of a join is -1"):
         StageJoin(branches=(chain,), turn_ns=-1)
-    with pytest.raises(InvalidGraphError, match="budget of 0 bytes"):
+    with pytest.raises(InvalidGraphError, match="budget_bytes is -1"):
         plan_stage_join(StageJoin(branches=(chain,)), -1)
     with pytest.raises(SolverUnsuitableError, match="at most 6"):
         plan_stage_join(StageJoin(branches=(chain,) * 7), 10)

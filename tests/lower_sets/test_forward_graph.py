@@ -58,7 +58,10 @@ def test_order_edges_order_without_being_read() -> None:
         ({"edges": (7,)}, "edges has 7; need pairs of integers (u, v)"),
         ({"edges": ("01",)}, "edges has '01'; need pairs of integers (u, v)"),
         ({"order_edges": ((0, None),)}, "order_edges has (0, None); need pairs"),
-        ({"owed": "all"}, "owed is 'all'; need one of 'consumers', 'boundary', 'no"),
+        (
+            {"owed": "all"},
+            "owed is 'all'; it must be one of 'consumers', 'boundary', 'no",
+        ),
         ({"memory_bytes": (1, 1.5, 1, 1), "names": ("a",)}, "1 names for 4 values"),
         ({"edges": ((0, 4),)}, "0->4, but the values are 0..3"),
         ({"edges": ((-1, 2),)}, "-1->2, but the values are 0..3"),

@@ -24,7 +24,7 @@ rules = st.builds(
     size_exponent=st.sampled_from([0.0, 0.7, 1.0]),
     distance_exponent=st.sampled_from([0.0, 0.5, 1.0, 1.7]),
     ancestor_share=st.sampled_from([0.0, 0.3, 1.0]),
-    copy_percent=st.sampled_from([0, 10, 100, 333, 10_000]),
+    copy_percent=st.sampled_from([1, 10, 100, 333, 10_000]),
     limit_percent=st.integers(60, 100),
 )
 

@@ -1,6 +1,7 @@
 """Checkmate against brute force, proved optima, and the published relaxations."""
 
 import os
+import re
 import signal
 import threading
 from typing import Any
@@ -303,9 +304,24 @@ def test_too_many_rows_are_declined_with_advice(monkeypatch: pytest.MonkeyPatch)
         ask(graph, budget)
 
 
+def test_the_rows_that_are_too_many_are_more_than_are_tried(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    graph = unet_like(3).graph
+    monkeypatch.setattr(checkmate, "DIRECT_ROWS", 5)
+    monkeypatch.setattr(checkmate, "COARSE_ROWS", ())
+    for most in (10, 1_000):
+        monkeypatch.setattr(checkmate, "FULL_ROWS", most)
+        with pytest.raises(SolverUnsuitableError) as caught:
+            checkmate.stages_for(problem(graph, budgets_between(graph, 3)[1]), None)
+        found = re.search(r"about ([\d_]+) rows; at most ([\d_]+)", str(caught.value))
+        assert found
+        assert int(found[1]) > int(found[2]) == most
+
+
 def test_negative_stage_size_is_an_error():
     graph = unit_linear(3)
-    with pytest.raises(ValueError, match=r"backward_ops_per_stage=-1; need 0 or more"):
+    with pytest.raises(ValueError, match=r"backward_ops_per_stage of Checkmate is -1"):
         ask(graph, budgets_between(graph, 3)[1], backward_ops_per_stage=-1)
 
 

@@ -193,7 +193,7 @@ def test_every_segmentation_at_lower_sets_is_a_valid_schedule(name: str):
 
 
 def test_values_cannot_be_merged_into_none():
-    with pytest.raises(ValueError, match="max_nodes is 0"):
+    with pytest.raises(ValueError, match="max_nodes of ChenLowerSets is 0"):
         ChenLowerSets(max_nodes=0)
 
 

@@ -226,9 +226,12 @@ def test_the_cap_must_be_positive():
 @pytest.mark.parametrize(
     ("effort", "words"),
     [
-        ({"max_nodes": 0}, "max_nodes is 0; it must be at least 1"),
-        ({"budget_count": 0}, "budget_count is 0; it must be at least 1"),
-        ({"bisection_count": -1}, "bisection_count is -1; it must be at least 0"),
+        ({"max_nodes": 0}, "max_nodes is 0; it must be an integer of at least 1"),
+        ({"budget_count": 0}, "budget_count is 0; it must be an integer of at least 1"),
+        (
+            {"bisection_count": -1},
+            "bisection_count is -1; it must be an integer of at least 0",
+        ),
         ({"executed_ops": 1e4}, "executed_ops is 10000.0; it must be an integer"),
     ],
 )

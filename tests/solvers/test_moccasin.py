@@ -116,7 +116,7 @@ def test_answer_is_that_of_the_heuristics_if_two_computations_are_too_few():
 
 
 def test_no_computation_is_an_error():
-    with pytest.raises(ValueError, match="computations=0; an op is computed at least"):
+    with pytest.raises(ValueError, match="computations of Moccasin is 0; it must"):
         Moccasin(computations=0)
 
 

@@ -23,15 +23,26 @@ from remat.chains.rotor import least_budget
 from remat.chains.stage_graph import StageGraph
 from remat.chains.stage_joins import StageJoin, plan_stage_join
 from remat.chains.stages import Stage, StageChain, StageOption
+from remat.checks import (
+    checked_integer,
+    checked_record,
+    checked_text,
+    keep_flags,
+    keep_integers,
+)
 from remat.errors import InvalidGraphError
 from remat.graph import Op, Phase, Storage, TrainingGraph
 from remat.liveness import BOUNDARY, schedule_from_order
 from remat.platform import single_device
 from remat.schedule import Schedule
 from remat.simulator import simulate
+from remat.units import LARGEST_TOTAL
 
 DEFAULT_BUDGETS = 8
 """Memory budgets for which the inside of a block is planned."""
+
+MOST_BUDGETS = 10_000
+"""Most memory budgets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +64,12 @@ class Block:
         Whether the merge's backward reads the branches' last values.
     name
         For people.
+
+    Raises
+    ------
+    InvalidGraphError
+        If there is no branch, a branch has a turn or an input of its own, or a number
+        is no integer or out of range.
     """
 
     branches: tuple[StageChain, ...]
@@ -64,7 +81,9 @@ class Block:
     name: str = ""
 
     def __post_init__(self) -> None:
-        StageJoin(branches=self.branches)
+        checked_text("the name of a block", self.name, error=InvalidGraphError)
+        branches = StageJoin(branches=self.branches).branches
+        object.__setattr__(self, "branches", branches)
         for index, branch in enumerate(self.branches):
             if branch.input_bytes:
                 msg = (
@@ -72,15 +91,21 @@ class Block:
                     f"{branch.input_bytes} bytes; it is the block's, and counted there"
                 )
                 raise InvalidGraphError(msg)
-        numbers = (
-            self.output_bytes,
-            self.merge_forward_ns,
-            self.merge_backward_ns,
-            self.gradient_bytes or 0,
-        )
-        if min(numbers) < 0:
-            msg = f"times and sizes of block {self.name!r} must be 0 or more: {numbers}"
-            raise InvalidGraphError(msg)
+        of = f"block {self.name!r}"
+        for optional, fields in (
+            (False, ("output_bytes", "merge_forward_ns", "merge_backward_ns")),
+            (True, ("gradient_bytes",)),
+        ):
+            keep_integers(
+                self,
+                *fields,
+                of=of,
+                least=0,
+                most=LARGEST_TOTAL,
+                optional=optional,
+                error=InvalidGraphError,
+            )
+        keep_flags(self, "merge_needs_inputs", of=of, error=InvalidGraphError)
 
     @property
     def output_gradient_bytes(self) -> int:
@@ -207,13 +232,14 @@ def block_stage(block: Block, *, budgets: int = DEFAULT_BUDGETS) -> BlockStage:
     Raises
     ------
     InvalidGraphError
-        If ``budgets`` is less than 2.
+        If ``budgets`` is no integer of 2 to :data:`MOST_BUDGETS`.
     SolverUnsuitableError
         As for :func:`~remat.chains.stage_joins.plan_stage_join`.
     """
-    if budgets < 2:
-        msg = f"need at least two budgets; got {budgets}"
-        raise InvalidGraphError(msg)
+    checked_record("block", block, Block, error=InvalidGraphError)
+    budgets = checked_integer(
+        "budgets", budgets, least=2, most=MOST_BUDGETS, error=InvalidGraphError
+    )
     extra = block.output_bytes + block.output_gradient_bytes
     join = StageJoin(branches=block.branches, turn_workspace_bytes=extra)
     most = 2 * sum(join.all_sizes)

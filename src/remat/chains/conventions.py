@@ -2,6 +2,16 @@
 
 from dataclasses import dataclass
 
+from remat.checks import checked_integer, checked_record, keep_flags
+from remat.errors import InvalidGraphError, SolverUnsuitableError
+from remat.units import LARGEST_TOTAL
+
+MAX_STAGES = 2**20
+"""Most stages of a chain that is planned."""
+
+MAX_OPERATIONS = 10_000_000
+"""Most operations of a plan: longer ones are counted, and not written down."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryConvention:
@@ -21,11 +31,25 @@ class MemoryConvention:
     counts_inputs
         Whether the input of a branch takes a unit until its last use, or is *pinned*:
         resident for the whole step and paid for elsewhere.
+
+    Raises
+    ------
+    InvalidGraphError
+        If a field is neither true nor false.
     """
 
     overwrites_inputs: bool = False
     counts_gradients: bool = True
     counts_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        keep_flags(
+            self,
+            "overwrites_inputs",
+            "counts_gradients",
+            "counts_inputs",
+            error=InvalidGraphError,
+        )
 
     @property
     def gradient_units(self) -> int:
@@ -66,3 +90,36 @@ IN_PLACE = MemoryConvention(overwrites_inputs=True)
 
 CHECKPOINTS_ONLY = MemoryConvention(overwrites_inputs=True, counts_gradients=False)
 """Gradients are free; on a chain, Revolve with one unit for the running value."""
+
+
+def checked_convention(convention: object) -> None:
+    """Refuse what is no :class:`MemoryConvention`."""
+    checked_record("convention", convention, MemoryConvention, error=InvalidGraphError)
+
+
+def checked_budget(budget_bytes: object) -> int:
+    """Return a budget of a program on stages, in bytes: 0 or more.
+
+    More than :data:`~remat.units.LARGEST_TOTAL` is no different from that: no chain
+    holds more.
+    """
+    budget = checked_integer(
+        "budget_bytes", budget_bytes, least=0, error=InvalidGraphError
+    )
+    return min(budget, LARGEST_TOTAL)
+
+
+def check_operations(count: int) -> None:
+    """Refuse plans of more than :data:`MAX_OPERATIONS` operations.
+
+    Raises
+    ------
+    SolverUnsuitableError
+        If there are more.
+    """
+    if count > MAX_OPERATIONS:
+        msg = (
+            f"the plan has {count:_} operations or more; at most {MAX_OPERATIONS:_} are "
+            "written down: give more memory, or fewer stages"
+        )
+        raise SolverUnsuitableError(msg)

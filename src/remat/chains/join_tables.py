@@ -24,8 +24,10 @@ with ``n' = n - 1``, or ``n`` when the base is a pinned input (``a = 0``).
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import accumulate
+from math import prod
 
-from remat.native import native
+from remat.checks import require
+from remat.native import MOST_TOTAL, check_table, native
 
 INFINITE = 1 << 61
 """Cost of what cannot be done; sums of a few of them fit in 64 bits."""
@@ -186,6 +188,31 @@ class _Join:
         ]
 
 
+def check_join(
+    costs: Sequence[Sequence[int]], memory_units: int, convention: Convention
+) -> int:
+    """Return the numbers in the tables of segments; refuse what cannot be.
+
+    Raises
+    ------
+    ValueError
+        If there is no branch, a branch is empty, or a number is out of range.
+    """
+    require(0 <= memory_units <= MOST_TOTAL, "memory must be 0 to 2**60 units")
+    for units in convention[:2]:
+        require(units in {0, 1}, "a gradient and what is transient take 0 or 1")
+    require(len(costs) > 0, "a join has at least one branch")
+    worst = numbers = 0
+    for branch in costs:
+        require(len(branch) > 0, "a branch has at least one stage")
+        require(min(branch) >= 0, "a cost is negative")
+        width = len(branch) + 1
+        worst += sum(branch) * width
+        numbers += width**2 * (min(memory_units, width) + 1)
+    require(worst < INFINITE, "costs add up to 2**61 or more at worst")
+    return numbers
+
+
 @native
 def join_plan(
     costs: Sequence[Sequence[int]],
@@ -209,6 +236,9 @@ def join_plan(
     first branch with the shortest segment, then the first split. Table of
     ``prod(l_j + 1) * (n + 1)`` entries for up to n stored values.
     """
+    segments = check_join(costs, memory_units, convention)
+    layers = min(memory_units, sum(map(len, costs))) + 1
+    check_table(segments + prod(len(branch) + 1 for branch in costs) * layers)
     return _Join(costs, memory_units, convention).answer()
 
 
@@ -329,4 +359,13 @@ def join_plan_by_branch(
     of them in the first branches, then the shortest segments. Where moving on takes two
     units, one is set aside for it at the turn.
     """
+    numbers = check_join(costs, memory_units, convention)
+    units = memory_units + 1
+    for branch in costs:
+        width = len(branch) + 1
+        numbers += width * units * min(units, width)
+    check_table(numbers)
+    for order in orders:
+        is_order = sorted(order) == list(range(len(costs)))
+        require(is_order, "an order must hold each branch once")
     return _ByBranch(costs, memory_units, convention).answer_in(orders)

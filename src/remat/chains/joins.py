@@ -28,12 +28,18 @@ from collections.abc import Sequence
 from itertools import permutations
 from math import prod
 
-from remat.chains.conventions import MemoryConvention
+from remat.chains.conventions import (
+    MAX_STAGES,
+    MemoryConvention,
+    checked_convention,
+)
 from remat.chains.join_tables import INFINITE, join_plan, join_plan_by_branch
 from remat.chains.operations import Backward, Forward
 from remat.chains.plans import Piece, UnitPlan
+from remat.checks import checked_integer, checked_integers, checked_list, shown
 from remat.errors import InvalidGraphError, SolverUnsuitableError
-from remat.units import format_bytes
+from remat.native import MOST_TABLE_BYTES
+from remat.units import LARGEST_TOTAL, format_bytes
 
 MAX_TABLE_BYTES = 2**30
 """Default limit of the tables of a join, in bytes."""
@@ -61,7 +67,7 @@ def plan_join(
     convention
         Which values count, and whether outputs may replace inputs.
     max_table_bytes
-        Limit of the table in bytes.
+        Limit of the table in bytes, at most :data:`~remat.native.MOST_TABLE_BYTES`.
 
     Returns
     -------
@@ -72,7 +78,8 @@ def plan_join(
     Raises
     ------
     InvalidGraphError
-        If there is no branch, a branch is empty or a cost is negative.
+        If there is no branch, a branch is empty, or a number is no integer or out of
+        range.
     SolverUnsuitableError
         If the table would take more than ``max_table_bytes``.
 
@@ -84,22 +91,21 @@ def plan_join(
     >>> plan_join([[1] * 3] * 2, 5, STRICT) is None
     True
     """
-    costs = checked_costs(stage_costs, memory_units)
-    needed = join_table_bytes([len(branch) for branch in costs], memory_units)
+    checked_convention(convention)
+    costs = checked_costs(stage_costs)
+    units = useful_units(costs, memory_units)
+    max_table_bytes = checked_table_bytes(max_table_bytes)
+    needed = join_table_bytes([len(branch) for branch in costs], units)
     if needed > max_table_bytes:
         lengths = [len(branch) for branch in costs]
         msg = (
-            f"the table of a join of branches of {lengths} stages in {memory_units} "
+            f"the table of a join of branches of {shown(lengths)} stages in {units} "
             f"units takes {needed:_} bytes, more than the limit of {max_table_bytes:_} "
             f"({format_bytes(max_table_bytes)}); plan branch by branch, merge stages, "
             "or raise the limit"
         )
         raise SolverUnsuitableError(msg)
-    found = join_plan(
-        costs,
-        memory_units,
-        convention.numbers,
-    )
+    found = join_plan(costs, units, convention.numbers)
     return None if found is None else _plan(costs, memory_units, convention, found)
 
 
@@ -111,7 +117,8 @@ def plan_join_by_branch(
     """Return the best schedule of a join that reverses one whole branch at a time.
 
     Parameters, errors and answer are those of :func:`plan_join`, except that the
-    number of branches is at most :data:`MAX_PERMUTED_BRANCHES` different ones.
+    number of branches is at most :data:`MAX_PERMUTED_BRANCHES`, and that the tables
+    take at most :data:`MAX_TABLE_BYTES`.
 
     Notes
     -----
@@ -120,23 +127,28 @@ def plan_join_by_branch(
     interleaved branches can be feasible where this finds none, and cheaper; it rarely
     is.
     """
-    costs = checked_costs(stage_costs, memory_units)
+    checked_convention(convention)
+    costs = checked_costs(stage_costs)
+    units = useful_units(costs, memory_units)
     if len(costs) > MAX_PERMUTED_BRANCHES:
         msg = (
             f"a join of {len(costs)} branches; orders are tried for at most "
             f"{MAX_PERMUTED_BRANCHES}: merge branches, or treat the join as a chain"
         )
         raise SolverUnsuitableError(msg)
+    needed = branch_table_bytes([len(branch) for branch in costs], units)
+    if needed > MAX_TABLE_BYTES:
+        msg = (
+            f"the tables of {len(costs)} branches of {max(map(len, costs)):_} stages or "
+            f"fewer in {units:_} units take {needed:_} bytes, more than the limit of "
+            f"{MAX_TABLE_BYTES:_} ({format_bytes(MAX_TABLE_BYTES)}); merge stages"
+        )
+        raise SolverUnsuitableError(msg)
     kinds = [costs.index(branch) for branch in costs]
     orders: dict[tuple[int, ...], tuple[int, ...]] = {}
     for order in permutations(range(len(costs))):
         orders.setdefault(tuple(kinds[b] for b in order), order)
-    found = join_plan_by_branch(
-        costs,
-        memory_units,
-        convention.numbers,
-        list(orders.values()),
-    )
+    found = join_plan_by_branch(costs, units, convention.numbers, list(orders.values()))
     return None if found is None else _plan(costs, memory_units, convention, found)
 
 
@@ -146,7 +158,7 @@ def smallest_units(lengths: Sequence[int], convention: MemoryConvention) -> int:
     Raises
     ------
     InvalidGraphError
-        If there is no branch or a branch is empty.
+        If there is no branch, or a length is no integer or out of range.
     SolverUnsuitableError
         If there are so many branches that the table of :func:`plan_join` would take
         more than :data:`MAX_TABLE_BYTES`; with three stages or more each, from eleven
@@ -163,9 +175,12 @@ def smallest_units(lengths: Sequence[int], convention: MemoryConvention) -> int:
     >>> smallest_units([2, 2], IN_PLACE), smallest_units([2, 2], STRICT)
     (5, 6)
     """
-    costs = checked_costs([[1] * length for length in lengths], 0)
+    checked_convention(convention)
+    lengths = checked_integers(
+        "lengths", lengths, least=1, most=MAX_STAGES, error=InvalidGraphError
+    )
     # Feasibility does not depend on lengths beyond a few stages.
-    short = [branch[:3] for branch in costs]
+    short = checked_costs([[1] * min(length, 3) for length in lengths])
     # At the turn every branch has its last value and one to start again from, and
     # after it, or with it, its gradient. No schedule needs more than everything.
     stored, gradients = int(convention.counts_inputs), convention.gradient_units
@@ -191,6 +206,10 @@ def smallest_units(lengths: Sequence[int], convention: MemoryConvention) -> int:
 
 def join_table_bytes(lengths: Sequence[int], memory_units: int) -> int:
     """Return the bytes that the table of :func:`plan_join` takes at most."""
+    lengths = checked_integers("lengths", lengths, least=1, error=InvalidGraphError)
+    memory_units = checked_integer(
+        "memory_units", memory_units, least=0, error=InvalidGraphError
+    )
     stored = min(memory_units, sum(lengths))
     states = prod(length + 1 for length in lengths) * (stored + 1)
     units = min(memory_units, max(lengths)) + 1
@@ -198,11 +217,53 @@ def join_table_bytes(lengths: Sequence[int], memory_units: int) -> int:
     return 8 * (states + segments)
 
 
-def checked_costs(
-    stage_costs: Sequence[Sequence[int]], memory_units: int
-) -> list[list[int]]:
+def branch_table_bytes(lengths: Sequence[int], memory_units: int) -> int:
+    """Return the bytes that the tables of :func:`plan_join_by_branch` take at most."""
+    units = memory_units + 1
+    alone = sum((min(memory_units, n) + 1) * units * (n + 1) for n in set(lengths))
+    return 8 * alone + join_table_bytes([max(lengths)], memory_units) * len(lengths)
+
+
+def useful_units(costs: Sequence[Sequence[int]], memory_units: object) -> int:
+    """Return the units that make a difference: more than everything takes are no use.
+
+    Raises
+    ------
+    InvalidGraphError
+        If the memory is no integer of at least 0.
+    """
+    units = checked_integer(
+        "memory_units", memory_units, least=0, error=InvalidGraphError
+    )
+    return min(units, 2 * sum(map(len, costs)) + 2 * len(costs) + 2)
+
+
+def checked_table_bytes(max_table_bytes: object) -> int:
+    """Return a limit of tables, in bytes, or raise ``InvalidGraphError``."""
+    return checked_integer(
+        "max_table_bytes",
+        max_table_bytes,
+        least=0,
+        most=MOST_TABLE_BYTES,
+        error=InvalidGraphError,
+    )
+
+
+def checked_costs(stage_costs: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the costs as lists, or raise what :func:`plan_join` says."""
-    costs = [list(branch) for branch in stage_costs]
+    branches = checked_list("stage_costs", stage_costs, error=InvalidGraphError)
+    costs = [
+        list(
+            checked_integers(
+                f"the costs of branch {index}",
+                branch,
+                least=0,
+                most=LARGEST_TOTAL,
+                error=InvalidGraphError,
+            )
+        )
+        for index, branch in enumerate(branches)
+    ]
     if not costs:
         msg = "a join needs at least one branch; got none"
         raise InvalidGraphError(msg)
@@ -210,13 +271,6 @@ def checked_costs(
         if not branch:
             msg = f"branch {index} of {len(costs)} has no stage; it needs at least one"
             raise InvalidGraphError(msg)
-        for stage, cost in enumerate(branch):
-            if cost < 0:
-                msg = f"stage {stage} of branch {index} has cost {cost}; need 0 or more"
-                raise InvalidGraphError(msg)
-    if memory_units < 0:
-        msg = f"memory is 0 units or more; got {memory_units}"
-        raise InvalidGraphError(msg)
     # A stage runs at most once per stage above it: sums stay below INFINITE.
     most = sum(sum(branch) * (len(branch) + 1) for branch in costs)
     if most >= INFINITE:
@@ -234,7 +288,7 @@ def _plan(
     cost, pieces, order = found
     return UnitPlan.from_order(
         lengths=[len(branch) for branch in costs],
-        memory_units=memory_units,
+        memory_units=int(memory_units),
         convention=convention,
         forward_cost=cost + sum(map(sum, costs)),
         pieces=[Piece(*piece) for piece in pieces],

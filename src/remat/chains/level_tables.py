@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from functools import cache
 
 from remat.chains.join_tables import INFINITE
-from remat.native import native
+from remat.checks import require
+from remat.native import check_table, native
 
 ADVANCE, BACKWARD, STORE, LOAD, REVERSE = range(5)
 
@@ -97,6 +98,21 @@ class _Levels:
         self.run_stored(level, base, advance - 1, free)
 
 
+def check_worst(length: int, costs: tuple[int, int], copies: Sequence[int]) -> None:
+    """Refuse numbers that are negative, or may add up to what cannot be counted.
+
+    Raises
+    ------
+    ValueError
+        If there are such.
+    """
+    require(min(length, *costs, *copies) >= 0, "a number is negative")
+    per_stage = (length + 1) * costs[0] + costs[1] + sum(copies)
+    require(
+        (length + 1) * per_stage < INFINITE, "costs add up to 2**61 or more at worst"
+    )
+
+
 @native
 def hrevolve_plan(
     length: int,
@@ -122,6 +138,14 @@ def hrevolve_plan(
     Ties go to the lower level, then to the shorter advance. Time
     O(length^2 * sum(slots)), memory O(length * sum(slots)).
     """
+    require(
+        0 < len(slots) == len(write) == len(read),
+        "there must be at least one level, with slots and both costs",
+    )
+    require(min(slots) >= 0, "a number is negative")
+    check_worst(length, (forward, backward), [*write, *read])
+    rows = sum(min(count, length) for count in slots) + len(slots)
+    check_table(2 * rows * (length + 1))
     levels = _Levels(
         [min(count, length) for count in slots], write, read, forward, backward
     )
@@ -154,7 +178,12 @@ def disk_revolve_plan(
     al., 2016): ``again`` is the cost with ``x_0`` on the disk and no further writes.
     Ties go to memory, then to the shorter advance. Time O(length^2).
     """
+    require(len(in_memory) > 0, "the costs in memory must begin with that of no stage")
     length = len(in_memory) - 1
+    require(
+        min(in_memory) >= 0 and max(in_memory) <= INFINITE, "a cost is out of range"
+    )
+    check_worst(length, (forward, backward), [write, read])
     again, fresh = [backward], [backward]
     again_from, fresh_from = [0], [0]
     for l in range(1, length + 1):  # noqa: E741 - the length of a chain

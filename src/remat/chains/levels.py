@@ -27,8 +27,11 @@ synchronous hierarchical platforms. ACM TOMS 46(2), 2020.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
+from remat.chains.conventions import MAX_STAGES, check_operations
 from remat.chains.join_tables import INFINITE
+from remat.chains.joins import checked_table_bytes
 from remat.chains.level_tables import (
     ADVANCE,
     BACKWARD,
@@ -41,8 +44,14 @@ from remat.chains.level_tables import (
 from remat.chains.operations import Backward, Forward, Load, Operation, Store, Turn
 from remat.chains.plans import Piece
 from remat.chains.revolve import reverse_segment, revolve_forwards
+from remat.checks import (
+    checked_integer,
+    checked_record,
+    checked_records,
+    keep_integers,
+)
 from remat.errors import InvalidGraphError, SolverUnsuitableError
-from remat.units import format_bytes
+from remat.units import LARGEST_TOTAL, format_bytes
 
 MAX_TABLE_BYTES = 2**30
 """Default limit of the tables of :func:`plan_hrevolve`, in bytes."""
@@ -58,6 +67,12 @@ class StorageLevel:
         Values that fit, at least 0.
     write_ns, read_ns
         Time of storing and of loading one value, at least 0.
+
+    Raises
+    ------
+    InvalidGraphError
+        If a number is no integer, negative or more than
+        :data:`~remat.units.LARGEST_TOTAL`.
     """
 
     slots: int
@@ -65,12 +80,16 @@ class StorageLevel:
     read_ns: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.slots, self.write_ns, self.read_ns) < 0:
-            msg = (
-                f"a storage level has {self.slots} slots, write_ns={self.write_ns} and "
-                f"read_ns={self.read_ns}; each must be 0 or more"
-            )
-            raise InvalidGraphError(msg)
+        keep_integers(
+            self,
+            "slots",
+            "write_ns",
+            "read_ns",
+            of="a storage level",
+            least=0,
+            most=LARGEST_TOTAL,
+            error=InvalidGraphError,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +135,14 @@ def plan_hrevolve(
     Parameters
     ----------
     length
-        Number of forward stages, at least 0; there are ``length + 1`` backward ones,
-        the first of them the turn.
+        Number of forward stages, 0 to :data:`~remat.chains.conventions.MAX_STAGES`;
+        there are ``length + 1`` backward ones, the first of them the turn.
     levels
         The levels, the cheapest first; at least one.
     forward_ns, backward_ns
         Time of one stage, at least 0.
     max_table_bytes
-        Limit of the tables in bytes.
+        Limit of the tables in bytes, at most :data:`~remat.native.MOST_TABLE_BYTES`.
 
     Returns
     -------
@@ -133,9 +152,11 @@ def plan_hrevolve(
     Raises
     ------
     InvalidGraphError
-        If a number is negative, there is no level, or times may overflow.
+        If a number is no integer or out of range, there is no level, or times may
+        overflow.
     SolverUnsuitableError
-        If the tables would take more than ``max_table_bytes``.
+        If the tables would take more than ``max_table_bytes``, or the plan has too many
+        operations.
 
     Notes
     -----
@@ -149,12 +170,15 @@ def plan_hrevolve(
     >>> [plan_hrevolve(l, levels).cost_ns for l in range(9)]
     [1, 3, 6, 10, 15, 19, 23, 28, 32]
     """
+    checked = checked_records("levels", levels, StorageLevel, error=InvalidGraphError)
+    levels = cast("Sequence[StorageLevel]", checked)
+    max_table_bytes = checked_table_bytes(max_table_bytes)
     if not levels:
         msg = "HRevolve needs at least one storage level; got none"
         raise InvalidGraphError(msg)
     writes = [level.write_ns for level in levels]
     reads = [level.read_ns for level in levels]
-    _check(length, forward_ns, backward_ns, [*writes, *reads])
+    length = _check(length, forward_ns, backward_ns, [*writes, *reads])
     slots = [min(level.slots, length) for level in levels]
     needed = 2 * 8 * (length + 1) * (sum(slots) + len(slots))
     if needed > max_table_bytes:
@@ -183,7 +207,7 @@ def plan_disk_revolve(
     Parameters
     ----------
     length
-        Number of forward stages, at least 0.
+        Number of forward stages, 0 to :data:`~remat.chains.conventions.MAX_STAGES`.
     memory_slots
         Slots in memory, at no cost; at least 0.
     disk
@@ -194,7 +218,9 @@ def plan_disk_revolve(
     Raises
     ------
     InvalidGraphError
-        If a number is negative or times may overflow.
+        If a number is no integer or out of range, or times may overflow.
+    SolverUnsuitableError
+        If the plan has too many operations.
 
     Notes
     -----
@@ -206,10 +232,8 @@ def plan_disk_revolve(
     >>> [plan_disk_revolve(l, 1, disk).cost_ns for l in range(9)]
     [1, 3, 6, 10, 15, 21, 28, 34, 39]
     """
-    _check(length, forward_ns, backward_ns, [disk.write_ns, disk.read_ns])
-    if memory_slots < 0:
-        msg = f"memory has {memory_slots} slots; need 0 or more"
-        raise InvalidGraphError(msg)
+    checked_record("disk", disk, StorageLevel, error=InvalidGraphError)
+    length = _check(length, forward_ns, backward_ns, [disk.write_ns, disk.read_ns])
     in_memory = [
         INFINITE if count is None else count * forward_ns + (stages + 1) * backward_ns
         for stages, count in enumerate(memory_forwards(length, memory_slots))
@@ -222,30 +246,48 @@ def plan_disk_revolve(
 
 def memory_forwards(length: int, slots: int) -> list[int | None]:
     """Return the counts of :func:`~remat.chains.revolve.revolve_forwards` to length."""
+    length = checked_length(length)
+    slots = checked_integer("memory_slots", slots, least=0, error=InvalidGraphError)
     return [revolve_forwards(stages, slots) for stages in range(length + 1)]
+
+
+def checked_length(length: object) -> int:
+    """Return the length of a chain that is planned, or raise ``InvalidGraphError``."""
+    return checked_integer(
+        "length", length, least=0, most=MAX_STAGES, error=InvalidGraphError
+    )
 
 
 def _check(
     length: int, forward_ns: int, backward_ns: int, copies: Sequence[int]
-) -> None:
-    if min(length, forward_ns, backward_ns) < 0:
-        msg = (
-            f"length {length}, forward_ns {forward_ns} and backward_ns {backward_ns} "
-            "must each be 0 or more"
+) -> int:
+    length = checked_length(length)
+    for label, time_ns in (("forward_ns", forward_ns), ("backward_ns", backward_ns)):
+        checked_integer(
+            label, time_ns, least=0, most=LARGEST_TOTAL, error=InvalidGraphError
         )
-        raise InvalidGraphError(msg)
     # Nothing costs more than advancing from x_0 for every single backward stage.
     per_stage = (length + 1) * forward_ns + backward_ns + sum(copies)
     worst = (length + 1) * per_stage
     if worst >= INFINITE:
         msg = f"times add up to {worst:_} ns at worst; need less than {INFINITE:_}"
         raise InvalidGraphError(msg)
+    return length
 
 
 def _plan(
     length: int, memory_slots: int, found: tuple[int, list[tuple[int, int, int]]]
 ) -> LevelPlan:
     cost, actions = found
+    check_operations(
+        sum(
+            second - first
+            if kind == ADVANCE
+            else revolve_forwards(second - first, max(memory_slots, 1)) or 1
+            for kind, first, second in actions
+            if kind in {ADVANCE, REVERSE}
+        )
+    )
     operations: list[Operation] = []
     for kind, first, second in actions:
         if kind == ADVANCE:

@@ -21,16 +21,21 @@ References
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from remat.chains.conventions import checked_budget
 from remat.chains.operations import Backward, Forward, Operation
 from remat.chains.paging import Bandwidth, PagedSchedule, page
 from remat.chains.rotor import DEFAULT_SLOTS, ChainPlan, plan_rotor
 from remat.chains.stage_graph import StageGraph
 from remat.chains.stages import Stage, StageChain, StageOption
+from remat.checks import checked_integer, checked_record
 from remat.errors import InvalidGraphError
 from remat.graph import TrainingGraph
 
 DEFAULT_CANDIDATES = 24
 """Virtual budgets that are tried."""
+
+MOST_CANDIDATES = 10_000
+"""Most virtual budgets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +82,7 @@ def plan_offload(
     slots
         Slots of :func:`~remat.chains.rotor.plan_rotor`.
     candidates
-        Virtual budgets to try besides the real one, at least 1.
+        Virtual budgets to try besides the real one, 1 to :data:`MOST_CANDIDATES`.
 
     Returns
     -------
@@ -87,7 +92,7 @@ def plan_offload(
     Raises
     ------
     InvalidGraphError
-        If a number is out of range.
+        If a number is no integer, or out of range.
     SolverUnsuitableError
         If the tables of Rotor would be too large.
 
@@ -95,9 +100,16 @@ def plan_offload(
     -----
     Time ``candidates`` times that of Rotor and of paging.
     """
-    if candidates < 1:
-        msg = f"need at least one candidate; got {candidates}"
-        raise InvalidGraphError(msg)
+    checked_record("chain", chain, StageChain, error=InvalidGraphError)
+    checked_record("link", link, Bandwidth, error=InvalidGraphError)
+    budget_bytes = checked_budget(budget_bytes)
+    candidates = checked_integer(
+        "candidates",
+        candidates,
+        least=1,
+        most=MOST_CANDIDATES,
+        error=InvalidGraphError,
+    )
     ways = [
         _options_within(chain, index, budget_bytes)
         for index, _ in enumerate(chain.stages)

@@ -23,9 +23,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from remat.checks import checked_integer, checked_record, keep_integers
 from remat.errors import InvalidGraphError
 from remat.graph import TrainingGraph
+from remat.platform import LARGEST_RATE
 from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
+from remat.units import LARGEST_TOTAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,11 @@ class Bandwidth:
 
     0 means that there is no such link: nothing can be paged. Each copy takes a latency
     in nanoseconds besides.
+
+    Raises
+    ------
+    InvalidGraphError
+        If a number is no integer, negative, or too large to be counted.
     """
 
     out_bytes_per_s: int
@@ -42,10 +50,19 @@ class Bandwidth:
     in_latency_ns: int = 0
 
     def __post_init__(self) -> None:
-        speeds = (self.out_bytes_per_s, self.in_bytes_per_s)
-        if min(*speeds, self.out_latency_ns, self.in_latency_ns) < 0:
-            msg = f"bandwidths and latencies must be 0 or more: {self}"
-            raise InvalidGraphError(msg)
+        for kind, most in (
+            ("bytes_per_s", LARGEST_RATE),
+            ("latency_ns", LARGEST_TOTAL),
+        ):
+            keep_integers(
+                self,
+                f"out_{kind}",
+                f"in_{kind}",
+                of="a bandwidth",
+                least=0,
+                most=most,
+                error=InvalidGraphError,
+            )
 
     @property
     def is_usable(self) -> bool:
@@ -209,12 +226,23 @@ def page(
     Raises
     ------
     InvalidGraphError
-        If the schedule has copies, or an op no cost on that kind.
+        If the schedule has copies, an op no cost on that kind, or a number is no
+        integer or out of range.
 
     Notes
     -----
     Time O(stops * gaps) for as many gaps as there are idle times of storages.
     """
+    error = InvalidGraphError
+    checked_record("graph", graph, TrainingGraph, error=error)
+    checked_record("schedule", schedule, Schedule, error=error)
+    checked_record("link", link, Bandwidth, error=error)
+    budget_bytes = checked_integer("budget_bytes", budget_bytes, error=error)
+    host = checked_integer("host", host, least=1, error=error)
+    last_kind = len(graph.device_kinds) - 1
+    kind_index = checked_integer(
+        "kind_index", kind_index, least=0, most=last_kind, error=error
+    )
     line = _Line(graph, kind_index)
     line.read(schedule)
     chosen = _choose(line, budget_bytes)

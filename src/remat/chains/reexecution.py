@@ -21,15 +21,20 @@ more turns and repeated backward stages are not considered.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
-from remat.chains.conventions import MemoryConvention
+from remat.chains.conventions import MemoryConvention, checked_convention
 from remat.chains.join_tables import INFINITE, Segments
-from remat.chains.joins import checked_costs, plan_join
+from remat.chains.joins import checked_costs, plan_join, useful_units
 from remat.chains.operations import Backward, Forward, Turn, UnitOperation
 from remat.chains.plans import UnitPlan
-from remat.errors import SolverUnsuitableError
+from remat.checks import checked_integer
+from remat.errors import InvalidGraphError, SolverUnsuitableError
+from remat.units import LARGEST_TOTAL
+
+MAX_STAGES_TWICE = 100
+"""Most stages of a branch for which two turns are planned."""
 
 _Runs = list[tuple[bool, int]]
 
@@ -60,7 +65,8 @@ def plan_two_turns(
     InvalidGraphError
         As for :func:`~remat.chains.joins.plan_join`.
     SolverUnsuitableError
-        If there are not two branches, or the convention is not covered.
+        If there are not two branches, one is longer than :data:`MAX_STAGES_TWICE`, or
+        the convention is not covered.
 
     Notes
     -----
@@ -75,17 +81,27 @@ def plan_two_turns(
     >>> plan_two_turns([[1, 1]] * 2, 4, IN_PLACE).forward_cost
     8
     """
-    costs = checked_costs(stage_costs, memory_units)
+    checked_convention(convention)
+    costs = checked_costs(stage_costs)
+    units = useful_units(costs, memory_units)
     if len(costs) != 2 or convention.move_needs_two:
         msg = (
             f"two turns are planned for two branches, not {len(costs)}, and not for the "
             "strict convention with uncounted gradients; use plan_join"
         )
         raise SolverUnsuitableError(msg)
-    plans = [
-        _TwoTurns(costs, first, memory_units, convention).plan() for first in (0, 1)
+    if max(map(len, costs)) > MAX_STAGES_TWICE:
+        msg = (
+            f"two turns are planned for branches of at most {MAX_STAGES_TWICE} stages, "
+            f"not {max(map(len, costs))}; use plan_join"
+        )
+        raise SolverUnsuitableError(msg)
+    plans = [_TwoTurns(costs, first, units, convention).plan() for first in (0, 1)]
+    found = [
+        replace(plan, memory_units=int(memory_units))
+        for plan in plans
+        if plan is not None
     ]
-    found = [plan for plan in plans if plan is not None]
     return min(found, key=lambda plan: plan.forward_cost, default=None)
 
 
@@ -99,10 +115,16 @@ def plan_join_any_turns(
     """Return the better of one turn and, for two branches, of two turns.
 
     Parameters, errors and answer are those of :func:`~remat.chains.joins.plan_join`;
-    ``turn_cost`` is the cost of a turn, which a second one has to be worth.
+    ``turn_cost`` is the cost of a turn, which a second one has to be worth. Two turns
+    are not tried on branches of more than :data:`MAX_STAGES_TWICE` stages.
     """
+    turn_cost = checked_integer(
+        "turn_cost", turn_cost, least=0, most=LARGEST_TOTAL, error=InvalidGraphError
+    )
     once = plan_join(stage_costs, memory_units, convention)
     if len(stage_costs) != 2 or convention.move_needs_two:
+        return once
+    if max(map(len, stage_costs)) > MAX_STAGES_TWICE:
         return once
     twice = plan_two_turns(stage_costs, memory_units, convention)
     if once is None or twice is None:

@@ -24,9 +24,14 @@ adjoint computations. Optimization Methods and Software 32(3), 2017.
 
 from math import comb
 
-from remat.chains.conventions import MemoryConvention
+from remat.chains.conventions import (
+    MemoryConvention,
+    check_operations,
+    checked_convention,
+)
 from remat.chains.operations import Backward, Forward
 from remat.chains.plans import Piece, UnitPlan
+from remat.checks import checked_integer, checked_record
 from remat.errors import InvalidGraphError
 
 
@@ -35,16 +40,37 @@ def repetition_number(steps: int, checkpoints: int) -> int:
 
     No step is run more than ``r`` times in the best schedule.
 
+    Raises
+    ------
+    InvalidGraphError
+        If a number is no integer, or out of range: several steps need a checkpoint.
+
     Examples
     --------
     >>> repetition_number(10, 3), repetition_number(11, 3), repetition_number(1, 5)
     (2, 3, 0)
     """
-    r, reach = 0, 1
-    while reach < steps:
-        r += 1
-        reach = comb(checkpoints + r, r)
-    return r
+    steps = _integer("steps", steps)
+    checkpoints = _integer("checkpoints", checkpoints, least=int(steps > 1))
+    if steps <= 1:
+        return 0
+    if checkpoints == 1:
+        return steps - 1
+    # Doubled, then halved: with two checkpoints r is about the root of the steps.
+    low, high = 0, 1
+    while comb(checkpoints + high, high) < steps:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if comb(checkpoints + middle, middle) < steps:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _integer(label: str, value: object, least: int = 0) -> int:
+    return checked_integer(label, value, least=least, error=InvalidGraphError)
 
 
 def extra_forwards(steps: int, checkpoints: int) -> int | None:
@@ -63,19 +89,23 @@ def extra_forwards(steps: int, checkpoints: int) -> int | None:
         ``r * steps - C(checkpoints + r, r - 1)`` with the repetition number ``r``;
         ``None`` if it cannot be done (several steps without a place).
 
+    Raises
+    ------
+    InvalidGraphError
+        If a number is no integer, or negative.
+
     Notes
     -----
     Satisfies ``t(l, s) = min over i of i + t(i, s) + t(l - i, s - 1)``. Time
-    O(r) for the repetition number r.
+    O(log r) binomial coefficients for the repetition number r.
 
     Examples
     --------
     >>> [extra_forwards(n, 3) for n in (1, 2, 10, 100)]
     [0, 1, 15, 490]
     """
-    if steps < 0 or checkpoints < 0:
-        msg = f"need steps >= 0 and checkpoints >= 0; got {steps} and {checkpoints}"
-        raise InvalidGraphError(msg)
+    steps = _integer("steps", steps)
+    checkpoints = _integer("checkpoints", checkpoints)
     if steps <= 1:
         return 0
     if checkpoints == 0:
@@ -96,12 +126,19 @@ def first_checkpoint(steps: int, checkpoints: int) -> int:
     checkpoints
         Places for values, the one of the initial value included, at least 1.
 
+    Raises
+    ------
+    InvalidGraphError
+        If a number is no integer, or out of range.
+
     Notes
     -----
     The rule of algorithm 799 (p. 34): with the repetition number r and
     ``b(s, r) = C(s + r, s)``, as little as keeps both parts within their reach.
     With one checkpoint there is no next one: the answer is the last step.
     """
+    steps = _integer("steps", steps, least=2)
+    checkpoints = _integer("checkpoints", checkpoints, least=1)
     if checkpoints == 1:
         return steps - 1
     if checkpoints >= steps - 1:
@@ -135,17 +172,14 @@ def revolve_forwards(length: int, slots: int) -> int | None:
     Raises
     ------
     InvalidGraphError
-        If either is negative.
+        If either is no integer, or negative.
 
     Examples
     --------
     >>> [revolve_forwards(l, 2) for l in range(8)]
     [0, 1, 2, 4, 6, 8, 11, 14]
     """
-    if length < 0:
-        msg = f"a chain has 0 stages or more; got {length}"
-        raise InvalidGraphError(msg)
-    return extra_forwards(length + 1, slots)
+    return extra_forwards(_integer("length", length) + 1, _integer("slots", slots))
 
 
 def chain_forwards(
@@ -171,9 +205,9 @@ def chain_forwards(
     Raises
     ------
     InvalidGraphError
-        If a number is out of range, or the convention is strict with uncounted
-        gradients, which has no closed form (:func:`remat.chains.joins.plan_join`
-        takes every convention).
+        If a number is no integer or out of range, or the convention is strict with
+        uncounted gradients, which has no closed form
+        (:func:`remat.chains.joins.plan_join` takes every convention).
 
     Notes
     -----
@@ -190,7 +224,8 @@ def chain_forwards(
     >>> chain_forwards(8, 4, STRICT), chain_forwards(8, 3, CHECKPOINTS_ONLY)
     (29, 17)
     """
-    slots = _sweep_slots(length, memory_units, convention)
+    length, memory_units = _chain(length, memory_units, convention)
+    slots = _sweep_slots(memory_units, convention)
     if length == 1:
         return 1 if memory_units >= _least_units(convention) else None
     if slots < 1:
@@ -208,6 +243,12 @@ def plan_chain(
 
     Parameters, errors and what is optimal are those of :func:`chain_forwards`.
 
+    Raises
+    ------
+    SolverUnsuitableError
+        If there are more than :data:`~remat.chains.conventions.MAX_OPERATIONS`
+        operations.
+
     Notes
     -----
     Needs no table: every split follows from :func:`first_checkpoint`. Time O(number of
@@ -216,7 +257,9 @@ def plan_chain(
     cost = chain_forwards(length, memory_units, convention)
     if cost is None:
         return None
-    slots = _sweep_slots(length, memory_units, convention)
+    length, memory_units = _chain(length, memory_units, convention)
+    check_operations(cost + length + 1)
+    slots = _sweep_slots(memory_units, convention)
     # With counted gradients the last step is the last stage, whose base the running
     # value holds until the turn; without, the turn is a step of its own.
     steps = length if convention.counts_gradients else length + 1
@@ -249,8 +292,21 @@ def reverse_segment(piece: Piece) -> list[Forward | Backward]:
     ----------
     piece
         The segment, with its base stored, the gradient above it live and
-        ``piece.free_units`` units to work in.
+        ``piece.free_units`` units to work in: at least 1, if it has several stages.
+
+    Raises
+    ------
+    InvalidGraphError
+        If a number of the piece is no integer, or out of range.
+    SolverUnsuitableError
+        If there are more than :data:`~remat.chains.conventions.MAX_OPERATIONS`
+        operations.
     """
+    checked_record("piece", piece, Piece, error=InvalidGraphError)
+    base, end = _integer("base", piece.base), _integer("end", piece.end)
+    steps = _integer("end - base", end - base, least=1)
+    units = _integer("free_units", piece.free_units, least=int(steps > 1))
+    check_operations((extra_forwards(steps, units) or 0) + steps)
     order: list[Forward | Backward] = []
     pending = [(piece.base, piece.end, piece.free_units)]
     while pending:
@@ -264,20 +320,21 @@ def reverse_segment(piece: Piece) -> list[Forward | Backward]:
     return order
 
 
-def _sweep_slots(length: int, memory_units: int, convention: MemoryConvention) -> int:
-    """Return the slots, in Griewank's count, that the reversal from x_0 has."""
-    if length < 1 or memory_units < 0:
-        msg = (
-            "a chain needs at least one stage, and memory of 0 units or more; got "
-            f"length {length} and {memory_units} units"
-        )
-        raise InvalidGraphError(msg)
+def _chain(
+    length: int, memory_units: int, convention: MemoryConvention
+) -> tuple[int, int]:
+    checked_convention(convention)
     if convention.move_needs_two:
         msg = (
             "a strict convention with uncounted gradients has no closed form; use "
             "remat.chains.joins.plan_join with one branch"
         )
         raise InvalidGraphError(msg)
+    return _integer("length", length, least=1), _integer("memory_units", memory_units)
+
+
+def _sweep_slots(memory_units: int, convention: MemoryConvention) -> int:
+    """Return the slots, in Griewank's count, that the reversal from x_0 has."""
     units = memory_units + int(not convention.counts_inputs)
     if not convention.counts_gradients:
         return units - 1

@@ -26,7 +26,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd
 
+from remat.chains.conventions import checked_budget
 from remat.chains.join_tables import INFINITE
+from remat.chains.joins import checked_table_bytes
 from remat.chains.operations import Backward, Forward, Operation, Turn
 from remat.chains.rotor_tables import (
     ADVANCE,
@@ -38,8 +40,9 @@ from remat.chains.rotor_tables import (
     rotor_plan,
 )
 from remat.chains.stages import StageChain, StageOption
+from remat.checks import checked_flag, checked_integer, checked_record
 from remat.errors import InvalidGraphError, SolverUnsuitableError
-from remat.units import ceil_slots, floor_slots, format_bytes
+from remat.units import LARGEST_TOTAL, ceil_slots, floor_slots, format_bytes
 
 DEFAULT_SLOTS = 500
 """Slots that the budget is divided into, unless sizes have a common divisor."""
@@ -88,7 +91,7 @@ def plan_rotor(
     beyond_persistence
         Whether stored values may be dropped before their last use.
     max_table_bytes
-        Limit of the tables in bytes.
+        Limit of the tables in bytes, at most :data:`~remat.native.MOST_TABLE_BYTES`.
 
     Returns
     -------
@@ -98,7 +101,7 @@ def plan_rotor(
     Raises
     ------
     InvalidGraphError
-        If the budget is negative or times may overflow.
+        If a number is no integer or out of range, or times may overflow.
     SolverUnsuitableError
         If the tables would take more than ``max_table_bytes``.
 
@@ -107,7 +110,10 @@ def plan_rotor(
     For L stages, S slots and K options: time O(S L^3) for persistent schedules and
     O(S L^3 K^2) beyond, memory O(S L^2) and O(S L^2 K).
     """
-    _check(chain, budget_bytes, slots)
+    budget_bytes, slots, max_table_bytes = checked_request(
+        budget_bytes, slots, beyond_persistence, max_table_bytes
+    )
+    _check(chain)
     slot_bytes = slot_size(chain, budget_bytes, slots)
     count = min(
         floor_slots(budget_bytes, slot_bytes), everything_slots(chain, slot_bytes)
@@ -142,6 +148,11 @@ def least_budget(
     tolerance_bytes
         How far above the least the answer may be.
 
+    Raises
+    ------
+    InvalidGraphError
+        If a number is no integer of at least 0.
+
     Notes
     -----
     Quantisation may make a program fail above a budget for which it succeeds; the
@@ -152,7 +163,13 @@ def least_budget(
     >>> least_budget(lambda budget: True if budget >= 37 else None, 1000)
     37
     """
-    low, high = -1, most_bytes
+    low, high = (
+        -1,
+        checked_integer("most_bytes", most_bytes, least=0, error=InvalidGraphError),
+    )
+    tolerance_bytes = checked_integer(
+        "tolerance_bytes", tolerance_bytes, least=0, error=InvalidGraphError
+    )
     while high - low > max(tolerance_bytes, 1):
         middle = (low + high) // 2
         if plan(middle) is None:
@@ -179,6 +196,8 @@ def slot_size(chain: StageChain, budget_bytes: int, slots: int) -> int:
     >>> slot_size(chain, 3000, 500), slot_size(chain, 3001, 5)
     (300, 601)
     """
+    budget_bytes = checked_budget(budget_bytes)
+    slots = checked_integer("slots", slots, least=1, error=InvalidGraphError)
     common = gcd(*chain.all_sizes)
     if common and floor_slots(budget_bytes, common) <= slots:
         return common
@@ -204,13 +223,22 @@ def table_bytes(
     return 8 * cells * (slots + 1)
 
 
-def _check(chain: StageChain, budget_bytes: int, slots: int) -> None:
-    if budget_bytes < 0 or slots < 1:
-        msg = (
-            f"need a budget of 0 bytes or more and at least one slot; got "
-            f"{budget_bytes} and {slots}"
-        )
-        raise InvalidGraphError(msg)
+def checked_request(
+    budget_bytes: object, slots: object, beyond: object, max_table_bytes: object
+) -> tuple[int, int, int]:
+    """Return budget, slots and limit of the tables, or raise ``InvalidGraphError``."""
+    checked_flag("beyond_persistence", beyond, error=InvalidGraphError)
+    return (
+        checked_budget(budget_bytes),
+        checked_integer(
+            "slots", slots, least=1, most=LARGEST_TOTAL, error=InvalidGraphError
+        ),
+        checked_table_bytes(max_table_bytes),
+    )
+
+
+def _check(chain: StageChain) -> None:
+    checked_record("chain", chain, StageChain, error=InvalidGraphError)
     worst = worst_ns(chain)
     if worst >= INFINITE:
         msg = f"times add up to {worst:_} ns at worst; need less than {INFINITE:_}"

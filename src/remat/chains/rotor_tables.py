@@ -29,9 +29,11 @@ outputs, its workspace) are rounded up once, as a sum; what is stored, one by on
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import NamedTuple
 
 from remat.chains.join_tables import INFINITE
-from remat.native import native
+from remat.checks import require
+from remat.native import MOST_TOTAL, check_counts, check_table, native
 from remat.units import ceil_slots
 
 ADVANCE, SAVE, BACKWARD, TURN = range(4)
@@ -323,6 +325,62 @@ class Rotor:
         return order
 
 
+class Checked(NamedTuple):
+    """What a chain comes to: bytes, time at worst, rows of the two tables."""
+
+    size_bytes: int
+    worst_ns: int
+    below_rows: int
+    held_rows: int
+
+
+def check_chain(chain: ChainNumbers) -> Checked:
+    """Refuse a chain whose numbers do not fit together or cannot be counted.
+
+    Raises
+    ------
+    ValueError
+        If there are such.
+    """
+    values, gradients, forward, workspace, options, turn = chain
+    rows = len(forward) + 1
+    require(
+        len(values) == len(gradients) == rows
+        and len(workspace) == len(options) == rows - 1,
+        "the lists of a chain differ in length",
+    )
+    all_options = [option for of_stage in options for option in of_stage]
+    for option in all_options:
+        require(option[0] >= -1, "a time of an option is less than -1")
+    size_bytes = check_counts(
+        values,
+        gradients,
+        workspace,
+        turn[1:],
+        (size for o in all_options for size in (o[2], o[4], o[5])),
+    )
+    times = [*forward, *(max(o[0], 0) for o in all_options)]
+    backward = [option[1] for option in all_options]
+    require(min([turn[0], *times, *backward]) >= 0, "a number is negative")
+    worst_ns = rows * (rows * max(times, default=0) + max(backward, default=0))
+    require(worst_ns + turn[0] < INFINITE, "times add up to 2**61 or more at worst")
+    held_rows = sum((s + 1) * len(of_stage) for s, of_stage in enumerate(options))
+    below_rows = rows * (rows + 1) // 2
+    return Checked(size_bytes, worst_ns + turn[0], below_rows, held_rows)
+
+
+def check_slots(slot_bytes: int, slots: int) -> None:
+    """Refuse slots that cannot be.
+
+    Raises
+    ------
+    ValueError
+        If there are such.
+    """
+    require(1 <= slot_bytes <= MOST_TOTAL, "a slot must have 1 to 2**60 bytes")
+    require(0 <= slots <= MOST_TOTAL, "there must be 0 to 2**60 slots")
+
+
 @native
 def rotor_plan(
     chain: ChainNumbers,
@@ -346,5 +404,9 @@ def rotor_plan(
     Of equally quick ways: the first in the order of the module docstring, with nearer
     values and earlier options first.
     """
+    checked = check_chain(chain)
+    check_slots(slot_bytes, slots)
+    held_rows = checked.held_rows if beyond else 0
+    check_table((checked.below_rows + held_rows) * (slots + 1))
     rotor = Rotor(chain, slot_bytes, beyond=beyond)
     return rotor.answer(slots - rotor.slots(chain[0][0]))

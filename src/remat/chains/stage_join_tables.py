@@ -25,6 +25,7 @@ cheapest on, each with every order of branches, until one fits.
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import permutations, product
+from math import prod
 
 from remat.chains.join_tables import INFINITE
 from remat.chains.rotor_tables import (
@@ -33,8 +34,14 @@ from remat.chains.rotor_tables import (
     TURN,
     ChainNumbers,
     Rotor,
+    check_chain,
+    check_slots,
 )
-from remat.native import native
+from remat.checks import require
+from remat.native import check_counts, check_table, native
+
+MAX_BRANCHES = 6
+"""Most branches, all orders of which are tried for the forward pass."""
 
 Node = tuple[int, int]
 """Stages of a branch not yet reversed; option that the last of them ran with, or -1."""
@@ -79,9 +86,6 @@ class _StageJoin:
         if value > 0:
             for k, option in rotor.saving(value - 1):
                 added = option[0] - rotor.forward[value - 1]
-                if added < 0:
-                    msg = "a forward that saves takes less time than one that does not"
-                    raise ValueError(msg)
                 passed, kept = rotor.passed(value - 1, k), rotor.kept(value - 1, k)
                 yield k, added, passed - kept
 
@@ -237,5 +241,21 @@ def stage_join_plan(
     options; at the turn, the first in the order of candidates. Table of (slots + 1)
     times the product over branches of 1 + stages * (1 + options) entries.
     """
+    require(1 <= len(chains) <= MAX_BRANCHES, "a join has 1 to 6 branches")
+    check_slots(slot_bytes, slots)
+    checked = [check_chain(chain) for chain in chains]
+    check_counts(turn[1:], (one.size_bytes for one in checked))
+    require(turn[0] >= 0, "a number is negative")
+    worst_ns = turn[0] + sum(one.worst_ns for one in checked)
+    require(worst_ns < INFINITE, "times add up to 2**61 or more at worst")
+    states = prod(1 + sum(1 + len(of_stage) for of_stage in c[4]) for c in chains)
+    rows = sum(one.below_rows + one.held_rows for one in checked)
+    check_table((rows + states) * (slots + 1))
+    for chain in chains:
+        for forward_ns, options in zip(chain[2], chain[4], strict=True):
+            require(
+                all(option[0] < 0 or option[0] >= forward_ns for option in options),
+                "a forward that saves takes less time than one that does not",
+            )
     join = _StageJoin(chains, turn, slot_bytes, slots, beyond=beyond)
     return join.answer()

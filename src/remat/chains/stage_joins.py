@@ -29,18 +29,17 @@ from remat.chains.rotor import (
     MAX_TABLE_BYTES,
     ChainPlan,
     chain_numbers,
+    checked_request,
     everything_slots,
     table_bytes,
     worst_ns,
 )
 from remat.chains.rotor_tables import ADVANCE, BACKWARD, SAVE
-from remat.chains.stage_join_tables import stage_join_plan
-from remat.chains.stages import StageChain
+from remat.chains.stage_join_tables import MAX_BRANCHES, stage_join_plan
+from remat.chains.stages import StageChain, check_total
+from remat.checks import checked_record, checked_records, keep_integers
 from remat.errors import InvalidGraphError, SolverUnsuitableError
-from remat.units import ceil_slots, floor_slots, format_bytes
-
-MAX_BRANCHES = 6
-"""Most branches, all orders of which are tried for the forward pass."""
+from remat.units import LARGEST_TOTAL, ceil_slots, floor_slots, format_bytes
 
 MIN_SLOTS = 16
 """Fewest slots to which a large table is coarsened."""
@@ -57,6 +56,12 @@ class StageJoin:
     turn_ns, turn_workspace_bytes
         Time and scratch memory of the turn, during which all last outputs and all their
         gradients are live.
+
+    Raises
+    ------
+    InvalidGraphError
+        If there is no branch, a branch has a turn, a number is no integer or out of
+        range, or all sizes together are more than :data:`~remat.units.LARGEST_TOTAL`.
     """
 
     branches: tuple[StageChain, ...]
@@ -64,15 +69,23 @@ class StageJoin:
     turn_workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
+        branches = checked_records(
+            "branches of a join", self.branches, StageChain, error=InvalidGraphError
+        )
+        object.__setattr__(self, "branches", branches)
         if not self.branches:
             msg = "a join needs at least one branch; got none"
             raise InvalidGraphError(msg)
-        if min(self.turn_ns, self.turn_workspace_bytes) < 0:
-            msg = (
-                f"a join has turn_ns={self.turn_ns} and turn_workspace_bytes="
-                f"{self.turn_workspace_bytes}; each must be 0 or more"
-            )
-            raise InvalidGraphError(msg)
+        keep_integers(
+            self,
+            "turn_ns",
+            "turn_workspace_bytes",
+            of="a join",
+            least=0,
+            most=LARGEST_TOTAL,
+            error=InvalidGraphError,
+        )
+        check_total("a join", self.all_sizes)
         for index, branch in enumerate(self.branches):
             if branch.turn_ns or branch.turn_workspace_bytes:
                 msg = (
@@ -139,7 +152,7 @@ def plan_stage_join(
     beyond_persistence
         Whether stored values may be dropped before their last use.
     max_table_bytes
-        Limit of the tables in bytes.
+        Limit of the tables in bytes, at most :data:`~remat.native.MOST_TABLE_BYTES`.
 
     Returns
     -------
@@ -149,7 +162,7 @@ def plan_stage_join(
     Raises
     ------
     InvalidGraphError
-        If the budget is negative or times may overflow.
+        If a number is no integer or out of range, or times may overflow.
     SolverUnsuitableError
         If there are too many branches, or the tables would take more than
         ``max_table_bytes`` with 16 slots.
@@ -160,7 +173,10 @@ def plan_stage_join(
     O(S K^2 (sum l_j^3 + sum l_j prod l_j K)), memory S prod(1 + l_j (1 + K)) numbers
     and the tables of Rotor for each branch.
     """
-    _check(join, budget_bytes, slots)
+    budget_bytes, slots, max_table_bytes = checked_request(
+        budget_bytes, slots, beyond_persistence, max_table_bytes
+    )
+    _check(join)
     common = gcd(*join.all_sizes)
     count = min(slots, _affordable_slots(join, max_table_bytes))
     if common and floor_slots(budget_bytes, common) <= count:
@@ -213,13 +229,8 @@ def _affordable_slots(join: StageJoin, max_table_bytes: int) -> int:
     return count
 
 
-def _check(join: StageJoin, budget_bytes: int, slots: int) -> None:
-    if budget_bytes < 0 or slots < 1:
-        msg = (
-            f"need a budget of 0 bytes or more and at least one slot; got "
-            f"{budget_bytes} and {slots}"
-        )
-        raise InvalidGraphError(msg)
+def _check(join: StageJoin) -> None:
+    checked_record("join", join, StageJoin, error=InvalidGraphError)
     if len(join.branches) > MAX_BRANCHES:
         msg = (
             f"a join of {len(join.branches)} branches; at most {MAX_BRANCHES} are "

@@ -1,9 +1,34 @@
 """Chains of unequal stages: what the programs need to know of each stage."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from remat.checks import checked_records, checked_text, keep_flags, keep_integers
 from remat.errors import InvalidGraphError
+from remat.units import LARGEST_TOTAL
+
+
+def _keep_numbers(record: object, *names: str, of: str, optional: bool = False) -> None:
+    keep_integers(
+        record,
+        *names,
+        of=of,
+        least=0,
+        most=LARGEST_TOTAL,
+        optional=optional,
+        error=InvalidGraphError,
+    )
+
+
+def check_total(label: str, sizes: Sequence[int]) -> None:
+    """Refuse sizes that together are more than can be counted."""
+    if sum(sizes) > LARGEST_TOTAL:
+        msg = (
+            f"the sizes of {label} come to {sum(sizes):_} bytes, the largest being "
+            f"{max(sizes):_}; at most {LARGEST_TOTAL:_} can be counted"
+        )
+        raise InvalidGraphError(msg)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +49,12 @@ class StageOption:
         Whether the backward reads the stage's output.
     forward_workspace_bytes, backward_workspace_bytes
         Scratch memory while each of them runs, beyond what it reads and writes.
+
+    Raises
+    ------
+    InvalidGraphError
+        If a number is no integer, negative or more than
+        :data:`~remat.units.LARGEST_TOTAL`, or an option without forward saves.
     """
 
     backward_ns: int
@@ -34,16 +65,17 @@ class StageOption:
     backward_workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
-        sizes = (
-            self.backward_ns,
-            self.forward_ns or 0,
-            self.saved_bytes,
-            self.forward_workspace_bytes,
-            self.backward_workspace_bytes,
+        of = "a stage's option"
+        _keep_numbers(
+            self,
+            "backward_ns",
+            "saved_bytes",
+            "forward_workspace_bytes",
+            "backward_workspace_bytes",
+            of=of,
         )
-        if min(sizes) < 0:
-            msg = f"every time and size of a stage's option must be 0 or more: {self}"
-            raise InvalidGraphError(msg)
+        _keep_numbers(self, "forward_ns", of=of, optional=True)
+        keep_flags(self, "needs_output", of=of, error=InvalidGraphError)
         if self.forward_ns is None and (self.saved_bytes or self.needs_output):
             msg = (
                 f"an option without forward saves {self.saved_bytes} bytes and has "
@@ -71,6 +103,12 @@ class Stage:
         Scratch memory of the forward that keeps nothing.
     name
         For people.
+
+    Raises
+    ------
+    InvalidGraphError
+        If a number is no integer, negative or more than
+        :data:`~remat.units.LARGEST_TOTAL`, or there is no option.
     """
 
     forward_ns: int
@@ -81,21 +119,16 @@ class Stage:
     name: str = ""
 
     def __post_init__(self) -> None:
-        sizes = (
-            self.forward_ns,
-            self.output_bytes,
-            self.gradient_bytes or 0,
-            self.forward_workspace_bytes,
+        checked_text("the name of a stage", self.name, error=InvalidGraphError)
+        of = f"stage {self.name!r}"
+        _keep_numbers(
+            self, "forward_ns", "output_bytes", "forward_workspace_bytes", of=of
         )
-        if min(sizes) < 0:
-            msg = (
-                f"stage {self.name!r} has forward_ns={self.forward_ns}, "
-                f"output_bytes={self.output_bytes}, "
-                f"gradient_bytes={self.gradient_bytes} and "
-                f"forward_workspace_bytes={self.forward_workspace_bytes}; each must be "
-                "0 or more"
-            )
-            raise InvalidGraphError(msg)
+        _keep_numbers(self, "gradient_bytes", of=of, optional=True)
+        options = checked_records(
+            f"options of {of}", self.options, StageOption, error=InvalidGraphError
+        )
+        object.__setattr__(self, "options", options)
         if not self.options:
             msg = f"stage {self.name!r} has no option; its backward can never run"
             raise InvalidGraphError(msg)
@@ -132,6 +165,12 @@ class StageChain:
     turn_ns, turn_workspace_bytes
         Time and scratch memory of the turn: the loss, forward and backward. The last
         output and its gradient are live during it.
+
+    Raises
+    ------
+    InvalidGraphError
+        If there is no stage, a number is no integer or out of range, or all sizes
+        together are more than :data:`~remat.units.LARGEST_TOTAL`.
     """
 
     stages: tuple[Stage, ...]
@@ -141,23 +180,22 @@ class StageChain:
     turn_workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
+        stages = checked_records(
+            "stages of a chain", self.stages, Stage, error=InvalidGraphError
+        )
+        object.__setattr__(self, "stages", stages)
         if not self.stages:
             msg = "a chain needs at least one stage; got none"
             raise InvalidGraphError(msg)
-        sizes = (
-            self.input_bytes,
-            self.input_gradient_bytes,
-            self.turn_ns,
-            self.turn_workspace_bytes,
+        _keep_numbers(
+            self,
+            "input_bytes",
+            "input_gradient_bytes",
+            "turn_ns",
+            "turn_workspace_bytes",
+            of="a chain",
         )
-        if min(sizes) < 0:
-            msg = (
-                f"a chain has input_bytes={self.input_bytes}, input_gradient_bytes="
-                f"{self.input_gradient_bytes}, turn_ns={self.turn_ns} and "
-                f"turn_workspace_bytes={self.turn_workspace_bytes}; each must be 0 or "
-                "more"
-            )
-            raise InvalidGraphError(msg)
+        check_total("a chain", self.all_sizes)
 
     @cached_property
     def value_bytes(self) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ counted inputs are written by an operation that may run only once.
 
 from collections.abc import Sequence
 
-from remat.chains.conventions import MemoryConvention
+from remat.chains.conventions import MemoryConvention, checked_convention
+from remat.chains.joins import checked_costs
 from remat.chains.levels import StorageLevel
 from remat.chains.operations import (
     Backward,
@@ -53,10 +54,8 @@ class UnitGraph:
         backward_cost: int = 0,
         turn_cost: int = 0,
     ) -> None:
-        if not stage_costs or not all(stage_costs):
-            msg = f"every branch needs at least one stage; got {list(stage_costs)}"
-            raise InvalidGraphError(msg)
-        self.stage_costs = [tuple(costs) for costs in stage_costs]
+        checked_convention(convention)
+        self.stage_costs = [tuple(costs) for costs in checked_costs(stage_costs)]
         self.convention = convention
         self._storages: list[Storage] = []
         self._forward: list[Op] = []
@@ -91,6 +90,9 @@ class UnitGraph:
             if isinstance(operation, Turn) and not has_turned:
                 has_turned = True
                 steps.append(Boundary())
+            if operation not in self._parts:
+                msg = f"{operation} is no operation of {self.graph.name}"
+                raise InvalidGraphError(msg)
             for phase, index in self._parts[operation]:
                 offset = 0 if phase is Phase.FORWARD else len(self._forward)
                 steps.append(Compute(offset + index))

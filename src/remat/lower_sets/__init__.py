@@ -13,4 +13,18 @@ increasing sequences of them.
 * :mod:`~remat.lower_sets.formula`, :mod:`~remat.lower_sets.canonical`: what an answer
   costs, and the schedule that shows it to the judge;
 * :mod:`~remat.lower_sets.chen`: the method that the paper compares with.
+
+The entry points can be imported from here.
 """
+
+from remat.lower_sets.chen import chen_segmentation as chen_segmentation
+from remat.lower_sets.choice import choose_family as choose_family
+from remat.lower_sets.families import Family as Family
+from remat.lower_sets.families import all_lower_sets as all_lower_sets
+from remat.lower_sets.forward_graph import ForwardGraph as ForwardGraph
+from remat.lower_sets.programs import Objective as Objective
+from remat.lower_sets.programs import Query as Query
+from remat.lower_sets.programs import Segmentation as Segmentation
+from remat.lower_sets.programs import smallest_budget as smallest_budget
+from remat.lower_sets.programs import solve as solve
+from remat.lower_sets.programs import sweep as sweep

@@ -14,9 +14,10 @@ import math
 
 import numpy as np
 
+from remat.checks import checked_flag
 from remat.lower_sets.families import Family, contents, masks_of_rows, members
 from remat.lower_sets.forward_graph import ForwardGraph
-from remat.lower_sets.programs import Segmentation, segmentation_of_chain
+from remat.lower_sets.programs import Segmentation, check_family, segmentation_of_chain
 
 
 def chen_candidates(graph: ForwardGraph, family: Family) -> list[int]:
@@ -25,6 +26,7 @@ def chen_candidates(graph: ForwardGraph, family: Family) -> list[int]:
     The empty set and ``V`` are candidates too. With a complete family these are the
     candidates of the paper; in an incomplete one some may be missing.
     """
+    check_family(graph, family)
     inside = contents(family)
     is_read = np.zeros_like(inside)
     for u, v in graph.edges:
@@ -60,6 +62,7 @@ def chen_segmentation(
     to reach the next multiple of ``M(V) / k``. Candidates need not contain each other:
     one that lacks values of the last one taken is passed over.
     """
+    checked_flag("charge_last", charge_last)
     candidates = chen_candidates(graph, family)
     part_bytes = max(1, sum(graph.memory_bytes) // math.isqrt(len(candidates)))
     chain: list[int] = []

@@ -4,6 +4,7 @@ from remat.lower_sets.families import (
     Family,
     all_lower_sets,
     ancestor_sets,
+    checked_graph,
     complements_of_descendants,
     family_of_masks,
     prefixes,
@@ -40,6 +41,7 @@ def approximate_family(graph: ForwardGraph) -> Family:
     The ancestor sets of the paper's approximate program, their duals, the narrowest
     sets, and the prefixes of eight topological orders: at most ``12 |V|`` sets.
     """
+    checked_graph(graph)
     forward, backward = from_beginning(graph), from_end(graph)
     rules = (breadth_first, depth_first, by_depth, narrow_first)
     families = [

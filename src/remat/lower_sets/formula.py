@@ -9,8 +9,8 @@ section 3; :func:`segment_peaks_bytes` says what their terms are.
 from collections.abc import Sequence
 from itertools import accumulate
 
+from remat.checks import checked_integer, checked_list, checked_record
 from remat.lower_sets.forward_graph import ForwardGraph, Owed
-from remat.lower_sets.integers import checked_integer
 
 
 def check_segmentation(graph: ForwardGraph, segment_of: Sequence[int]) -> int:
@@ -22,10 +22,12 @@ def check_segmentation(graph: ForwardGraph, segment_of: Sequence[int]) -> int:
         If there is not one integer a value, a segment is empty, or an edge leads back
         to an earlier segment.
     """
-    if len(segment_of) != graph.node_count:
-        msg = f"{len(segment_of)} segment indices for {graph.node_count} values"
+    checked_record("graph", graph, ForwardGraph)
+    indices = checked_list("segment_of", segment_of)
+    if len(indices) != graph.node_count:
+        msg = f"{len(indices)} segment indices for {graph.node_count} values"
         raise ValueError(msg)
-    for v, segment in enumerate(segment_of):
+    for v, segment in enumerate(indices):
         checked_integer(f"the segment of {graph.node_name(v)}", segment)
     count = max(segment_of) + 1
     if set(segment_of) != set(range(count)):
@@ -44,6 +46,7 @@ def check_segmentation(graph: ForwardGraph, segment_of: Sequence[int]) -> int:
 
 def last_readers(graph: ForwardGraph, segment_of: Sequence[int]) -> list[int]:
     """Return per value the last segment that reads it, its own if none does."""
+    check_segmentation(graph, segment_of)
     last = list(segment_of)
     for u, v in graph.edges:
         last[u] = max(last[u], segment_of[v])
@@ -88,6 +91,7 @@ def segment_peaks_bytes(graph: ForwardGraph, segment_of: Sequence[int]) -> list[
     segments before, by default (iii) the gradients of later consumers of ``L_i`` and
     (iv) the other values outside ``L_i`` that these consumers read.
     """
+    check_segmentation(graph, segment_of)
     ends = [
         _while_kept(graph, segment_of),
         _while_in_segment(graph, segment_of),

@@ -8,17 +8,21 @@ order without passing data, and another charge for a segment than the paper's ``
 """
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import NoReturn, cast
 
+from remat.checks import (
+    checked_records,
+    checked_text,
+    checked_word,
+    entries_of,
+    integer_of,
+)
 from remat.errors import InvalidGraphError
-from remat.lower_sets.integers import integer_of
-
-MOST_TOTAL = 2**60
-"""Largest sum of sizes (as charged) or of costs; four of them fit in 64 bits."""
+from remat.native import MOST_TOTAL
 
 
 class Owed(StrEnum):
@@ -87,10 +91,15 @@ class ForwardGraph:
             entries = getattr(self, label)
             if label != "segment_bytes" or entries is not None:
                 self._keep(label, self._listed(label, entries))
-        if self.owed not in list(Owed):
-            known = ", ".join(map(repr, map(str, Owed)))
-            self._fail(f"owed is {self.owed!r}; need one of {known}")
-        self._keep("owed", Owed(self.owed))
+        checked_text("the name of a forward graph", self.name, error=InvalidGraphError)
+        label = f"{self.name}: owed"
+        self._keep(
+            "owed", checked_word(label, self.owed, Owed, error=InvalidGraphError)
+        )
+        names = checked_records(
+            f"{self.name}: names", self.names, str, error=InvalidGraphError
+        )
+        self._keep("names", names)
         if not self.memory_bytes:
             self._fail("there is no value; a forward graph has at least one")
         if self.names and len(self.names) != self.node_count:
@@ -131,7 +140,7 @@ class ForwardGraph:
         object.__setattr__(self, label, value)
 
     def _listed(self, label: str, entries: object) -> tuple[object, ...]:
-        found = _entries(entries)
+        found = entries_of(entries)
         if found is None:
             self._fail(f"{label} is {entries!r}; need a list")
         return found
@@ -158,7 +167,7 @@ class ForwardGraph:
     ) -> tuple[tuple[int, int], ...]:
         seen: dict[tuple[int, int], None] = {}
         for edge in edges:
-            ends = [integer_of(end) for end in _entries(edge) or ()]
+            ends = [integer_of(end) for end in entries_of(edge) or ()]
             if len(ends) != 2 or ends[0] is None or ends[1] is None:
                 self._fail(f"{label} has {edge!r}; need pairs of integers (u, v)")
             u, v = ends[0], ends[1]
@@ -260,13 +269,6 @@ class ForwardGraph:
                 if waiting[later] == 0:
                     heapq.heappush(ready, later)
         return tuple(order)
-
-
-def _entries(given: object) -> tuple[object, ...] | None:
-    """Return the entries of a list of any kind; ``None`` for what is none."""
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        return None
-    return tuple(cast("Iterable[object]", given))
 
 
 def _neighbours(

@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 
 from remat.lower_sets.families import (
     Family,
+    check_count,
+    check_edges,
     family_of_masks,
     masks_of_rows,
     rows_of_masks,
 )
 from remat.lower_sets.forward_graph import ForwardGraph
-from remat.native import native
+from remat.native import check_counts, native
 
 
 @native
@@ -49,6 +51,9 @@ def narrowest_lower_sets(
     number of values on the boundary or a little more.
     """
     count = len(memory_bytes)
+    check_count(count)
+    check_edges(count, edges, order_edges)
+    check_counts(memory_bytes)
     network = _Network(2 * count)
     later: list[list[int]] = [[] for _ in range(count)]
     # Point v is on the source's side if v is in the set, point count + v if all readers

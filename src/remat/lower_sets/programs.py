@@ -11,15 +11,27 @@ graph when the family is complete. When it is not, it is made larger where that 
 help: sets beside those of an answer are added, and the query is solved again.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import cast
 
+from remat.checks import (
+    checked_flag,
+    checked_integer,
+    checked_integers,
+    checked_number,
+    checked_record,
+    checked_records,
+    checked_word,
+)
 from remat.errors import BudgetError
 from remat.lower_sets.choice import approximate_family
 from remat.lower_sets.families import (
     Family,
+    checked_graph,
     family_of_masks,
     masks_of_rows,
     members,
@@ -31,8 +43,7 @@ from remat.lower_sets.formula import (
     overhead,
     peak_bytes,
 )
-from remat.lower_sets.forward_graph import MOST_TOTAL, ForwardGraph, Owed
-from remat.lower_sets.integers import checked_integer
+from remat.lower_sets.forward_graph import ForwardGraph, Owed
 from remat.lower_sets.recurrences import (
     Answer,
     Found,
@@ -41,6 +52,7 @@ from remat.lower_sets.recurrences import (
     smallest_lower_set_budget,
     solve_lower_sets,
 )
+from remat.native import MOST_TOTAL
 
 DEFAULT_REFINEMENTS = 3
 """Rounds of adding sets beside an answer's, in an incomplete family."""
@@ -132,15 +144,9 @@ class Query:
     def __post_init__(self) -> None:
         budget_bytes = checked_integer("budget_bytes", self.budget_bytes)
         object.__setattr__(self, "budget_bytes", budget_bytes)
-        if self.objective not in list(Objective):
-            known = ", ".join(map(repr, map(str, Objective)))
-            msg = f"objective is {self.objective!r}; it must be one of {known}"
-            raise ValueError(msg)
-        object.__setattr__(self, "objective", Objective(self.objective))
-        if self.charge_last not in (True, False):
-            msg = f"charge_last is {self.charge_last!r}; it must be True or False"
-            raise ValueError(msg)
-        object.__setattr__(self, "charge_last", bool(self.charge_last))
+        objective = checked_word("objective", self.objective, Objective)
+        object.__setattr__(self, "objective", objective)
+        checked_flag("charge_last", self.charge_last)
 
 
 def sweep(
@@ -176,7 +182,8 @@ def sweep(
     Time per query O(S^2 F) and memory O(S F) for a family of S sets and fronts of
     length F, at most the sum of the costs; in practice far less.
     """
-    _check_family(graph, family)
+    check_family(graph, family)
+    queries = cast("Sequence[Query]", checked_records("queries", queries, Query))
     refinements = checked_integer("refinements", refinements, least=0)
     planner = _Planner(graph, deadline_s)
     if family.is_complete:
@@ -267,7 +274,8 @@ def smallest_budget(
     ValueError
         If the family is of another graph, or ``refinements`` is not 0, 1, 2, ...
     """
-    _check_family(graph, family)
+    check_family(graph, family)
+    checked_flag("charge_last", charge_last)
     refinements = checked_integer("refinements", refinements, least=0)
     planner = _Planner(graph, deadline_s)
     if family.is_complete:
@@ -311,11 +319,21 @@ def segmentation_of_chain(
     Raises
     ------
     ValueError
-        If the sets do not increase, are not lower sets, or do not end with all values.
+        If the sets do not increase, are not lower sets of the graph, or do not end with
+        all values.
     """
+    checked_graph(graph)
+    checked_flag("charge_last", charge_last)
+    masks = checked_integers("the lower sets", masks, least=0)
     segment_of = [len(masks)] * graph.node_count
     done = 0
     for segment, mask in enumerate(masks):
+        if mask >> graph.node_count:
+            msg = (
+                f"set {segment} of {len(masks)} holds value {mask.bit_length() - 1}; the "
+                f"values are 0..{graph.node_count - 1}"
+            )
+            raise ValueError(msg)
         for v in members(mask & ~done):
             segment_of[v] = segment
         if done & ~mask:
@@ -348,7 +366,16 @@ def chain_of_segmentation(segment_of: Sequence[int]) -> list[int]:
     return masks
 
 
-def _check_family(graph: ForwardGraph, family: Family) -> None:
+def check_family(graph: ForwardGraph, family: Family) -> None:
+    """Refuse a family that is not of the graph.
+
+    Raises
+    ------
+    ValueError
+        If it is of another, or one of the two is no such thing.
+    """
+    checked_graph(graph)
+    checked_record("family", family, Family)
     if family.node_count != graph.node_count:
         msg = (
             f"the family has lower sets of {family.node_count} values, the graph "
@@ -368,6 +395,8 @@ def _rows_in(
 
 class _Planner:
     def __init__(self, graph: ForwardGraph, deadline_s: float | None) -> None:
+        if deadline_s is not None:
+            checked_number("deadline_s", deadline_s, least=-math.inf)
         self.graph = graph
         self.deadline_s = deadline_s
         self.arrays: GraphArrays = (

@@ -18,12 +18,14 @@ overhead those with less ``t`` and more ``m``.
 import time
 from collections.abc import Sequence
 from enum import IntEnum
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from remat.checks import require
 from remat.lower_sets.families import masks_of_rows, members
-from remat.native import native
+from remat.native import MOST_TOTAL, check_counts, check_indices, check_time, native
 
 
 class Goal(IntEnum):
@@ -59,6 +61,53 @@ Query = tuple[int, int, bool]
 Answer = tuple[int, int, int, list[int]]
 """:class:`Found`, overhead, bytes of all values kept, rows of the sequence after the
 empty set; zeros and an empty list without a sequence."""
+
+
+def _checked_masks(graph: GraphArrays, rows: NDArray[np.uint64]) -> list[int]:
+    """Return the sets of a family; refuse what does not fit together."""
+    memory_bytes, cost, segment_bytes, edges, owed = graph
+    count = len(memory_bytes)
+    require(
+        0 < count == len(cost) == len(segment_bytes),
+        "sizes and costs must have one entry a value",
+    )
+    check_counts(memory_bytes, memory_bytes, memory_bytes, segment_bytes)
+    check_counts(cost)
+    for u, v in edges:
+        is_known = 0 <= u < count and 0 <= v < count
+        require(is_known, "an edge names a value that does not exist")
+    require(0 <= owed <= 2, "owed must be 0, 1 or 2")
+    require(
+        rows.ndim == 2 and rows.shape[1] == -(-count // 64) and len(rows) > 1,
+        "rows must be two or more bit sets of the values",
+    )
+    masks = masks_of_rows(rows)
+    sizes = [mask.bit_count() for mask in masks]
+    require(
+        sizes == sorted(sizes) and all(mask >> count == 0 for mask in masks),
+        "rows must hold values only, smaller sets first",
+    )
+    require(
+        sizes[0] == 0 < sizes[1] and sizes[-2] < sizes[-1] == count,
+        "the first row must be empty and the last one full",
+    )
+    for u, v in edges:
+        require(
+            all(mask >> u & 1 or not mask >> v & 1 for mask in masks),
+            "a row holds a value without what it reads",
+        )
+    return masks
+
+
+def _check_known(masks: Sequence[int], known: Sequence[Sequence[int]]) -> None:
+    for chain in known:
+        check_indices(chain, len(masks), "row")
+        sets = [0, *(masks[row] for row in chain)]
+        require(
+            all(a != b and a & ~b == 0 for a, b in pairwise(sets))
+            and sets[-1] == masks[-1],
+            "a known sequence does not increase, or does not end",
+        )
 
 
 class _Tables:
@@ -159,8 +208,14 @@ def solve_lower_sets(
     Per query, time O(pairs of sets x length of the fronts), memory O(sets x length of
     the fronts), where a front is no longer than the sum of the costs.
     """
+    check_time(time_limit_s)
+    masks = _checked_masks(graph, rows)
+    for budget, goal, _ in queries:
+        require(-1 <= budget <= MOST_TOTAL, "a budget must be -1 to 2**60 bytes")
+        require(0 <= goal <= max(Goal), "a goal must be 0, 1 or 2")
+    _check_known(masks, known)
     deadline_s = None if time_limit_s is None else time.monotonic() + time_limit_s
-    tables = _Tables(graph, masks_of_rows(rows))
+    tables = _Tables(graph, masks)
     return [
         _solve(tables, query, deadline_s) or _best_known(tables, query, known)
         for query in queries
@@ -261,8 +316,10 @@ def smallest_lower_set_budget(
     States ``(L, peak, m)``, of which those with more of both are dropped. Time
     O(pairs of sets x length of the fronts).
     """
+    check_time(time_limit_s)
+    masks = _checked_masks(graph, rows)
+    _check_known(masks, known)
     deadline_s = None if time_limit_s is None else time.monotonic() + time_limit_s
-    masks = masks_of_rows(rows)
     tables = _Tables(graph, masks)
     last = len(masks) - 1
     fronts: list[dict[_State, tuple[int, _State] | None]] = [{} for _ in masks]

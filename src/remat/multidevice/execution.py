@@ -18,10 +18,12 @@ from functools import cached_property
 from itertools import product
 from math import inf, isinf
 
+from remat.checks import checked_integers, checked_number, keep_integers
 from remat.graph import Phase
 from remat.liveness import BOUNDARY
 from remat.multidevice.execution_run import (
     END,
+    LARGEST_PERCENT,
     NO_LIMIT_BYTES,
     Blocks,
     Bounds,
@@ -34,8 +36,10 @@ from remat.multidevice.execution_run import (
     run_on_devices,
 )
 from remat.multidevice.instance import DeviceInstance
+from remat.native import LARGEST_EXPONENT
 from remat.problem import Limits
 from remat.schedule import Boundary, Compute, Copy, Step
+from remat.units import LARGEST_TOTAL
 
 Placement = Sequence[tuple[int, ...]]
 """Per op, the devices on which it runs at its place in the graph's order."""
@@ -58,6 +62,12 @@ class ExecutionRule:
         Percentage of each budget's room that is used.
     reserve_bytes
         Bytes per device that are left free beyond that; none if empty.
+
+    Raises
+    ------
+    ValueError
+        If a number is none, not finite or out of range; exponents are at most
+        :data:`~remat.native.LARGEST_EXPONENT`.
     """
 
     size_exponent: float = 1.0
@@ -66,6 +76,23 @@ class ExecutionRule:
     copy_percent: int = 100
     limit_percent: int = 100
     reserve_bytes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        of = type(self).__name__
+        for name, most in (
+            ("size_exponent", LARGEST_EXPONENT),
+            ("distance_exponent", LARGEST_EXPONENT),
+            ("ancestor_share", 1.0),
+        ):
+            label = f"{name} of {of}"
+            number = checked_number(label, getattr(self, name), most=most)
+            object.__setattr__(self, name, number)
+        keep_integers(self, "copy_percent", of=of, least=1, most=LARGEST_PERCENT)
+        keep_integers(self, "limit_percent", of=of, least=0, most=100)
+        reserves = checked_integers(
+            f"reserve_bytes of {of}", self.reserve_bytes, least=0, most=LARGEST_TOTAL
+        )
+        object.__setattr__(self, "reserve_bytes", reserves)
 
 
 @dataclass(frozen=True, slots=True)

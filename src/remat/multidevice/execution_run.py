@@ -5,14 +5,25 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from remat.checks import require
 from remat.liveness import BOUNDARY
-from remat.native import native
+from remat.native import (
+    MOST_TOTAL,
+    check_counts,
+    check_indices,
+    check_rule,
+    check_time,
+    native,
+)
 
 END = -2
 """Marks the end, where final outputs are used."""
 
 NO_LIMIT_BYTES = 1 << 61
 """Stands for the room of a device without a budget."""
+
+LARGEST_PERCENT = 10**9
+"""Largest percentage that a copy counts for."""
 
 Note = tuple[int, int, int]
 """A step: (op, device, -1) for a run, (storage, source, target) for a copy, all
@@ -126,11 +137,84 @@ def run_on_devices(
     time_limit_s
         Seconds until giving up, or ``None``.
     """
+    graph = Graph(Ops(*graph[0]), Blocks(*graph[1]), Passes(*graph[2]))
+    routes, prices, bounds = Routes(*routes), Prices(*prices), Bounds(*bounds)
+    check_execution(base, placement, graph, routes, prices, bounds)
+    check_time(time_limit_s)
     execution = _Execution(base, placement, graph, routes, prices, bounds, time_limit_s)
     try:
         return execution.run()
     except _Stuck:
         return None
+
+
+def check_execution(
+    base: Sequence[int],
+    placement: Sequence[Sequence[int]],
+    graph: Graph,
+    routes: Routes,
+    prices: Prices,
+    bounds: Bounds,
+) -> None:
+    """Refuse numbers that do not fit together or are out of range.
+
+    Raises
+    ------
+    ValueError
+        If there are such.
+    """
+    ops, blocks, passes = graph
+    count, storages = len(ops.reads), len(blocks.sizes)
+    devices = len(bounds.limits_bytes)
+    require(devices >= 1, "there must be at least one device")
+    _check_ops(ops, storages, devices)
+    require(len(placement) == count, "each op needs its devices")
+    require(
+        all(len(one) == storages for one in blocks),
+        "the lists of storages differ in length",
+    )
+    check_counts(blocks.sizes)
+    check_indices(blocks.producers, count, "op", -1)
+    check_indices(base, count, "op", END)
+    require(list(base).count(BOUNDARY) == 1, "the steps need one boundary")
+    for entries in (*placement, blocks.homes):
+        check_indices(entries, devices, "device")
+    for entries in passes:
+        check_indices(entries, storages, "storage")
+    require(
+        len(routes.times) == len(routes.nexts) == devices**2,
+        "each pair of devices needs its routes",
+    )
+    for times, nexts in zip(routes.times, routes.nexts, strict=True):
+        require(len(times) == len(nexts) == storages, "each storage needs its routes")
+        require(all(time >= 0.0 for time in times), "a route takes no time that can be")
+        check_indices(nexts, devices, "device", -1)
+    check_rule(
+        [prices.size_exponent, prices.distance_exponent], [prices.ancestor_share]
+    )
+    require(
+        1 <= prices.copy_percent <= LARGEST_PERCENT,
+        "the percentage of copies is not between 1 and 10**9",
+    )
+    least = min(bounds.limits_bytes)
+    require(least >= -MOST_TOTAL, "a limit is less than -2**60")
+    require(bounds.run_limit >= 0, "the limit of runs is negative")
+
+
+def _check_ops(ops: Ops, storages: int, devices: int) -> None:
+    count = len(ops.reads)
+    require(all(len(one) == count for one in ops), "the lists of ops differ in length")
+    for of_ops in (ops.reads, ops.writes):
+        for entries in of_ops:
+            check_indices(entries, storages, "storage")
+    for costs, workspaces in zip(ops.costs, ops.workspaces, strict=True):
+        require(
+            len(costs) == len(workspaces) == devices,
+            "an op needs one time and one workspace per device",
+        )
+        require(min(costs) >= -1, "a time is less than -1")
+        check_counts(workspaces)
+    check_counts(max(cost, 0) for costs in ops.costs for cost in costs)
 
 
 class _Stuck(Exception):  # noqa: N818 - control flow inside this module
@@ -356,13 +440,14 @@ class _Execution:
         self.copy(storage, source, device)
 
     def copy(self, storage: int, source: int, target: int) -> None:
-        here = source
+        here, hops = source, 0
         is_pinned = not self.lives_at(storage, source)
         if is_pinned:
             self.pins[source][storage] += 1
         while here != target:
             there = self.next_on_route(storage, here, target)
-            if there < 0:
+            hops += 1
+            if there < 0 or hops > len(self.devices):
                 raise _Stuck
             if not self.is_at(storage, there):
                 self.make_room(there, self.size[storage])

@@ -15,6 +15,7 @@
 
 #include "chains.hpp"
 #include "chains_segments.hpp"
+#include "checks.hpp"
 
 namespace nb = nanobind;
 
@@ -478,14 +479,67 @@ Convention convention_of(Index memory_units, const Numbers& numbers) {
   return {memory_units, gradient_units, transient_units, counts_inputs, move_needs_two};
 }
 
+// As remat.chains.join_tables.check_join.
+void check_join(const std::vector<std::vector<Cost>>& costs, Index memory_units,
+                const Numbers& convention) {
+  require(memory_units >= 0 && memory_units <= kMostTotal,
+          "memory must be 0 to 2**60 units");
+  for (const Index units : {std::get<0>(convention), std::get<1>(convention)}) {
+    require(units == 0 || units == 1, "a gradient and what is transient take 0 or 1");
+  }
+  require(!costs.empty(), "a join has at least one branch");
+  Capped worst(0);
+  for (const auto& branch : costs) {
+    require(!branch.empty(), "a branch has at least one stage");
+    worst += total(branch) * Capped::count(branch.size() + 1);
+  }
+  require(worst.value() < infinite, "costs add up to 2**61 or more at worst");
+}
+
+// Numbers of the tables that both programs have, R(a, p, f).
+Capped segment_numbers(const std::vector<std::vector<Cost>>& costs, Index memory_units) {
+  Capped numbers(0);
+  for (const auto& branch : costs) {
+    const Capped width = Capped::count(branch.size() + 1);
+    numbers += width * width * (Capped(std::min(memory_units, width.value())) + Capped(1));
+  }
+  return numbers;
+}
+
 std::optional<Answer> join_plan(const std::vector<std::vector<Cost>>& costs,
                                 Index memory_units, const Numbers& convention) {
+  check_join(costs, memory_units, convention);
+  Capped states(1);
+  Capped stages(0);
+  for (const auto& branch : costs) {
+    states *= Capped::count(branch.size() + 1);
+    stages += Capped::count(branch.size());
+  }
+  const Capped layers(std::min(memory_units, stages.value()));
+  check_table(segment_numbers(costs, memory_units) + states * (layers + Capped(1)));
   return Join(costs, convention_of(memory_units, convention)).answer();
 }
 
 std::optional<Answer> join_plan_by_branch(const std::vector<std::vector<Cost>>& costs,
                                           Index memory_units, const Numbers& convention,
                                           const std::vector<std::vector<Index>>& orders) {
+  check_join(costs, memory_units, convention);
+  Capped numbers = segment_numbers(costs, memory_units);
+  const Capped units(memory_units + 1);
+  for (const auto& branch : costs) {
+    const Capped width = Capped::count(branch.size() + 1);
+    numbers += width * units * Capped(std::min(units.value(), width.value()));
+  }
+  check_table(numbers);
+  for (const auto& order : orders) {
+    std::vector<Index> sorted(order);
+    std::sort(sorted.begin(), sorted.end());
+    bool is_order = sorted.size() == costs.size();
+    for (std::size_t j = 0; is_order && j < sorted.size(); ++j) {
+      is_order = sorted[j] == static_cast<Index>(j);
+    }
+    require(is_order, "an order must hold each branch once");
+  }
   return ByBranch(costs, convention_of(memory_units, convention)).answer(orders);
 }
 

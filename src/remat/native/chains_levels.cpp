@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "chains.hpp"
+#include "checks.hpp"
 
 namespace nb = nanobind;
 
@@ -167,9 +168,23 @@ class Levels {
   std::vector<Action> actions_;
 };
 
+// As remat.chains.level_tables.check_worst.
+void check_worst(Index length, Cost forward_cost, Cost backward_cost, Capped copies) {
+  const Capped stages = Capped(length) + Capped(1);
+  const Capped worst =
+      stages * (stages * Capped(forward_cost) + Capped(backward_cost) + copies);
+  require(worst.value() < infinite, "costs add up to 2**61 or more at worst");
+}
+
 std::optional<Answer> hrevolve_plan(Index length, std::vector<Index> slots,
                                     std::vector<Cost> write, std::vector<Cost> read,
                                     Cost forward_cost, Cost backward_cost) {
+  require(!slots.empty() && write.size() == slots.size() && read.size() == slots.size(),
+          "there must be at least one level, with slots and both costs");
+  check_worst(length, forward_cost, backward_cost, total(write) + total(read));
+  Capped rows = Capped::count(slots.size());
+  for (const Index count : slots) rows += Capped(std::min(count, length));
+  check_table(Capped(2) * rows * (Capped(length) + Capped(1)));
   return Levels(length, std::move(slots), std::move(write), std::move(read),
                 forward_cost, backward_cost)
       .answer();
@@ -177,6 +192,12 @@ std::optional<Answer> hrevolve_plan(Index length, std::vector<Index> slots,
 
 Answer disk_revolve_plan(const std::vector<Cost>& in_memory, Cost write, Cost read,
                          Cost forward_cost, Cost backward_cost) {
+  require(!in_memory.empty(), "the costs in memory must begin with that of no stage");
+  for (const Cost cost : in_memory) {
+    require(cost >= 0 && cost <= infinite, "a cost must be 0 to 2**61");
+  }
+  check_worst(static_cast<Index>(in_memory.size()) - 1, forward_cost, backward_cost,
+              Capped(write) + Capped(read));
   const auto size = in_memory.size();
   std::vector<Cost> again{backward_cost};
   std::vector<Cost> fresh{backward_cost};

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "chains.hpp"
+#include "checks.hpp"
 
 namespace remat::chains::rotor {
 
@@ -35,6 +36,16 @@ struct Saving {
   Index need_counted;  // slots of the backward, with what is inside
   Index need_held;     // slots of the backward, without it
 };
+
+// What is asked of a chain, as remat.chains.rotor_tables.check_chain.
+struct Checked {
+  Capped bytes;   // all sizes together
+  Capped worst;   // no schedule without needless work takes longer
+  Capped below;   // rows of the tables
+  Capped held;
+};
+Checked check_chain(const Chain& chain);
+void check_slots(Bytes slot_bytes, Index slots);
 
 // own[m] = min(own[m], cost + first[m] + second[m]) for m < count.
 void lower(Cost* own, Cost cost, const Cost* first, const Cost* second, Index count);

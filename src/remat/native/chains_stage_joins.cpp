@@ -12,6 +12,7 @@
 
 #include "chains.hpp"
 #include "chains_rotor.hpp"
+#include "checks.hpp"
 
 namespace nb = nanobind;
 
@@ -25,6 +26,9 @@ using rotor::Rotor;
 
 using Run = std::tuple<Index, Index, Index, Index>;
 using Answer = std::tuple<Cost, Cost, std::vector<Run>>;
+
+// All orders of which are tried; as remat.chains.stage_join_tables.MAX_BRANCHES.
+constexpr std::size_t most_branches = 6;
 
 std::size_t at(Index index) { return static_cast<std::size_t>(index); }
 
@@ -398,6 +402,27 @@ class StageJoin {
 std::optional<Answer> stage_join_plan(const std::vector<Chain>& chains,
                                       std::pair<Cost, Bytes> at_turn, Bytes slot_bytes,
                                       Index slots, bool beyond) {
+  require(!chains.empty() && chains.size() <= most_branches,
+          "a join has 1 to 6 branches");
+  rotor::check_slots(slot_bytes, slots);
+  Capped bytes(at_turn.second);
+  Capped worst(at_turn.first);
+  Capped rows(0);
+  Capped states(1);
+  for (const auto& chain : chains) {
+    const rotor::Checked checked = rotor::check_chain(chain);
+    bytes += checked.bytes;
+    worst += checked.worst;
+    rows += checked.below + checked.held;
+    Capped nodes(1);
+    for (const auto& options : std::get<4>(chain)) {
+      nodes += Capped::count(1 + options.size());
+    }
+    states *= nodes;
+  }
+  require(bytes.value() <= kMostTotal, "the sizes of a join add up to more than 2**60");
+  require(worst.value() < infinite, "times add up to 2**61 or more at worst");
+  check_table((rows + states) * (Capped(slots) + Capped(1)));
   return StageJoin(chains, at_turn, slot_bytes, slots, beyond).answer();
 }
 

@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "checks.hpp"
 #include "watch.hpp"
 
 namespace nb = nanobind;
@@ -295,11 +296,12 @@ class DeviceExecution {
 
   void copy(Index storage, Index source, Index target) {
     Index here = source;
+    std::size_t hops = 0;
     const bool is_pinned = !lives_at(storage, source);
     if (is_pinned) ++pins_[at(source)][at(storage)];
     while (here != target) {
       const Index there = next_on_route(storage, here, target);
-      if (there < 0) throw Stuck{};
+      if (there < 0 || ++hops > count_) throw Stuck{};
       if (!is_at(storage, there)) {
         make_room(there, size_[at(storage)]);
         notes_.emplace_back(storage, here, there);
@@ -535,9 +537,86 @@ class DeviceExecution {
   Index callers_end_ = -1;
 };
 
+// As remat.multidevice.execution_run.check_execution.
+void check_ops(const Ops& ops, std::size_t storages, std::size_t devices) {
+  const auto& [reads, writes, is_recomputable, is_external, is_forward, costs, workspaces] =
+      ops;
+  const std::size_t count = reads.size();
+  require(writes.size() == count && is_recomputable.size() == count &&
+              is_external.size() == count && is_forward.size() == count &&
+              costs.size() == count && workspaces.size() == count,
+          "the lists of ops differ in length");
+  for (const auto* const lists : {&reads, &writes}) {
+    for (const auto& list : *lists) {
+      check_indices(list, storages, "there is no such storage");
+    }
+  }
+  Capped time(0);
+  for (std::size_t op = 0; op < count; ++op) {
+    require(costs[op].size() == devices && workspaces[op].size() == devices,
+            "an op needs one time and one workspace per device");
+    for (const std::int64_t cost : costs[op]) {
+      require(cost >= -1, "a time is less than -1");
+      time += Capped(std::max<std::int64_t>(cost, 0));
+    }
+    require(total(workspaces[op]).value() <= kMostTotal, "a workspace is beyond 2**60");
+  }
+  require(time.value() <= kMostTotal, "times add up to more than 2**60");
+}
+
+void check_execution(const Indices& base, const Table& placement, const Graph& graph,
+                     const Routes& routes, const Prices& prices, const Bounds& bounds) {
+  const auto& [ops, blocks, passes] = graph;
+  const auto& [sizes, homes, is_resident, producers] = blocks;
+  const auto& [times, nexts] = routes;
+  const auto& [size_exponent, distance_exponent, ancestor_share, copy_percent] = prices;
+  const auto& [limits, run_limit] = bounds;
+  const std::size_t count = std::get<0>(ops).size();
+  const std::size_t storages = sizes.size();
+  const std::size_t devices = limits.size();
+  require(devices >= 1, "there must be at least one device");
+  check_ops(ops, storages, devices);
+  require(placement.size() == count, "each op needs its devices");
+  for (const auto& list : placement) {
+    check_indices(list, devices, "there is no such device");
+  }
+  require(homes.size() == storages && is_resident.size() == storages &&
+              producers.size() == storages,
+          "the lists of storages differ in length");
+  require(total(sizes).value() <= kMostTotal, "sizes add up to more than 2**60");
+  check_indices(homes, devices, "there is no such device");
+  check_indices(producers, count, "there is no such op", -1);
+  check_indices(base, count, "a step names an op that does not exist", kEnd);
+  require(std::ranges::count(base, kBoundary) == 1, "the steps need one boundary");
+  for (const auto* const list : {&std::get<0>(passes), &std::get<1>(passes),
+                                 &std::get<2>(passes), &std::get<3>(passes)}) {
+    check_indices(*list, storages, "there is no such storage");
+  }
+  require(times.size() == devices * devices && nexts.size() == devices * devices,
+          "each pair of devices needs its routes");
+  for (std::size_t pair = 0; pair < times.size(); ++pair) {
+    require(times[pair].size() == storages && nexts[pair].size() == storages,
+            "each storage needs its routes");
+    for (const double time : times[pair]) {
+      require(time >= 0.0, "a route takes no time that can be");
+    }
+    check_indices(nexts[pair], devices, "there is no such device", -1);
+  }
+  check_exponent(size_exponent);
+  check_exponent(distance_exponent);
+  check_share(ancestor_share);
+  require(copy_percent >= 1 && copy_percent <= 1'000'000'000,
+          "the percentage of copies is not between 1 and 10**9");
+  for (const std::int64_t limit : limits) {
+    require(limit >= -kMostTotal, "a limit is less than -2**60");
+  }
+  require(run_limit >= 0, "the limit of runs is negative");
+}
+
 std::optional<std::vector<Note>> run_on_devices(
     Indices base, Table placement, Graph graph, Routes routes, Prices prices,
     Bounds bounds, std::optional<double> time_limit_s) {
+  check_execution(base, placement, graph, routes, prices, bounds);
   try {
     return DeviceExecution(std::move(base), std::move(placement), std::move(graph),
                            std::move(routes), prices, std::move(bounds), time_limit_s)

@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "checks.hpp"
 #include "watch.hpp"
 
 namespace nb = nanobind;
@@ -494,10 +495,52 @@ class Execution {
   std::size_t boundary_step_ = 0;
 };
 
+// As remat.eviction_run.check_execution.
+void check_execution(const Indices& steps, const Ops& ops, const Blocks& blocks,
+                     const Scores& scores, const Bounds& bounds,
+                     const std::optional<Flags>& saved) {
+  const auto& [reads, writes, may_rerun, costs, workspaces] = ops;
+  const auto& [consumers, producers, sizes, weights] = blocks;
+  const auto& [distance_weights, ancestor_share, spare_share] = scores;
+  const auto& [limit, resident, run_limit] = bounds;
+  const std::size_t count = costs.size();
+  const std::size_t storages = sizes.size();
+  require(reads.size() == count + 2 && writes.size() == count + 2 &&
+              may_rerun.size() == count && workspaces.size() == count,
+          "the lists of ops differ in length");
+  require(consumers.size() == storages && producers.size() == storages &&
+              weights.size() == storages && (!saved || saved->size() == storages),
+          "the lists of storages differ in length");
+  check_indices(steps, count, "a step names an op that does not exist", kEnd);
+  require(std::ranges::count(steps, kBoundary) == 1, "the steps need one boundary");
+  for (const auto* const lists : {&reads, &writes}) {
+    for (const auto& list : *lists) {
+      check_indices(list, storages, "there is no such storage");
+    }
+  }
+  for (const auto& list : consumers) check_indices(list, count, "there is no such op");
+  check_indices(producers, count, "there is no such op", -1);
+  const Capped bytes = total(sizes) + total(workspaces) + Capped(resident);
+  require(bytes.value() <= kMostTotal, "sizes add up to more than 2**60");
+  require(total(costs).value() <= kMostTotal, "times add up to more than 2**60");
+  require(distance_weights.size() > steps.size() && distance_weights.size() > 1,
+          "a distance has no weight");
+  for (const auto* const numbers : {&weights, &distance_weights}) {
+    for (const double weight : *numbers) {
+      require(weight > 0.0 && std::isfinite(weight), "a weight is not above 0 and finite");
+    }
+  }
+  check_share(ancestor_share);
+  check_share(spare_share);
+  require(limit >= -kMostTotal, "the limit is less than -2**60");
+  require(run_limit >= 0, "the limit of runs is negative");
+}
+
 std::optional<Indices> run_evicting(Indices steps, Ops ops, Blocks blocks,
                                     Scores scores, Bounds bounds,
                                     std::optional<Flags> saved,
                                     std::optional<double> time_limit_s) {
+  check_execution(steps, ops, blocks, scores, bounds, saved);
   try {
     return Execution(std::move(steps), std::move(ops), std::move(blocks),
                      std::move(scores), bounds, std::move(saved), time_limit_s)

@@ -2,21 +2,39 @@
 
 #include <algorithm>
 #include <bit>
+#include <initializer_list>
 #include <iterator>
 #include <limits>
 #include <numeric>
 #include <stdexcept>
 
+#include "checks.hpp"
+
 namespace remat::lower_sets {
 namespace {
 
-void check_edges(const Edges& edges, std::size_t nodes) {
-  const auto count = static_cast<std::int64_t>(nodes);
-  for (const auto& [u, v] : edges) {
-    if (u < 0 || v < 0 || u >= count || v >= count) {
-      throw std::invalid_argument("an edge names a value that does not exist");
+// As remat.lower_sets.families.check_edges.
+void check_edges(std::initializer_list<const Edges*> lists, std::size_t nodes) {
+  std::vector<std::vector<std::size_t>> later(nodes);
+  std::vector<std::size_t> waiting(nodes);
+  for (const Edges* const edges : lists) {
+    for (const auto& [u, v] : *edges) {
+      require(is_index(u, nodes) && is_index(v, nodes),
+              "an edge names a value that does not exist");
+      later[static_cast<std::size_t>(u)].push_back(static_cast<std::size_t>(v));
+      ++waiting[static_cast<std::size_t>(v)];
     }
   }
+  std::vector<std::size_t> ready;
+  for (std::size_t v = 0; v < nodes; ++v) {
+    if (waiting[v] == 0) ready.push_back(v);
+  }
+  for (std::size_t next = 0; next < ready.size(); ++next) {
+    for (const std::size_t v : later[ready[next]]) {
+      if (--waiting[v] == 0) ready.push_back(v);
+    }
+  }
+  require(ready.size() == nodes, "the edges close a cycle");
 }
 
 // Some sets.
@@ -160,7 +178,7 @@ class Network {
 
 std::optional<std::vector<Word>> enumerate(std::size_t nodes, const Edges& edges,
                                            std::size_t cap, Watch& watch) {
-  check_edges(edges, nodes);
+  check_edges({&edges}, nodes);
   const std::size_t width = (nodes + 63) / 64;
   std::vector<Word> needs(nodes * width);
   for (const auto& [u, v] : edges) {
@@ -201,7 +219,7 @@ std::optional<std::vector<Word>> enumerate(std::size_t nodes, const Edges& edges
 
 std::vector<Word> neighbours(std::size_t nodes, const Edges& edges, std::span<const Word> rows,
                              Watch& watch) {
-  check_edges(edges, nodes);
+  check_edges({&edges}, nodes);
   const std::size_t width = (nodes + 63) / 64;
   if (rows.size() % width != 0) throw std::invalid_argument("rows of another width");
   std::vector<Word> before(nodes * width), after(nodes * width);
@@ -235,8 +253,8 @@ std::vector<Word> neighbours(std::size_t nodes, const Edges& edges, std::span<co
 std::vector<Word> narrowest(const std::vector<std::int64_t>& bytes, const Edges& edges,
                             const Edges& order_edges, Watch& watch) {
   const std::size_t nodes = bytes.size();
-  check_edges(edges, nodes);
-  check_edges(order_edges, nodes);
+  check_edges({&edges, &order_edges}, nodes);
+  require(total(bytes).value() <= kMostTotal, "sizes add up to more than 2**60");
   const std::size_t width = (nodes + 63) / 64;
   Network network(2 * nodes);
   std::vector<std::vector<Index>> next(nodes);

@@ -14,6 +14,8 @@
 
 #include "lower_set_programs.hpp"
 
+#include "checks.hpp"
+
 #include <algorithm>
 #include <bit>
 #include <cstddef>
@@ -486,6 +488,15 @@ void Search::trace_back(const Part& part, const std::vector<std::vector<State>>&
 }
 
 }  // namespace
+
+void check_query(std::int64_t budget, std::int64_t goal) {
+  require(budget >= -1 && budget <= kMostTotal, "a budget must be -1 to 2**60 bytes");
+  require(goal >= 0 && goal <= 2, "a goal must be 0, 1 or 2");
+}
+
+void check_sequence(const Tables& tables, const std::vector<Index>& rows) {
+  slots_of_rows(tables, rows);
+}
 
 Answer solve(const Tables& tables, const Query& query, const Known& known, const Known& weak,
              Watch& watch) {

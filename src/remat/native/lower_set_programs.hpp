@@ -38,6 +38,13 @@ struct Answer {
 // bound the search.
 using Known = std::vector<std::vector<Index>>;
 
+// Throws std::invalid_argument for a budget or goal that cannot be.
+void check_query(std::int64_t budget, std::int64_t goal);
+
+// Throws std::invalid_argument unless the rows are an increasing sequence that ends with
+// everything.
+void check_sequence(const Tables& tables, const std::vector<Index>& rows);
+
 // The least peak of any sequence.
 Answer smallest_budget(const Tables& tables, const Known& known, Watch& watch);
 

@@ -1,5 +1,7 @@
 #include "lower_set_tables.hpp"
 
+#include "checks.hpp"
+
 #include <algorithm>
 #include <bit>
 #include <limits>
@@ -9,9 +11,6 @@
 
 namespace remat::lower_sets {
 namespace {
-
-// Four such sums can be added without overflow.
-constexpr std::int64_t kMostTotal = std::int64_t{1} << 60;
 
 std::int64_t checked_sum(const std::vector<std::int64_t>& numbers, const char* label) {
   std::int64_t sum = 0;
@@ -53,9 +52,9 @@ void check_arrays(const GraphArrays& graph, std::span<const Word> rows, std::siz
   if (nodes == 0 || cost.size() != nodes || segment.size() != nodes) {
     throw std::invalid_argument("sizes and costs must have one entry a value");
   }
-  const std::int64_t total = checked_sum(memory, "sizes");
+  const std::int64_t kept = checked_sum(memory, "sizes");
   checked_sum(cost, "costs");
-  if (checked_sum(segment, "segment sizes") > kMostTotal - 3 * std::min(total, kMostTotal / 3)) {
+  if (checked_sum(segment, "segment sizes") > kMostTotal - 3 * kept) {
     throw std::invalid_argument("sizes, as charged, add up to more than 2**60");
   }
   for (const auto& [u, v] : edges) {

@@ -16,7 +16,7 @@ using Index = std::uint32_t;
 // in a segment of each value, data edges, and what is owed (0, 1 or 2).
 using GraphArrays =
     std::tuple<std::vector<std::int64_t>, std::vector<std::int64_t>, std::vector<std::int64_t>,
-               std::vector<std::pair<std::int64_t, std::int64_t>>, int>;
+               std::vector<std::pair<std::int64_t, std::int64_t>>, std::int64_t>;
 
 // One bit set's words that are not zero.
 struct Piece {

@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "checks.hpp"
 #include "lower_set_families.hpp"
 #include "lower_set_programs.hpp"
 #include "lower_set_tables.hpp"
@@ -42,7 +43,12 @@ using lower_sets::Word;
 using Rows = nb::ndarray<const Word, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using NewRows = nb::ndarray<nb::numpy, Word, nb::ndim<2>>;
 using PlainAnswer = std::tuple<int, std::int64_t, std::int64_t, std::vector<Index>>;
-using PlainQuery = std::tuple<std::int64_t, int, bool>;
+using PlainQuery = std::tuple<std::int64_t, std::int64_t, bool>;
+using PlainKnown = std::vector<std::vector<std::int64_t>>;
+
+// Enumerations take n * n bits of n values, and less than this for the sets themselves.
+constexpr std::int64_t kMostNodes = std::int64_t{1} << 15;
+constexpr std::int64_t kMostSetBytes = std::int64_t{1} << 29;
 
 NewRows hand_over(std::vector<Word>&& words, std::size_t width) {
   auto* const kept = new std::vector<Word>(std::move(words));
@@ -52,9 +58,19 @@ NewRows hand_over(std::vector<Word>&& words, std::size_t width) {
   return NewRows(kept->data(), {kept->size() / width, width}, owner);
 }
 
-std::optional<NewRows> enumerate_lower_sets(std::size_t nodes, const Edges& edges,
-                                            std::size_t cap) {
-  if (nodes == 0) throw std::invalid_argument("a graph has at least one value");
+// As remat.lower_sets.families.check_count.
+std::size_t checked_count(std::int64_t nodes) {
+  require(nodes >= 1 && nodes <= kMostNodes, "a graph has 1 to 2**15 values");
+  return static_cast<std::size_t>(nodes);
+}
+
+std::optional<NewRows> enumerate_lower_sets(std::int64_t node_count, const Edges& edges,
+                                            std::int64_t most) {
+  const std::size_t nodes = checked_count(node_count);
+  const auto width = static_cast<std::int64_t>((nodes + 63) / 64);
+  require(most >= 1 && most <= kMostSetBytes / (8 * width),
+          "the cap must be at least 1, and the sets take at most 2**29 bytes");
+  const auto cap = static_cast<std::size_t>(most);
   std::optional<std::vector<Word>> found;
   {
     const nb::gil_scoped_release release;
@@ -65,10 +81,15 @@ std::optional<NewRows> enumerate_lower_sets(std::size_t nodes, const Edges& edge
   return hand_over(std::move(*found), (nodes + 63) / 64);
 }
 
-NewRows neighbouring_lower_sets(const Edges& edges, const Rows& rows, std::size_t nodes) {
+NewRows neighbouring_lower_sets(const Edges& edges, const Rows& rows,
+                                std::int64_t node_count) {
+  const std::size_t nodes = checked_count(node_count);
   const std::size_t width = (nodes + 63) / 64;
-  if (nodes == 0 || rows.shape(1) != width) {
-    throw std::invalid_argument("rows must be bit sets of the values");
+  require(rows.shape(1) == width, "rows must be bit sets of the values");
+  for (std::size_t i = 0; i < rows.shape(0); ++i) {
+    const Word last = rows.data()[(i + 1) * width - 1];
+    require(nodes % 64 == 0 || last >> (nodes % 64) == 0,
+            "rows must be bit sets of the values");
   }
   std::vector<Word> found;
   {
@@ -81,7 +102,7 @@ NewRows neighbouring_lower_sets(const Edges& edges, const Rows& rows, std::size_
 
 NewRows narrowest_lower_sets(const std::vector<std::int64_t>& bytes, const Edges& edges,
                              const Edges& order_edges) {
-  if (bytes.empty()) throw std::invalid_argument("a graph has at least one value");
+  checked_count(static_cast<std::int64_t>(bytes.size()));
   std::vector<Word> found;
   {
     const nb::gil_scoped_release release;
@@ -96,13 +117,28 @@ Tables make_tables(const GraphArrays& graph, const Rows& rows) {
   return Tables(graph, words, rows.shape(1));
 }
 
+// Whether they increase is looked at where they are used.
+Known known_rows(const PlainKnown& given, const Tables& tables) {
+  Known known;
+  for (const auto& rows : given) {
+    check_indices(rows, tables.size(), "a known sequence does not increase");
+    known.emplace_back(rows.begin(), rows.end());
+    lower_sets::check_sequence(tables, known.back());
+  }
+  return known;
+}
+
 std::vector<PlainAnswer> solve_lower_sets(const GraphArrays& graph, const Rows& rows,
                                           const std::vector<PlainQuery>& queries,
-                                          const Known& known,
+                                          const PlainKnown& given,
                                           std::optional<double> time_limit_s) {
   const nb::gil_scoped_release release;
   Watch watch(time_limit_s);
   const Tables tables = make_tables(graph, rows);
+  const Known known = known_rows(given, tables);
+  for (const auto& [budget, goal, charge_last] : queries) {
+    lower_sets::check_query(budget, goal);
+  }
   // Smaller budgets first: what fits them bounds the search of larger ones.
   std::vector<std::size_t> order(queries.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
@@ -113,7 +149,6 @@ std::vector<PlainAnswer> solve_lower_sets(const GraphArrays& graph, const Rows& 
   Known earlier;
   for (const std::size_t i : order) {
     const auto& [budget, goal, charge_last] = queries[i];
-    if (goal < 0 || goal > 2) throw std::invalid_argument("a goal must be 0, 1 or 2");
     const Query query{budget, static_cast<Goal>(goal), charge_last};
     Answer answer = lower_sets::solve(tables, query, known, earlier, watch);
     const std::int64_t overhead = query.goal == Goal::kMostOverhead
@@ -127,11 +162,12 @@ std::vector<PlainAnswer> solve_lower_sets(const GraphArrays& graph, const Rows& 
 }
 
 PlainAnswer smallest_lower_set_budget(const GraphArrays& graph, const Rows& rows,
-                                      const Known& known,
+                                      const PlainKnown& given,
                                       std::optional<double> time_limit_s) {
   const nb::gil_scoped_release release;
   Watch watch(time_limit_s);
   const Tables tables = make_tables(graph, rows);
+  const Known known = known_rows(given, tables);
   Answer answer = lower_sets::smallest_budget(tables, known, watch);
   return {static_cast<int>(answer.found), answer.sequence.peak, answer.sequence.cached,
           std::move(answer.sequence.rows)};

@@ -23,6 +23,8 @@
 #include <utility>
 #include <vector>
 
+#include "checks.hpp"
+#include "lower_set_programs.hpp"
 #include "lower_set_tables.hpp"
 #include "watch.hpp"
 
@@ -170,16 +172,17 @@ class PlainProgram {
 
 std::vector<PlainAnswer> plain_solve_lower_sets(
     const GraphArrays& graph, const Rows& rows,
-    const std::vector<std::tuple<std::int64_t, int, bool>>& queries,
-    const std::vector<std::vector<Index>>& /*known*/, std::optional<double> time_limit_s) {
+    const std::vector<std::tuple<std::int64_t, std::int64_t, bool>>& queries,
+    const std::vector<std::vector<std::int64_t>>& /*known*/,
+    std::optional<double> time_limit_s) {
   const nb::gil_scoped_release release;
   Watch watch(time_limit_s);
   const PlainProgram program(graph, rows);
   std::vector<PlainAnswer> answers;
   for (const auto& [budget, goal, charge_last] : queries) {
-    if (goal < 0 || goal > 2) throw std::invalid_argument("a goal must be 0, 1 or 2");
+    lower_sets::check_query(budget, goal);
     try {
-      answers.push_back(program.solve(budget, goal, charge_last, watch));
+      answers.push_back(program.solve(budget, static_cast<int>(goal), charge_last, watch));
     } catch (const TimeUp&) {
       answers.emplace_back(3, 0, 0, std::vector<Index>{});
     }

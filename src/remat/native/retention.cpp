@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "checks.hpp"
 #include "watch.hpp"
 
 namespace nb = nanobind;
@@ -36,7 +37,6 @@ using Answer = std::tuple<Indices, std::int64_t, std::int64_t>;
 constexpr Index kBoundary = -1;
 constexpr std::size_t kPlacesBehindOps = 2;
 constexpr double kValueTolerance = 1e-9;
-constexpr std::int64_t kMostTotal = std::int64_t{1} << 60;
 
 std::size_t at(Index index) { return static_cast<std::size_t>(index); }
 
@@ -58,11 +58,7 @@ struct Undo {
 };
 
 void check_storages(const std::vector<Indices>& lists, std::size_t count) {
-  for (const auto& list : lists) {
-    for (const Index s : list) {
-      if (s < 0 || at(s) >= count) throw nb::index_error("no such storage");
-    }
-  }
+  for (const auto& list : lists) check_indices(list, count, "there is no such storage");
 }
 
 class Table {
@@ -121,26 +117,15 @@ class Table {
     }
     check_storages(op_reads_, size_.size());
     check_storages(op_writes_, size_.size());
+    check_indices(ops_, count, "the order holds an op that the graph does not have",
+                  kBoundary);
+    const Capped bytes = total(size_) + total(workspace_) + Capped(resident_bytes);
+    require(bytes.value() <= kMostTotal, "sizes add up to more than 2**60");
+    Capped time = total(cost_);
     for (const Index op : ops_) {
-      if (op != kBoundary && (op < 0 || at(op) >= count)) {
-        throw nb::index_error("the order holds an op that the graph does not have");
-      }
+      if (op != kBoundary) time += Capped(cost_[at(op)]);
     }
-    std::int64_t left = kMostTotal;
-    const auto spend = [&left](std::int64_t amount) {
-      if (amount < 0 || amount > left) {
-        throw std::overflow_error("sizes or times are negative or beyond 2**60");
-      }
-      left -= amount;
-    };
-    spend(resident_bytes);
-    for (const auto& sizes : {size_, workspace_}) {
-      for (const std::int64_t size : sizes) spend(size);
-    }
-    left = kMostTotal;
-    for (const Index op : ops_) {
-      if (op != kBoundary) spend(cost_[at(op)]);
-    }
+    require(time.value() <= kMostTotal, "times add up to more than 2**60");
   }
 
   // The end and the boundary stand behind the ops.
@@ -456,6 +441,7 @@ Answer without_unread_runs(Numbers numbers, Indices order) {
 
 Answer improve_retention(Numbers numbers, Indices order, std::int64_t budget_bytes,
                          double length_exponent, std::optional<double> time_limit_s) {
+  check_exponent(length_exponent);
   Table table(std::move(numbers), std::move(order), time_limit_s);
   table.drop_unread_runs();
   table.improve(budget_bytes, length_exponent);

@@ -3,10 +3,13 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <optional>
+
+#include "checks.hpp"
 
 namespace remat {
 
@@ -16,9 +19,10 @@ struct TimeUp {};
 class Watch {
  public:
   explicit Watch(std::optional<double> time_limit_s) {
+    require(!time_limit_s || !std::isnan(*time_limit_s), "the time limit is not a number");
     // A limit of a century is none; more would overflow the clock.
     if (time_limit_s && *time_limit_s < 3.0e9) {
-      const double limit_s = std::isnan(*time_limit_s) ? 0.0 : *time_limit_s;
+      const double limit_s = std::max(*time_limit_s, 0.0);
       deadline_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                      std::chrono::duration<double>(limit_s));
     }

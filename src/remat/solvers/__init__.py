@@ -91,7 +91,7 @@ def chosen_solvers(
     SolverUnsuitableError
         If there is no solver of that name, or it cannot make small what is asked for.
     """
-    if name != "auto" and name not in SOLVERS:
+    if not isinstance(name, str) or name not in {"auto", *SOLVERS}:
         names = ", ".join(["auto", *SOLVERS])
         msg = f"unknown solver {name!r}; there are {names}"
         raise SolverUnsuitableError(msg)

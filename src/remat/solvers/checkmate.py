@@ -35,6 +35,13 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from remat.checks import (
+    checked_integers,
+    keep_flags,
+    keep_integers,
+    keep_seconds,
+    keep_words,
+)
 from remat.errors import SolverUnsuitableError
 from remat.problem import Limits, Problem, Proposal, Status
 from remat.solvers.backends.mathopt import (
@@ -105,15 +112,17 @@ def stages_for(problem: Problem, backward_ops_per_stage: int | None) -> list[Fro
     Raises
     ------
     SolverUnsuitableError
-        If a model would have more than :data:`LARGEST_ROWS` rows.
+        If a model would have more than :data:`LARGEST_ROWS` rows, or, where no number
+        of backward ops is given, no coarse stages are of use and a stage per op has
+        more than :data:`FULL_ROWS`.
     """
     is_full = backward_ops_per_stage == 0
     if is_full and _fewest_rows(problem, 0) > LARGEST_ROWS:
-        _decline(problem, None)
+        _decline(problem, None, LARGEST_ROWS)
     if backward_ops_per_stage is not None:
         staged = _staged(problem, backward_ops_per_stage)
         if staged.row_count > LARGEST_ROWS:
-            _decline(problem, staged)
+            _decline(problem, staged, LARGEST_ROWS)
         return [staged]
     # Merely to make the stages of a graph of thousands of ops takes a minute.
     full = None
@@ -131,7 +140,7 @@ def stages_for(problem: Problem, backward_ops_per_stage: int | None) -> list[Fro
     if full is not None and full.row_count <= FULL_ROWS:
         found.append(full)
     if not found:
-        _decline(problem, full)
+        _decline(problem, full, FULL_ROWS)
     return found
 
 
@@ -160,7 +169,7 @@ def _staged(problem: Problem, size: int) -> Frontier:
     return frontier(problem, size, pinned_bytes=pinned_bytes)
 
 
-def _decline(problem: Problem, staged: Frontier | None) -> None:
+def _decline(problem: Problem, staged: Frontier | None, most_rows: int) -> None:
     advice = "min-cut-retention and greedy-eviction treat graphs of this size"
     fitting = _coarse_enough(problem, LARGEST_ROWS)
     if fitting.row_count <= LARGEST_ROWS:
@@ -173,7 +182,7 @@ def _decline(problem: Problem, staged: Frontier | None) -> None:
     rows = _fewest_rows(problem, 0) if staged is None else staged.row_count
     msg = (
         f"graph {problem.graph.name!r} with {ops:_} ops in {stages:_} stages makes a "
-        f"model of about {rows:_} rows; at most {LARGEST_ROWS:_} are tried: {advice}"
+        f"model of about {rows:_} rows; at most {most_rows:_} are tried: {advice}"
     )
     raise SolverUnsuitableError(msg)
 
@@ -232,6 +241,11 @@ class Checkmate:
         Threads of the solver.
     default_time_limit_s
         When to stop if the caller sets no deadline, in seconds.
+
+    Raises
+    ------
+    ValueError
+        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = (
@@ -248,6 +262,23 @@ class Checkmate:
     improves: bool = True
     threads: int = 1
     default_time_limit_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        keep_words(self, Rows, "rows", of=type(self).__name__)
+        keep_words(self, MipSolver, "mip_solver", of=type(self).__name__)
+        keep_integers(
+            self,
+            "backward_ops_per_stage",
+            of=type(self).__name__,
+            least=0,
+            optional=True,
+        )
+        keep_integers(
+            self, "memory_slots", of=type(self).__name__, least=1, optional=True
+        )
+        keep_integers(self, "threads", of=type(self).__name__, least=1)
+        keep_flags(self, "starts_from_known", "improves", of=type(self).__name__)
+        keep_seconds(self, "default_time_limit_s", of=type(self).__name__)
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback
@@ -381,6 +412,11 @@ class CheckmateLpRounding:
     allowance_percents
         How much of the transient budget the relaxation does without, one after the
         other until a rounded schedule fits; the paper has 10.
+
+    Raises
+    ------
+    ValueError
+        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = Checkmate.schedule_class
@@ -392,6 +428,22 @@ class CheckmateLpRounding:
     thresholds: tuple[int, ...] = field(default=tuple(range(5, 100, 5)))
     allowance_percents: tuple[int, ...] = (0, 10)
     default_time_limit_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        keep_words(self, Rows, "rows", of=type(self).__name__)
+        keep_words(self, MipSolver, "mip_solver", of=type(self).__name__)
+        keep_integers(
+            self,
+            "backward_ops_per_stage",
+            of=type(self).__name__,
+            least=0,
+            optional=True,
+        )
+        for name in ("thresholds", "allowance_percents"):
+            label = f"{name} of CheckmateLpRounding"
+            numbers = checked_integers(label, getattr(self, name), least=0, most=100)
+            object.__setattr__(self, name, numbers)
+        keep_seconds(self, "default_time_limit_s", of=type(self).__name__)
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback

@@ -37,6 +37,7 @@ from math import isqrt
 from typing import ClassVar
 
 from remat.bounds import cost_bound_ns, required_ops
+from remat.checks import keep_integers
 from remat.graph import TrainingGraph
 from remat.liveness import schedule_from_order, store_all_order
 from remat.lower_sets.chen import chen_segmentation
@@ -204,6 +205,11 @@ class ChenGreedy:
         the bytes of the whole forward pass, at least 2.
     bisection_count
         Halvings between the best b of the grid and the next larger one.
+
+    Raises
+    ------
+    ValueError
+        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = (
@@ -213,6 +219,10 @@ class ChenGreedy:
 
     grid_count: int = 24
     bisection_count: int = 6
+
+    def __post_init__(self) -> None:
+        keep_integers(self, "grid_count", of=type(self).__name__, least=2)
+        keep_integers(self, "bisection_count", of=type(self).__name__, least=0)
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback
@@ -288,9 +298,7 @@ class ChenLowerSets:
     max_nodes: int = 1024
 
     def __post_init__(self) -> None:
-        if self.max_nodes < 1:
-            msg = f"max_nodes is {self.max_nodes}; it must be at least 1"
-            raise ValueError(msg)
+        keep_integers(self, "max_nodes", of=type(self).__name__, least=1)
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import product, tee
 from typing import ClassVar
 
+from remat.checks import keep_integers, keep_words
 from remat.errors import SolverUnsuitableError
 from remat.multidevice.execution import ExecutionRule, Placement
 from remat.multidevice.feasibility import infeasible_reason
@@ -83,6 +84,11 @@ class DeviceSearch:
     op_runs
         Most ops in all candidates together, so that large graphs get fewer of them; at
         least fifty are made.
+
+    Raises
+    ------
+    ValueError
+        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = "any schedule on any devices"
@@ -91,6 +97,10 @@ class DeviceSearch:
     objective: Objective = Objective.SERIAL
     candidates: int = 2_000
     op_runs: int = 600_000
+
+    def __post_init__(self) -> None:
+        keep_words(self, Objective, "objective", of=type(self).__name__)
+        keep_integers(self, "candidates", "op_runs", of=type(self).__name__, least=1)
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from remat.checks import checked_record, checked_records, keep_flags, keep_integers
 from remat.eviction import EvictionRule, evicting_order
 from remat.graph import TrainingGraph
 from remat.liveness import BOUNDARY
@@ -49,6 +50,12 @@ class Candidate:
     rule: EvictionRule
     limit_percent: int = 100
     segment_count: int | None = None
+
+    def __post_init__(self) -> None:
+        of = type(self).__name__
+        checked_record(f"rule of {of}", self.rule, EvictionRule)
+        keep_integers(self, "limit_percent", of=of, least=0, most=100)
+        keep_integers(self, "segment_count", of=of, least=1, optional=True)
 
 
 CANDIDATES = (
@@ -109,6 +116,11 @@ class GreedyEviction:
     starts_from_segments
         Whether the best segments of :class:`remat.solvers.chen.ChenGreedy` are
         improved as well, so that the answer is never worse than those.
+
+    Raises
+    ------
+    ValueError
+        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = "any op any number of times, on one device"
@@ -117,6 +129,13 @@ class GreedyEviction:
     candidates: tuple[Candidate, ...] = CANDIDATES
     runs_per_op: int = 8
     starts_from_segments: bool = True
+
+    def __post_init__(self) -> None:
+        of = type(self).__name__
+        candidates = checked_records(f"candidates of {of}", self.candidates, Candidate)
+        object.__setattr__(self, "candidates", candidates)
+        keep_integers(self, "runs_per_op", of=of, least=0)
+        keep_flags(self, "starts_from_segments", of=of)
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback

@@ -25,6 +25,7 @@ from typing import ClassVar
 
 from remat.chains.rotor import plan_rotor
 from remat.chains.stage_joins import MAX_BRANCHES, StageJoin, plan_stage_join
+from remat.checks import keep_integers
 from remat.errors import SolverUnsuitableError
 from remat.problem import Limits, Problem, Proposal
 from remat.reductions.join_structure import NOTICEABLE_SHARE, most_branches
@@ -68,6 +69,11 @@ class Join:
     slots
         Most slots that a budget is divided into; fewer, at least 32, where the table
         is large.
+
+    Raises
+    ------
+    ValueError
+        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = (
@@ -81,6 +87,14 @@ class Join:
     bisection_count: int = 5
     improved_count: int = 8
     slots: int = 200
+
+    def __post_init__(self) -> None:
+        keep_integers(
+            self, "max_stages", "budget_count", "slots", of=type(self).__name__, least=1
+        )
+        keep_integers(
+            self, "bisection_count", "improved_count", of=type(self).__name__, least=0
+        )
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback

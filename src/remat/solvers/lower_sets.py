@@ -36,10 +36,10 @@ from dataclasses import dataclass, fields
 from itertools import product
 from typing import ClassVar
 
+from remat.checks import checked_integer, checked_record
 from remat.eviction import EvictionRule, evicting_order
 from remat.lower_sets.choice import DEFAULT_CAP, approximate_family, choose_family
 from remat.lower_sets.families import Family
-from remat.lower_sets.integers import checked_integer
 from remat.lower_sets.programs import (
     Objective,
     Query,
@@ -100,7 +100,7 @@ class LowerSetsEffort:
         least = {"max_nodes": 1, "budget_count": 1}
         for field in fields(self):
             number = checked_integer(
-                field.name, getattr(self, field.name), least.get(field.name, 0)
+                field.name, getattr(self, field.name), least=least.get(field.name, 0)
             )
             object.__setattr__(self, field.name, number)
 
@@ -271,6 +271,7 @@ class LowerSets:
     cap: int = DEFAULT_CAP
 
     def __post_init__(self) -> None:
+        checked_record("effort of LowerSets", self.effort, LowerSetsEffort)
         cap = checked_integer("the cap on lower sets", self.cap, least=1)
         object.__setattr__(self, "cap", cap)
 
@@ -309,6 +310,9 @@ class LowerSetsApprox:
     is_exact: ClassVar[bool] = False
 
     effort: LowerSetsEffort = LowerSetsEffort()
+
+    def __post_init__(self) -> None:
+        checked_record("effort of LowerSetsApprox", self.effort, LowerSetsEffort)
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from math import exp, inf
 from typing import ClassVar
 
+from remat.checks import keep_integers
 from remat.eviction import EvictionRule, evicting_order
 from remat.problem import Limits, Problem, Proposal
 from remat.solvers.base import ProgressCallback
@@ -312,12 +313,20 @@ class MinCutRetention:
     ----------
     effort_ops
         Work to spend, in op runs evaluated: a microsecond or two each.
+
+    Raises
+    ------
+    ValueError
+        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = "any op any number of times, on one device"
     is_exact: ClassVar[bool] = False
 
     effort_ops: int = 3_000_000
+
+    def __post_init__(self) -> None:
+        keep_integers(self, "effort_ops", of=type(self).__name__, least=0)
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback

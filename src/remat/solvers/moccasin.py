@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from remat.checks import keep_flags, keep_integers, keep_seconds
 from remat.errors import SolverUnsuitableError
 from remat.problem import Limits, Problem, Proposal
 from remat.solvers.backends.cp_sat import CpModel
@@ -229,9 +230,9 @@ class Moccasin:
     default_time_limit_s: float = 120.0
 
     def __post_init__(self) -> None:
-        if self.computations < 1:
-            msg = f"computations={self.computations}; an op is computed at least once"
-            raise ValueError(msg)
+        keep_integers(self, "computations", "threads", of=type(self).__name__, least=1)
+        keep_flags(self, "starts_from_known", "improves", of=type(self).__name__)
+        keep_seconds(self, "default_time_limit_s", of=type(self).__name__)
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback

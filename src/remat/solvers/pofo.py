@@ -27,6 +27,7 @@ from typing import ClassVar
 from remat.bounds import cost_bound_ns
 from remat.chains.paging import Bandwidth, page
 from remat.chains.rotor import least_budget, plan_rotor
+from remat.checks import keep_integers
 from remat.errors import SolverUnsuitableError
 from remat.graph import TrainingGraph
 from remat.liveness import schedule_from_order, store_all_order
@@ -69,6 +70,11 @@ class PoFo:
         Virtual budgets that are tried.
     slots
         Slots that a virtual budget is divided into.
+
+    Raises
+    ------
+    ValueError
+        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = (
@@ -80,6 +86,11 @@ class PoFo:
     max_stages: int = 64
     budget_count: int = 16
     slots: int = 160
+
+    def __post_init__(self) -> None:
+        keep_integers(
+            self, "max_stages", "budget_count", "slots", of=type(self).__name__, least=1
+        )
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback

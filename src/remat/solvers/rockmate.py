@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from remat.chains.rotor import plan_rotor
+from remat.checks import keep_integers, keep_seconds
 from remat.problem import Limits, Problem, Proposal, StopReason
 from remat.reductions.stage_parts import PartOption, StagePart, stage_option
 from remat.reductions.stage_problems import StageProblem, stage_problem
@@ -161,6 +162,11 @@ class Rockmate:
         As for Rotor, on the chain with more options; there the program keeps what it
         stores (:func:`remat.chains.rotor.plan_rotor`), so that many slots and options
         take little time.
+
+    Raises
+    ------
+    ValueError
+        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = (
@@ -176,6 +182,21 @@ class Rockmate:
     bisection_count: int = 6
     improved_count: int = 12
     slots: int = 2000
+
+    def __post_init__(self) -> None:
+        keep_integers(
+            self,
+            "max_stages",
+            "most_options",
+            "budget_count",
+            "slots",
+            of=type(self).__name__,
+            least=1,
+        )
+        keep_integers(
+            self, "bisection_count", "improved_count", of=type(self).__name__, least=0
+        )
+        keep_seconds(self, "program_time_limit_s", of=type(self).__name__)
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback

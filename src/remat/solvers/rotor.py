@@ -30,6 +30,7 @@ from typing import ClassVar
 from remat.chains.conventions import CHECKPOINTS_ONLY
 from remat.chains.revolve import plan_chain
 from remat.chains.rotor import plan_rotor
+from remat.checks import keep_integers
 from remat.errors import SolverUnsuitableError
 from remat.graph import TrainingGraph
 from remat.problem import Limits, Problem, Proposal
@@ -126,6 +127,11 @@ class Rotor:
         Orders that are improved.
     slots
         Slots that a budget is divided into.
+
+    Raises
+    ------
+    ValueError
+        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = (
@@ -138,6 +144,14 @@ class Rotor:
     bisection_count: int = 6
     improved_count: int = 8
     slots: int = 160
+
+    def __post_init__(self) -> None:
+        keep_integers(
+            self, "max_stages", "budget_count", "slots", of=type(self).__name__, least=1
+        )
+        keep_integers(
+            self, "bisection_count", "improved_count", of=type(self).__name__, least=0
+        )
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback
@@ -181,6 +195,11 @@ class Revolve:
         Numbers of stored values that are tried.
     improved_count
         Orders that are improved.
+
+    Raises
+    ------
+    ValueError
+        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = (
@@ -191,6 +210,10 @@ class Revolve:
     max_stages: int = 64
     slot_count: int = 16
     improved_count: int = 8
+
+    def __post_init__(self) -> None:
+        keep_integers(self, "max_stages", "slot_count", of=type(self).__name__, least=1)
+        keep_integers(self, "improved_count", of=type(self).__name__, least=0)
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback

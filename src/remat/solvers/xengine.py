@@ -23,6 +23,13 @@ from functools import reduce
 from typing import ClassVar
 
 from remat.bounds import cost_bound_ns
+from remat.checks import (
+    checked_integers,
+    keep_flags,
+    keep_integers,
+    keep_seconds,
+    keep_words,
+)
 from remat.errors import SolverUnsuitableError
 from remat.multidevice.feasibility import infeasible_reason
 from remat.multidevice.instance import DeviceInstance
@@ -149,6 +156,11 @@ class XEngine:
         Models with more rows are declined.
     time_limit_s
         Most seconds to solve, whatever the deadline; ``None`` for no limit.
+
+    Raises
+    ------
+    ValueError
+        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = (
@@ -164,6 +176,19 @@ class XEngine:
     is_transient: bool = False
     max_rows: int = 150_000
     time_limit_s: float | None = 60.0
+
+    def __post_init__(self) -> None:
+        keep_words(self, Objective, "objective", of=type(self).__name__)
+        keep_words(self, MipSolver, "solver", of=type(self).__name__)
+        if self.sweeps is not None:
+            sweeps = checked_integers("sweeps of XEngine", self.sweeps, least=1)
+            if len(sweeps) != 2:
+                msg = f"sweeps of XEngine has {len(sweeps)} entries; it must have 2"
+                raise ValueError(msg)
+            object.__setattr__(self, "sweeps", sweeps)
+        keep_flags(self, "copies_anywhere", "is_transient", of=type(self).__name__)
+        keep_integers(self, "max_rows", of=type(self).__name__, least=1)
+        keep_seconds(self, "time_limit_s", of=type(self).__name__, optional=True)
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback
@@ -415,6 +440,11 @@ class XEnginePublished:
         Whether memory is summed over devices, as published.
     max_ops
         Larger graphs are declined.
+
+    Raises
+    ------
+    ValueError
+        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = "as published: nothing is proved"
@@ -423,6 +453,10 @@ class XEnginePublished:
     is_quadratic: bool = False
     sums_over_devices: bool = True
     max_ops: int = 60
+
+    def __post_init__(self) -> None:
+        keep_flags(self, "is_quadratic", "sums_over_devices", of=type(self).__name__)
+        keep_integers(self, "max_ops", of=type(self).__name__, least=1)
 
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback
