@@ -9,8 +9,8 @@
   middle of training;
 
 and adds a line each to ``studies/results/callers.jsonl``; ``--tables`` writes the
-newest of each into ``docs/studies.md``. Times are the processor's, and the figures medians of
-the ratios of pairs.
+newest of each into ``docs/studies.md``. Times are the processor's, and the figures
+medians of the ratios of pairs.
 """
 
 import argparse

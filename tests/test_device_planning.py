@@ -401,7 +401,7 @@ class TestInstalled:
             name: plan.device_uses[i].budget_bytes
             for i, name in enumerate(("cpu", "host"))
         }
-        assert fitted.request.budget == budgets
+        assert fitted.planner.request.budget == budgets
         planner = fitted.planner
         assert len(planner.plans) == 2
         assert all(p.has_several_devices for p in planner.plans.values())

@@ -277,8 +277,8 @@ def test_shapes_that_come_later_know_the_costs(
     model(x[:16].clone()).sum().backward()
     fitted = model._compiled_call_impl
     assert isinstance(fitted, FittedModel)
-    assert fitted.request.platform is not None
-    assert fitted.request.platform.costs == measured.costs
+    assert fitted.planner.request.platform is not None
+    assert fitted.planner.request.platform.costs == measured.costs
     # The parameters' operators have other shapes now, and are measured.
     assert "aten.addmm.default" in measures
 
