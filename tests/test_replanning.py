@@ -1,5 +1,6 @@
 """Steps that differ from a planned one in sizes only: what is known is used."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from remat.problem import Limits
 from remat.replanning import TOLERATED_OVERHEAD, equal_plan, replan, with_gradients
 from remat.simulator import simulate
 from remat.training_plan import Plan
-from tests.instances import resnet_like, transformer_like
+from tests.instances import Instance, resnet_like, transformer_like
 
 
 def scaled(graph: TrainingGraph, percent: int) -> TrainingGraph:
@@ -41,9 +42,9 @@ def planned(graph: TrainingGraph, percent: int) -> Plan:
 @pytest.mark.parametrize("make", [resnet_like, transformer_like])
 @pytest.mark.parametrize("percent", [30, 60, 90, 110])
 def test_other_sizes_are_planned_within_the_budget_and_nearly_as_well(
-    make: object, percent: int
+    make: Callable[[], Instance], percent: int
 ) -> None:
-    graph = make().graph  # type: ignore[operator]
+    graph = make().graph
     known = planned(graph, 60)
     other = scaled(graph, percent)
     assert equal_plan(other, [known]) is known

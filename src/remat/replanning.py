@@ -112,10 +112,12 @@ def replan(
             proposal = Proposal(status=Status.FEASIBLE, schedule=known.schedule)
             results.append(judge(problem, known.solver, proposal))
         results += [solve(problem, best, limits=limits) for best in _solver_of(known)]
-    found = [(r.trace.serial_ns, i, r) for i, r in enumerate(results) if r.trace]
+    found = [r for r in results if r.schedule is not None and r.trace is not None]
     if not found:
         return None
-    result = min(found)[2]
+    result = min(found, key=lambda r: r.cost_ns or 0)
+    if result.schedule is None:
+        return None
     plan = Plan(
         graph=graph,
         platform=problem.platform,

@@ -39,12 +39,7 @@ from remat.errors import (
     PlanMismatchError,
 )
 from remat.graph import Role
-from remat.graph_planning import (
-    one_budget,
-    plain_peak_bytes,
-    plan_graph,
-    several_budgets,
-)
+from remat.graph_planning import one_budget, plan_graph, several_budgets
 from remat.kernel_choice import fuse_as_noted, fuse_where_quicker, noted_kernels
 from remat.plan_request import PlanRequest
 from remat.platform import Platform
@@ -63,7 +58,7 @@ from remat.runtime.variants import TracedCall, describe_tensor
 from remat.schedule import Schedule
 from remat.simulator import simulate
 from remat.training_plan import Plan
-from remat.units import format_bytes, parse_budget
+from remat.units import format_bytes
 
 _MANY_REPETITIONS = 8
 """As often the tracer itself compiles a function again before it gives up."""
@@ -331,10 +326,10 @@ class Planner:
             **noted_kernels(request.kernels, self.kernels),
         }
         known = equal_plan(graph, self.plans.values())
-        if known and platform is None and request.solver == "auto":
+        if known and isinstance(budget, int) and request.solver == "auto":
             plan = replan(
                 graph,
-                parse_budget(budget, whole_bytes=plain_peak_bytes(graph)),
+                budget,
                 known,
                 fingerprint=program.fingerprint,
                 limits=Limits.after(request.time_limit, request.seed),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import remat
@@ -117,7 +118,7 @@ def compiled_and_called_before(backend: str) -> tuple[nn.Module, Call, remat.Pla
 
 def wrapped_model_fitted(backend: str) -> tuple[nn.Module, Call, remat.Plan]:
     model = made()
-    compiled = torch.compile(model, backend=backend)
+    compiled: Any = torch.compile(model, backend=backend)
     return model, compiled, fit(compiled)
 
 
@@ -298,7 +299,7 @@ def test_release_puts_everything_back() -> None:
     [
         (lambda m: torch.jit.trace(m, (X,), check_trace=False), r"torch\.jit\.trace"),
         (lambda m: torch.export.export(m, (X,), strict=False), r"torch\.export"),
-        (lambda m: torch.fx.experimental.proxy_tensor.make_fx(m)(X), "make_fx"),
+        (lambda m: make_fx(m)(X), "make_fx"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -403,8 +404,9 @@ def test_accumulation_is_planned_with_the_first_step(
     step(model, model)
     square(model(X)).backward()
     assert not announced(caplog)
+    wrong: Any = 2
     with pytest.raises(TypeError, match="accumulate is 2; it must be True or False"):
-        remat.fit(model, X, budget="70%", accumulate=2)
+        remat.fit(model, X, budget="70%", accumulate=wrong)
 
 
 def test_one_batch_twice_is_the_same_kind_as_two_equal_ones(

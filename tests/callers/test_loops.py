@@ -99,7 +99,8 @@ class Case:
     def make(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Return the model and the optimizer that the loop is given."""
         torch.manual_seed(0)
-        self.bare = model = Net()
+        self.bare = Net()
+        model: Any = self.bare
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         self.resident = [model, optimizer]
         if self.compiled == "before":

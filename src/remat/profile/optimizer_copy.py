@@ -1,7 +1,7 @@
 """Copies of optimizers on fake tensors, to be stepped in their place."""
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -140,24 +140,26 @@ class OptimizerCopier:
         """Return a value with copies of the tensors and optimizers nested in it."""
         if id(value) in self._copies:
             return self._copies[id(value)]
-        if isinstance(value, torch.Tensor):
-            copy: Any = _empty_like(value)
-        elif isinstance(value, Optimizer):
+        if isinstance(value, Optimizer):
             return self.copy(value)
-        elif isinstance(value, MethodType) and id(value.__self__) in self._copies:
-            return MethodType(value.__func__, self._copies[id(value.__self__)])
-        elif isinstance(value, dict):
+        if isinstance(value, MethodType):
+            owner = self._copies.get(id(value.__self__), value.__self__)
+            return MethodType(value.__func__, owner)
+        if isinstance(value, dict):
             return self._mapping(value)
-        elif isinstance(value, list):
-            copy = []
-            self._note(value, copy)
-            copy.extend(self._copied(item) for item in value)
-            return copy
-        elif type(value) in {tuple, set}:
-            return type(value)(self._copied(item) for item in value)
-        else:
-            return value
+        if isinstance(value, list):
+            return self._list(value)
+        if type(value) is tuple:
+            return tuple(self._list(value))
+        if isinstance(value, torch.Tensor):
+            self._note(value, _empty_like(value))
+            return self._copies[id(value)]
+        return value
+
+    def _list(self, value: Sequence[Any]) -> list[Any]:
+        copy: list[Any] = []
         self._note(value, copy)
+        copy.extend(self._copied(item) for item in value)
         return copy
 
     def _mapping(self, value: Mapping[Any, Any]) -> Any:

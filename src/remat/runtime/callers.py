@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.nn.modules import module as modules
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,7 +30,7 @@ def tracer_around() -> str | None:
 
 def transform_around() -> str | None:
     """Return the innermost transform of ``torch.func`` around the call, or ``None``."""
-    interpreter = torch._C._functorch.peek_interpreter_stack()
+    interpreter: Any = peek_interpreter_stack()
     return None if interpreter is None else interpreter.key().name.lower()
 
 
