@@ -1,6 +1,6 @@
-"""What a traced call returns, noted while it is traced."""
+"""What a traced call returns, noted while it is traced, and the loss in it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,41 @@ Note = Callable[[ComptimeContext], None]
 
 RETURNED = "returned"
 """Name of the local variable that holds what the call returns."""
+
+LOSS = "loss"
+"""Name of the field of a loss in outputs, and of the local variable that holds it."""
+
+
+def loss_in(outputs: Any) -> Any:
+    """Return what stands in the place of a loss in a model's outputs, or ``None``.
+
+    That is the outputs themselves if they are a tensor, their field or key ``loss``, or
+    the first item of a tuple or list. Traced with the model's call; adds nothing to it.
+
+    Examples
+    --------
+    >>> loss_in({"logits": 1, "loss": 2}), loss_in((3, 4)), loss_in({"logits": 1})
+    (2, 3, None)
+    """
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    if isinstance(outputs, Mapping) and LOSS in outputs:
+        return outputs[LOSS]
+    try:
+        held = getattr(outputs, LOSS, None)
+    # A property of the user's object may raise anything; nobody asked for its value.
+    except Exception:  # noqa: BLE001
+        held = None
+    if held is None and isinstance(outputs, tuple | list) and outputs:
+        return outputs[0]
+    return held
+
+
+def is_loss(value: Any) -> bool:
+    """Return whether a value can be differentiated as it is: a scalar with a gradient."""
+    return (
+        isinstance(value, torch.Tensor) and value.dim() == 0 and value.requires_grad
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,16 +65,22 @@ def note_nothing(_context: ComptimeContext) -> None:
     """Note nothing: a :data:`Note`."""
 
 
-def note_tensor(take: Callable[[ReturnedTensor | None], None]) -> Note:
-    """Return what gives ``take`` the tensor that a call returns.
+def note_tensor(take: Callable[[ReturnedTensor | None, str | None], None]) -> Note:
+    """Return what gives ``take`` the tensor and the loss that a call returns.
 
-    It gives ``None`` where the call returns anything but one tensor that was computed
-    in it: several tensors, an object that holds them, an argument as it is.
+    The tensor is ``None`` where the call returns anything but one tensor that was
+    computed in it: several tensors, an object that holds them, an argument as it is.
+    The loss is the name of its node in the traced graph, ``None`` without one.
     """
 
     def note(context: ComptimeContext) -> None:
         variable = context.get_local(RETURNED)
-        take(None if variable.python_type() is not torch.Tensor else _tensor(variable))
+        is_tensor = variable.python_type() is torch.Tensor
+        loss = context.get_local(LOSS)
+        take(
+            _tensor(variable) if is_tensor else None,
+            _loss_name(loss) if loss.python_type() is torch.Tensor else None,
+        )
 
     return note
 
@@ -56,3 +97,9 @@ def _tensor(variable: Any) -> ReturnedTensor | None:
         device=value.device,
         requires_grad=value.requires_grad,
     )
+
+
+def _loss_name(variable: Any) -> str | None:
+    node = variable.as_proxy().node
+    is_computed = node.op != "placeholder" and is_loss(node.meta["example_value"])
+    return node.name if is_computed else None

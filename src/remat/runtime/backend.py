@@ -75,6 +75,9 @@ class PlannedBackend:
         Whether what is compiled never runs.
     returned
         The tensor that the call being traced returns, if it is known to return one.
+    loss
+        The name of the node, in the graph being traced, of the loss that the call
+        returns, if it is known to return one.
     """
 
     def __init__(
@@ -91,10 +94,13 @@ class PlannedBackend:
         self.stop_before_running = False
         self.is_only_planned = False
         self.returned: ReturnedTensor | None = None
+        self.loss: str | None = None
 
-    def note_returned(self, returned: ReturnedTensor | None) -> None:
+    def note_returned(
+        self, returned: ReturnedTensor | None, loss: str | None
+    ) -> None:
         """Take what the call that is being traced returns."""
-        self.returned = returned
+        self.returned, self.loss = returned, loss
 
     def __call__(
         self, module: fx.GraphModule, example_inputs: Sequence[Any]
@@ -111,6 +117,9 @@ class PlannedBackend:
     ) -> Callable[..., Any]:
         """Compile a traced function whose inputs are described by ``inputs``."""
         autocast = autocast_now()
+        (output,) = module.graph.find_nodes(op="output")
+        names = [node.name for node in output.args[0]]
+        loss = names.index(self.loss) if self.loss in names else None
         inputs = [
             spec.given(value)
             for spec, value in zip(inputs, example_inputs, strict=True)
@@ -125,8 +134,14 @@ class PlannedBackend:
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             # All is traced: other threads, and the solvers' callers, get torch's own.
             replaced.close()
-            defined.read(joint, num_fwd_outputs)
-            return self.partition(joint, num_fwd_outputs, inputs, autocast)
+            return self.partition(
+                joint,
+                num_fwd_outputs,
+                inputs,
+                defined,
+                autocast=autocast,
+                loss=loss,
+            )
 
         def compile_backward(
             module: fx.GraphModule, backward_inputs: Sequence[Any]
@@ -186,9 +201,13 @@ class PlannedBackend:
         joint: fx.GraphModule,
         forward_output_count: int,
         inputs: list[InputSpec],
-        autocast: tuple[Autocast, ...] = (),
+        defined: DefinedTangents,
+        *,
+        autocast: tuple[Autocast, ...],
+        loss: int | None,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the forward and backward modules that run the chosen schedule."""
+        defined.read(joint, forward_output_count)
         try:
             drop_detaching(joint)
             join_gradient_pieces(joint)
@@ -200,9 +219,12 @@ class PlannedBackend:
                 inputs=inputs,
                 name=self.name,
             )
-            program = replace(program, autocast=autocast, returned=self.returned)
+            program = replace(
+                program, autocast=autocast, returned=self.returned, loss=loss
+            )
             self.training_step_count += 1
             program, schedule = self.choose_schedule(program)
+            defined.expect_only(program.loss, self.name)
             if self.is_only_planned and program.platform is not None:
                 # Never run, so it need not be what is planned for devices elsewhere.
                 program = replace(program, platform=None)
