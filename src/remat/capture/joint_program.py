@@ -466,6 +466,12 @@ class _Analysis:
             if value is None:
                 outputs.append(None)
                 continue
+            if value.layout is not torch.strided:
+                self.fail(
+                    node,
+                    f"its result is sparse ({value.layout}), which no plan counts; "
+                    "make it dense (for an embedding: sparse=False)",
+                )
             made = f"{node.name}.{index}" if is_tuple else node.name
             storage = Storage(
                 name=labelled(layer, made),

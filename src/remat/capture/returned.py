@@ -44,10 +44,8 @@ def loss_in(outputs: Any) -> Any:
 
 
 def is_loss(value: Any) -> bool:
-    """Return whether a value can be differentiated as it is: a scalar with a gradient."""
-    return (
-        isinstance(value, torch.Tensor) and value.dim() == 0 and value.requires_grad
-    )
+    """Return whether a value is a scalar that takes a gradient."""
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.requires_grad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

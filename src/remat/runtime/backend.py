@@ -20,6 +20,7 @@ from remat.capture.norm_statistics import correct_statistics
 from remat.capture.real_layouts import real_layouts
 from remat.capture.returned import ReturnedTensor
 from remat.capture.surroundings import describe_input
+from remat.capture.tracing import check_sizes
 from remat.capture.whole_operators import whole_operators
 from remat.errors import CaptureError, RematError
 from remat.graph import Role
@@ -96,9 +97,7 @@ class PlannedBackend:
         self.returned: ReturnedTensor | None = None
         self.loss: str | None = None
 
-    def note_returned(
-        self, returned: ReturnedTensor | None, loss: str | None
-    ) -> None:
+    def note_returned(self, returned: ReturnedTensor | None, loss: str | None) -> None:
         """Take what the call that is being traced returns."""
         self.returned, self.loss = returned, loss
 
@@ -116,6 +115,11 @@ class PlannedBackend:
         inputs: list[InputSpec],
     ) -> Callable[..., Any]:
         """Compile a traced function whose inputs are described by ``inputs``."""
+        if torch.is_grad_enabled():
+            try:
+                check_sizes(module)
+            except CaptureError as error:
+                self.fail(error)
         autocast = autocast_now()
         (output,) = module.graph.find_nodes(op="output")
         names = [node.name for node in output.args[0]]
