@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch._dynamo.eval_frame import OptimizedModule
 
 from remat.capture.joint_program import JointProgram
-from remat.capture.returned import note_tensor
+from remat.capture.returned import note_returned
 from remat.capture.surroundings import tensors_in
 from remat.capture.tracing import (
     TRACE_ERRORS,
@@ -312,7 +312,7 @@ class FittedModel:
         """Return the compiled call, with the model's own hooks or without."""
         if runs_hooks not in self._compiled:
             call = self.model._call_impl if runs_hooks else self._forward_to_trace()
-            note = note_tensor(self.backend.note_returned)
+            note = note_returned(self.backend.note_returned)
             self._compiled[runs_hooks] = compiled_entry(
                 self.model, self.backend, note, traced=call
             )

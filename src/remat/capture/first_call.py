@@ -4,6 +4,7 @@ Some install hooks at the first call, under a lock, where the tracer cannot foll
 call on fake tensors installs them, too, and computes nothing.
 """
 
+import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -14,6 +15,13 @@ from torch._dynamo.utils import preserve_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+_prepared: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
+
+
+def prepared_count(model: nn.Module) -> int:
+    """Return how often :func:`prepare` was called for a model."""
+    return _prepared.get(model, 0)
 
 
 class _Plain(nn.Module):
@@ -38,6 +46,7 @@ def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     A call that needs values ends early. What it has prepared until then mostly
     suffices; the trace that follows finds out.
     """
+    _prepared[model] = prepared_count(model) + 1
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:

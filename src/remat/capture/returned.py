@@ -59,25 +59,39 @@ class ReturnedTensor:
     requires_grad: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returned:
+    """What is known of what a call returns.
+
+    Parameters
+    ----------
+    tensor
+        The tensor, if the call returns one alone that was computed in it: not several,
+        no object that holds them, and no argument as it is.
+    loss
+        The name of the node, in the traced graph, of the loss that it returns.
+    """
+
+    tensor: ReturnedTensor | None = None
+    loss: str | None = None
+
+
 def note_nothing(_context: ComptimeContext) -> None:
     """Note nothing: a :data:`Note`."""
 
 
-def note_tensor(take: Callable[[ReturnedTensor | None, str | None], None]) -> Note:
-    """Return what gives ``take`` the tensor and the loss that a call returns.
-
-    The tensor is ``None`` where the call returns anything but one tensor that was
-    computed in it: several tensors, an object that holds them, an argument as it is.
-    The loss is the name of its node in the traced graph, ``None`` without one.
-    """
+def note_returned(take: Callable[[Returned], None]) -> Note:
+    """Return what gives ``take`` what a call returns."""
 
     def note(context: ComptimeContext) -> None:
-        variable = context.get_local(RETURNED)
+        variable, loss = context.get_local(RETURNED), context.get_local(LOSS)
         is_tensor = variable.python_type() is torch.Tensor
-        loss = context.get_local(LOSS)
+        has_loss = loss.python_type() is torch.Tensor
         take(
-            _tensor(variable) if is_tensor else None,
-            _loss_name(loss) if loss.python_type() is torch.Tensor else None,
+            Returned(
+                tensor=_tensor(variable) if is_tensor else None,
+                loss=_loss_name(loss) if has_loss else None,
+            )
         )
 
     return note

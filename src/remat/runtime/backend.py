@@ -18,7 +18,7 @@ from remat.capture.gradient_pieces import join_gradient_pieces
 from remat.capture.joint_program import InputSpec, JointProgram, analyse
 from remat.capture.norm_statistics import correct_statistics
 from remat.capture.real_layouts import real_layouts
-from remat.capture.returned import ReturnedTensor
+from remat.capture.returned import Returned
 from remat.capture.surroundings import describe_input
 from remat.capture.tracing import check_sizes
 from remat.capture.whole_operators import whole_operators
@@ -75,10 +75,7 @@ class PlannedBackend:
     is_only_planned
         Whether what is compiled never runs.
     returned
-        The tensor that the call being traced returns, if it is known to return one.
-    loss
-        The name of the node, in the graph being traced, of the loss that the call
-        returns, if it is known to return one.
+        What is known of what the call being traced returns.
     """
 
     def __init__(
@@ -94,12 +91,11 @@ class PlannedBackend:
         self.training_step_count = 0
         self.stop_before_running = False
         self.is_only_planned = False
-        self.returned: ReturnedTensor | None = None
-        self.loss: str | None = None
+        self.returned = Returned()
 
-    def note_returned(self, returned: ReturnedTensor | None, loss: str | None) -> None:
+    def note_returned(self, returned: Returned) -> None:
         """Take what the call that is being traced returns."""
-        self.returned, self.loss = returned, loss
+        self.returned = returned
 
     def __call__(
         self, module: fx.GraphModule, example_inputs: Sequence[Any]
@@ -123,7 +119,7 @@ class PlannedBackend:
         autocast = autocast_now()
         (output,) = module.graph.find_nodes(op="output")
         names = [node.name for node in output.args[0]]
-        loss = names.index(self.loss) if self.loss in names else None
+        loss = names.index(self.returned.loss) if self.returned.loss in names else None
         inputs = [
             spec.given(value)
             for spec, value in zip(inputs, example_inputs, strict=True)
@@ -224,7 +220,7 @@ class PlannedBackend:
                 name=self.name,
             )
             program = replace(
-                program, autocast=autocast, returned=self.returned, loss=loss
+                program, autocast=autocast, returned=self.returned.tensor, loss=loss
             )
             self.training_step_count += 1
             program, schedule = self.choose_schedule(program)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from remat.errors import PlanWarning
+
 _COMPILED = "CompiledFunctionBackward"
 
 
@@ -117,7 +119,7 @@ class DefinedTangents:
             "budget may be exceeded by it. Give it as remat.fit(..., loss=...), a "
             "function from the model's outputs to the scalar whose backward() is called"
         )
-        warnings.warn(msg, RuntimeWarning, stacklevel=2)
+        warnings.warn(msg, PlanWarning, stacklevel=2)
 
     def drop_undefined(self, gradients: Sequence[Any]) -> Sequence[Any]:
         """Return the gradients with ``None`` for those of undefined tangents only."""
