@@ -202,9 +202,8 @@ def check_is_no_wrapper(model: nn.Module) -> None:
         if isinstance(module, DistributedDataParallel):
             msg = (
                 f"{found} is wrapped in {kind}, which cannot be traced; fit what is "
-                "inside, remat.fit(model.module, ...), before or after it is wrapped. "
-                "The gradient buckets of the wrapper, as many bytes again as the "
-                "parameters that train, are in no plan: lower the budget by them"
+                "inside, remat.fit(model.module, ...), before or after it is wrapped; "
+                "calls then say what the wrapper takes beside the plan"
             )
             raise CaptureError(msg)
         if isinstance(module, sharded):
