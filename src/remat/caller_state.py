@@ -147,6 +147,8 @@ def _put_back(noted: list[_Noted]) -> list[_Noted]:
 
 def _of_model(model: nn.Module) -> Iterator[_Noted]:
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # It makes these anew whenever they are asked for; refused later.
         where = f" of {path}" if path else ""
         for kind in _MODULE_STATE:
             held = getattr(module, kind)

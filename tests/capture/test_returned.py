@@ -38,7 +38,7 @@ class Returning(nn.Module):
 
 
 def noted(model: nn.Module, *args: Any) -> tuple[Returned, list[str]]:
-    """Return what is noted of a call, and the names of what the traced graph returns."""
+    """Return what is noted of a call, and the names of the traced graph's outputs."""
     found: list[Returned] = []
     names: list[str] = []
 

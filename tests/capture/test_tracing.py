@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 import remat
@@ -113,11 +114,22 @@ def test_a_false_assertion_is_the_examples() -> None:
     assert 'assert x.shape[1] == 5, "five columns"' in message
 
 
-def test_what_has_no_derivative_is_no_torch_exception() -> None:
-    def without(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        return torch.histc(linear(x)).sum() + linear(x).sum()
+def test_what_fails_about_a_node_names_the_line_of_the_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(joint: torch.fx.GraphModule) -> None:
+        for node in joint.graph.find_nodes(
+            op="call_function", target=torch.ops.aten.tanh.default
+        ):
+            raise NotImplementedError(f"nothing is known of {node.name}")
 
-    assert "derivative for 'histc' is not implemented" in refused(Forward(without))
+    def bending(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return linear(x).tanh().sum()
+
+    monkeypatch.setattr("remat.runtime.backend.correct_statistics", fails)
+    message = refused(Forward(bending))
+    assert "NotImplementedError: nothing is known of tanh" in message
+    assert "linear(x).tanh().sum()" in message
 
 
 def test_whatever_a_trace_raises_is_a_capture_error(
@@ -155,8 +167,6 @@ def test_distributed_data_parallel_is_named_with_what_to_fit() -> None:
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("part", ["", "0"])
 def test_sharded_modules_are_named(part: str) -> None:
-    from torch.distributed.fsdp import fully_shard
-
     model = nn.Sequential(nn.Linear(4, 4))
     fully_shard(model.get_submodule(part))
     message = refused(model)
