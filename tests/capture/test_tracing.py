@@ -114,6 +114,21 @@ def test_a_false_assertion_is_the_examples() -> None:
     assert 'assert x.shape[1] == 5, "five columns"' in message
 
 
+@torch.library.custom_op("tests::without_a_formula", mutates_args=())
+def without_a_formula(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_an_operator_without_a_formula_for_fakes_is_named() -> None:
+    def foreign(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return without_a_formula(linear(x)).sum()
+
+    message = refused(Forward(foreign))
+    assert "RuntimeError in tests.without_a_formula.default: There was no" in message
+    assert "register_fake" in message
+    assert "without_a_formula(linear(x)).sum()" in message
+
+
 def test_what_fails_about_a_node_names_the_line_of_the_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -42,7 +42,9 @@ TRACE_ERRORS = (
 _RAISED = re.compile(r"Developer debug context: raised exception (.+)")
 _CONTEXT = re.compile(r"Developer debug context: (.+)")
 _FAILED_CALL = re.compile(
-    r"call_\w+ <[^>]*?(\w+)(?: at \w+)?>.*: got (\w+)\((.+)\)$", re.MULTILINE
+    r"call_\w+ (?:<[^>]*?(?P<function>\w+)(?: at \w+)?>|(?P<operator>[\w.]+)\()"
+    r".*: got (?P<error>\w+)\((?P<words>.+)\)$",
+    re.MULTILINE,
 )
 _FALSE_ASSERTION = re.compile(r"Developer debug context: .*False")
 _AT_A_LOCK = re.compile(
@@ -103,7 +105,6 @@ def compiled_entry(
             try:
                 return compiled(*args, **kwargs)
             except TorchDynamoException as error:
-                check_is_no_wrapper(model)
                 if _BACKWARD_HOOKS in str(error):
                     raise _refused_hooks(model) from error
                 if not _AT_A_LOCK.search(str(error)):
@@ -375,7 +376,8 @@ def _what_failed(text: str) -> str:
     """Return the error of an operator that the tracer ran, and the operator's name."""
     call = _FAILED_CALL.search(text)
     if call is not None:
-        return f"{call[2]} in {call[1]}: {call[3].strip(_QUOTES)}"
+        name = call["function"] or call["operator"]
+        return f"{call['error']} in {name}: {call['words'].strip(_QUOTES)}"
     context = _CONTEXT.search(text)
     return _first_sentence(text) if context is None else context[1]
 
