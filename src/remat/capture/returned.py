@@ -15,7 +15,10 @@ RETURNED = "returned"
 """Name of the local variable that holds what the call returns."""
 
 LOSS = "loss"
-"""Name of the field of a loss in outputs, and of the local variable that holds it."""
+"""Name of the field of a loss in outputs."""
+
+FOUND_LOSS = "_loss"
+"""Name of the local variable that holds what stands in its place."""
 
 
 def loss_in(outputs: Any) -> Any:
@@ -84,7 +87,7 @@ def note_returned(take: Callable[[Returned], None]) -> Note:
     """Return what gives ``take`` what a call returns."""
 
     def note(context: ComptimeContext) -> None:
-        variable, loss = context.get_local(RETURNED), context.get_local(LOSS)
+        variable, loss = context.get_local(RETURNED), context.get_local(FOUND_LOSS)
         is_tensor = variable.python_type() is torch.Tensor
         has_loss = loss.python_type() is torch.Tensor
         take(

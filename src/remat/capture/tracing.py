@@ -93,7 +93,7 @@ def compiled_entry(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         returned = run(*args, **kwargs)
-        loss = loss_in(returned)  # noqa: F841 - the note reads it.
+        _loss = loss_in(returned)  # The note reads it.
         comptime(note)
         return returned
 
