@@ -8,13 +8,14 @@ often each tensor was written.
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from remat.capture.first_call import prepared_count
 from remat.errors import StateChangedError
 
 _MODULE_STATE = (
@@ -36,6 +37,7 @@ class _Noted:
     read: Callable[[], Any]
     before: Any
     put_back: Callable[[Any], None] | None
+    is_of_hooks: bool = False
 
     def is_same(self) -> bool:
         return _is_same(self.read(), self.before)
@@ -78,12 +80,19 @@ def unchanged(model: nn.Module, optimizer: Optimizer | None) -> Generator[None]:
     noted = [*_of_model(model), *_of_random_state(model)]
     if optimizer is not None:
         noted += _of_optimizer(optimizer)
+    prepared_before = prepared_count(model)
+
+    def compared() -> list[_Noted]:
+        # Hooks that the model's first call adds belong to it from now on.
+        is_prepared = prepared_count(model) > prepared_before
+        return [each for each in noted if not (is_prepared and each.is_of_hooks)]
+
     try:
         yield
     except BaseException:
-        _put_back(noted)
+        _put_back(compared())
         raise
-    changed = _put_back(noted)
+    changed = _put_back(compared())
     if changed:
         lost = [each.name for each in changed if not each.is_same()]
         msg = (
@@ -138,10 +147,13 @@ def _put_back(noted: list[_Noted]) -> list[_Noted]:
 
 def _of_model(model: nn.Module) -> Iterator[_Noted]:
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # It makes these anew whenever they are asked for; refused later.
         where = f" of {path}" if path else ""
         for kind in _MODULE_STATE:
             held = getattr(module, kind)
-            yield _of_dict(f"{kind.strip('_').replace('_', ' ')}{where}", held)
+            name = f"{kind.strip('_').replace('_', ' ')}{where}"
+            yield replace(_of_dict(name, held), is_of_hooks=kind.endswith("hooks"))
         yield _of_attribute(module, "training", f"training mode{where}")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         yield from _of_tensor(name, tensor)

@@ -14,19 +14,19 @@ from typing import Any, ClassVar
 import torch
 from torch import fx, nn
 from torch._dynamo.eval_frame import OptimizedModule
-from torch._dynamo.exc import TorchDynamoException
 
 from remat.capture.joint_program import JointProgram
-from remat.capture.returned import note_tensor
+from remat.capture.returned import note_returned
 from remat.capture.surroundings import tensors_in
 from remat.capture.tracing import (
+    TRACE_ERRORS,
     check_batch,
     compiled_entry,
     quiet_tracer,
     raise_capture_error,
 )
 from remat.device_planning import budget_of
-from remat.errors import CaptureError, ExecutionError, PlanWarning
+from remat.errors import CaptureError, ExecutionError, PlanWarning, RematError
 from remat.graph import Role
 from remat.kernel_choice import kernels_of
 from remat.plan_request import PlanRequest, check_is_plannable, check_model
@@ -200,6 +200,11 @@ class FittedModel:
                 self.run(args, kwargs)
         except StoppedBeforeRunningError:
             pass
+        except RematError:
+            raise
+        # Nothing runs, so whatever else is raised is about the trace.
+        except Exception as error:  # noqa: BLE001
+            raise_capture_error(error, None)
         finally:
             self.backend.stop_before_running = False
             self.planner.assumed_gradient_bytes = None
@@ -291,7 +296,7 @@ class FittedModel:
                 self._own_forward() if runs_hooks else nullcontext(),
             ):
                 outputs = self._entry(runs_hooks=runs_hooks)(*args, **kwargs)
-        except TorchDynamoException as error:
+        except TRACE_ERRORS as error:
             if self.backend.failure is None:
                 check_batch(self.model, args, kwargs)
             raise_capture_error(error, self.backend.failure)
@@ -307,7 +312,7 @@ class FittedModel:
         """Return the compiled call, with the model's own hooks or without."""
         if runs_hooks not in self._compiled:
             call = self.model._call_impl if runs_hooks else self._forward_to_trace()
-            note = note_tensor(self.backend.note_returned)
+            note = note_returned(self.backend.note_returned)
             self._compiled[runs_hooks] = compiled_entry(
                 self.model, self.backend, note, traced=call
             )

@@ -69,8 +69,9 @@ def fit(
         library, such as by ``accelerator.prepare``.
     loss
         The function of the model's outputs whose gradient is taken, when it is outside
-        the model: its memory is then predicted exactly. Without it, a scalar that is
-        the first output is taken for the loss, and other outputs to need four times
+        the model: its memory is then predicted exactly. Without it, a scalar is taken
+        for the loss that is the only output, a field or key named ``loss``, or the
+        first of a tuple; where there is none, outputs are taken to need four times
         their size.
     platform
         The devices and links, or the path of their file; their budgets are replaced by

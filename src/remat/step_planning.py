@@ -237,7 +237,11 @@ class Planner:
         if self.call is not None:
             self._variants.setdefault(self.call, {})[self.gradient_bytes] = plan
         platform = plan.platform if plan.has_several_devices else None
-        return replace(program, graph=plan.graph, platform=platform), plan.schedule
+        loss = program.loss if self.loss is None else None
+        return (
+            replace(program, graph=plan.graph, platform=platform, loss=loss),
+            plan.schedule,
+        )
 
     def note_repetition(self, program: JointProgram) -> None:
         """Count how often equal steps are traced again, and say so when it is often."""
@@ -281,6 +285,8 @@ class Planner:
                     else fake_output(program.returned)
                 )
                 return self.loss.memory(outputs)
+        if program.loss is not None:
+            return LossMemory(peak_bytes=0, held_bytes=0)
         # Only outputs that take a gradient have one.
         return assumed_loss_bytes(
             program.base_nodes[tangent][0].meta["val"]
@@ -347,7 +353,7 @@ class Planner:
             time_limit=request.time_limit,
             seed=request.seed,
             progress=request.progress,
-            has_assumed_loss=request.loss is None,
+            has_assumed_loss=request.loss is None and program.loss is None,
             settings=settings,
         )
 

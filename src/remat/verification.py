@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from remat.caller_state import kept_optimizer, unchanged
+from remat.capture.returned import is_loss, loss_in
 from remat.capture.surroundings import captured_tensors, plain_tensors, tensors_in
 from remat.capture.tracing import check_batch
 from remat.costing import Costs
@@ -200,11 +201,8 @@ def default_loss(outputs: Any) -> torch.Tensor:
     CaptureError
         If nothing in the outputs takes a gradient.
     """
-    if isinstance(outputs, torch.Tensor) and outputs.dim() == 0:
-        return outputs
-    held = outputs.get("loss") if isinstance(outputs, Mapping) else None
-    held = getattr(outputs, "loss", held)
-    if isinstance(held, torch.Tensor) and held.dim() == 0:
+    held = loss_in(outputs)
+    if is_loss(held):
         return held
     leaves = [leaf for _, leaf in tree_flatten_with_path(outputs)[0]]
     terms = [

@@ -194,3 +194,27 @@ def test_a_channels_last_pyramid_stays_within_its_budget(budget: str):
     assert report.is_exact
     assert report.is_within_budget
     assert abs(report.prediction_error) < 0.01
+
+
+class TokensToImage(nn.Module):
+    """Reads tokens as the pixels of an image, whose strides the batch then decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.last = nn.Linear(4, 8), nn.Conv2d(8, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = self.tokens(x).transpose(1, 2).reshape(x.shape[0], 8, 6, 6)
+        larger = functional.interpolate(image, scale_factor=2, mode="bilinear")
+        return self.last(functional.dropout(larger.relu(), 0.5)).square().mean()
+
+
+@pytest.mark.parametrize("batch_count", [1, 2])
+def test_dropout_of_one_image_made_of_tokens_draws_the_same_mask(batch_count: int):
+    x = torch.randn(batch_count, 36, 4)
+    report = remat.verify(
+        TokensToImage(), x, budget="100%", costs="estimated", repeats=1
+    )
+    assert report.against_captured == ()
+    assert report.against_eager == ()

@@ -151,6 +151,9 @@ class JointProgram:
         What was on when the step was called; the tracer switches it off.
     returned
         The tensor that the call returns, if it is known to return one alone.
+    loss
+        The position, among the outputs of the traced function, of the loss that the
+        call returns; ``None`` if none is known, or if the caller described another.
     platform
         The devices on which the step runs, its own first; ``None`` for its own alone.
     """
@@ -170,6 +173,7 @@ class JointProgram:
     given_storages: frozenset[int] = frozenset()
     autocast: tuple[Autocast, ...] = ()
     returned: ReturnedTensor | None = None
+    loss: int | None = None
     platform: Platform | None = None
 
     def __repr__(self) -> str:
@@ -462,6 +466,12 @@ class _Analysis:
             if value is None:
                 outputs.append(None)
                 continue
+            if value.layout is not torch.strided:
+                self.fail(
+                    node,
+                    f"its result is sparse ({value.layout}), which no plan counts; "
+                    "make it dense (for an embedding: sparse=False)",
+                )
             made = f"{node.name}.{index}" if is_tuple else node.name
             storage = Storage(
                 name=labelled(layer, made),

@@ -8,7 +8,8 @@ CPU's kernel does; the table below says how.
 Strides of dimensions of size 1 say nothing about addresses, but kernels look at them to
 tell channels-last from contiguous: a channels-last map of one pixel, or of one channel,
 is contiguous too, and each kernel settles that its own way. There the kernel itself is
-asked, on zeros, once for each such operator.
+asked, on zeros, once for each such operator. A view of a batch of one is another such
+case: the stride of the batch decides whether it is taken for channels-last.
 """
 
 from collections.abc import Callable, Generator
@@ -75,6 +76,24 @@ _LAYOUTS: dict[Any, Layout] = {
 }
 """Operator -> how the CPU's kernel lays out its first result."""
 
+_VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
+"""Operators to which the tracer gives other strides along dimensions of size 1."""
+
+
+def _with_real_strides(view: Tensor, source: Tensor, size: Any) -> Tensor:
+    """Return a view of a fake tensor with the strides that a view of a real one has."""
+    if 1 not in view.shape or not all(
+        isinstance(number, int) for number in (*source.shape, *size)
+    ):
+        return view
+    # Without the formulas of the tracer, which are those of such a tensor otherwise.
+    with no_dispatch(), torch._C._DisablePythonDispatcher():
+        real = torch.empty_strided(source.shape, source.stride(), device="meta")
+        stride = real.view(size).stride()
+    if stride == view.stride():
+        return view
+    return view.as_strided(view.shape, stride, view.storage_offset())
+
 
 @contextmanager
 def real_layouts() -> Generator[None]:
@@ -98,6 +117,9 @@ def _with_real_layouts(dispatch: Callable[..., Any]) -> Callable[..., Any]:
         mode: FakeTensorMode, operator: Any, types: Any, args: Any, kwargs: Any
     ) -> Any:
         results = dispatch(mode, operator, types, args, kwargs)
+        if operator in _VIEWS:
+            with mode:
+                return _with_real_strides(results, *args)
         layout = _LAYOUTS.get(operator)
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         is_asked = _makes_new_values(operator) and any(map(_is_ambiguous, inputs))

@@ -3,30 +3,61 @@
 import inspect
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from functools import _lru_cache_wrapper
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._dynamo.comptime import comptime
+from torch._dynamo.exc import TorchDynamoException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from remat.capture.returned import Note, note_nothing
+from remat.capture.first_call import prepare
+from remat.capture.joint_program import user_source_line
+from remat.capture.returned import Note, loss_in, note_nothing
 from remat.errors import CaptureError, RematError
+
+TRACE_ERRORS = (
+    TorchDynamoException,
+    GuardOnDataDependentSymNode,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+"""What a trace may raise; all else that a planned call raises is of the call itself."""
 
 _RAISED = re.compile(r"Developer debug context: raised exception (.+)")
 _CONTEXT = re.compile(r"Developer debug context: (.+)")
 _FAILED_CALL = re.compile(
-    r"call_\w+ <[^>]*?(\w+)(?: at \w+)?>.*: got (\w+)\((.+)\)$", re.MULTILINE
+    r"call_\w+ (?:<[^>]*?(?P<function>\w+)(?: at \w+)?>|(?P<operator>[\w.]+)\()"
+    r".*: got (?P<error>\w+)\((?P<words>.+)\)$",
+    re.MULTILINE,
+)
+_FALSE_ASSERTION = re.compile(r"Developer debug context: .*False")
+_AT_A_LOCK = re.compile(
+    r"Unsupported context manager[^$]*`(?:\w+\.)?r?lock`", re.IGNORECASE
 )
 _RECURRENT = "RNN, GRU, or LSTM"
+_BACKWARD_HOOKS = "Module-level backwards hooks"
+_LOGGED = "logging.Logger"
+_BY_VALUE = "data-dependent expression"
 _QUOTES = "\"'"
-_NOT_THE_USERS = ("/site-packages/torch/", "remat/capture/tracing.py")
-_USER_FRAME = re.compile(
-    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<where>.+)'
-)
+_OWN_FILE = "remat/capture/tracing.py"
+_LIBRARY = re.compile(r"/(?:site|dist)-packages/(\w+)")
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<where>.+)')
 
 
 def compiled_entry(
@@ -52,16 +83,51 @@ def compiled_entry(
         Called in each trace, before the compiler.
     traced
         What is traced: the model's call with its hooks, or else its bare forward.
+
+    Notes
+    -----
+    What a library prepares in a model's first call, under a lock that the tracer
+    refuses, is prepared by a call on fake tensors, and the model is traced again.
     """
     run = model._call_impl if traced is None else traced
 
     def call(*args: Any, **kwargs: Any) -> Any:
         returned = run(*args, **kwargs)
+        _loss = loss_in(returned)  # The note reads it.
         comptime(note)
         return returned
 
     call.__code__ = call.__code__.replace(co_name=f"call_{id(model)}")
-    return torch.compile(call, backend=compiler, fullgraph=True, dynamic=False)
+    compiled = torch.compile(call, backend=compiler, fullgraph=True, dynamic=False)
+
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(ignore_logging_functions=_ignored_logs()):
+            try:
+                return compiled(*args, **kwargs)
+            except TorchDynamoException as error:
+                if _BACKWARD_HOOKS in str(error):
+                    raise _refused_hooks(model) from error
+                if not _AT_A_LOCK.search(str(error)):
+                    raise
+                prepare(model, args, kwargs)
+            return compiled(*args, **kwargs)
+
+    return entry
+
+
+def _ignored_logs() -> set[Callable[..., Any]]:
+    """Return what the tracer leaves out: what the user said, and logs of once only.
+
+    These are methods that libraries give to loggers to say a thing once, each with a
+    cache in front of it, so that a second call does nothing. In a traced step the first
+    does nothing either.
+    """
+    once = {
+        method
+        for method in vars(logging.Logger).values()
+        if isinstance(method, _lru_cache_wrapper)
+    }
+    return once | torch._dynamo.config.ignore_logging_functions
 
 
 def check_batch(
@@ -72,9 +138,10 @@ def check_batch(
     Raises
     ------
     CaptureError
-        If arguments are missing or too many, or tensors of the model or the example are
-        on different devices.
+        If arguments are missing or too many, tensors of the model or the example are
+        on different devices, or the model is a wrapper that no trace can take.
     """
+    check_is_no_wrapper(model)
     _check_arguments(model, args, kwargs)
     homes: dict[torch.device, str] = {}
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
@@ -111,6 +178,90 @@ def _check_arguments(
         raise CaptureError(msg) from None
 
 
+def check_is_no_wrapper(model: nn.Module) -> None:
+    """Refuse modules whose calls do more than a trace can take.
+
+    Raises
+    ------
+    CaptureError
+        If the model or a part of it is a distributed wrapper, is sharded, or is a
+        script; names it and what to fit instead.
+    """
+    # Imported by whoever wrapped a module, and slow to import.
+    sharding: Any = sys.modules.get("torch.distributed.fsdp")
+    sharded = (
+        ()
+        if sharding is None
+        else (
+            sharding.FSDPModule,
+            sharding.FullyShardedDataParallel,
+        )
+    )
+    for name, module in model.named_modules():
+        found = f"part {name!r} of the model" if name else "the model"
+        kind = type(module).__name__
+        if isinstance(module, DistributedDataParallel):
+            msg = (
+                f"{found} is wrapped in {kind}, which cannot be traced; fit what is "
+                "inside, remat.fit(model.module, ...), before or after it is wrapped; "
+                "calls then say what the wrapper takes beside the plan"
+            )
+            raise CaptureError(msg)
+        if isinstance(module, sharded):
+            msg = (
+                f"{found} is sharded ({kind}), which cannot be traced or planned; fit "
+                "a model that is not sharded, or leave this one to the checkpointing "
+                "that comes with its sharding"
+            )
+            raise CaptureError(msg)
+        if isinstance(module, torch.jit.ScriptModule):
+            msg = (
+                f"{found} is a script ({kind}), which has no Python to trace; fit the "
+                "module that it was made from"
+            )
+            raise CaptureError(msg)
+
+
+def _refused_hooks(model: nn.Module) -> CaptureError:
+    hooked = [
+        f"{name or 'the model'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if module._backward_hooks or module._backward_pre_hooks
+    ]
+    return CaptureError(
+        "backward hooks of modules (register_full_backward_hook, "
+        "register_full_backward_pre_hook) cannot be traced, and there are some on "
+        f"{', '.join(hooked) or 'every module'}: remove them (handle.remove()), and "
+        "hook tensors instead, for example output.register_hook(...) in a forward hook; "
+        "hooks on parameters work too"
+    )
+
+
+def check_sizes(module: fx.GraphModule) -> None:
+    """Refuse a traced step in which a size or a number depends on values.
+
+    Raises
+    ------
+    CaptureError
+        With the operator and the user's source line.
+    """
+    for node in module.graph.nodes:
+        for value in tree_leaves(node.meta.get("example_value")):
+            if isinstance(value, torch.SymInt | torch.SymBool):
+                found = "reads a whole number or a truth value from a tensor"
+            elif isinstance(value, torch.Tensor) and any(
+                not isinstance(size, int) for size in value.shape
+            ):
+                found = "makes a tensor whose size depends on values"
+            else:
+                continue
+            msg = (
+                f"{node.name} {found}, and a plan is for one size of everything; at "
+                f"{user_source_line(node) or _UNKNOWN_LINE}. {_FIXED_SIZES}"
+            )
+            raise CaptureError(msg)
+
+
 def raise_capture_error(error: Exception, failure: RematError | None) -> NoReturn:
     """Raise what a failed trace means to the user.
 
@@ -125,15 +276,22 @@ def raise_capture_error(error: Exception, failure: RematError | None) -> NoRetur
         # The frames of the tracer in between tell a user nothing.
         raise failure.with_traceback(None) from None
     inner = getattr(error, "inner_exception", None)
-    if inner is not None:
-        msg = f"the traced step could not be compiled: {type(inner).__name__}: {inner}"
+    if inner is not None or not isinstance(error, TorchDynamoException):
+        inner = inner or error
+        msg = (
+            f"the traced step could not be compiled: {type(inner).__name__}: "
+            f"{_first_sentence(str(inner))}; at {_line_behind(inner)}. Leave that "
+            "operation out of the model, or compute it with others"
+        )
         raise CaptureError(msg) from error
     text = str(error)
     what = _first_sentence(text)
-    where = _user_source_line(text)
+    where, library = _source_line(text)
     raised = _RAISED.search(text)
     if raised is not None:
         msg = f"the example raises inside the model: {raised[1]}; at {where}"
+    elif "assertion failed" in what and _FALSE_ASSERTION.search(text):
+        msg = f"the example raises inside the model: AssertionError; at {where}"
     elif type(error).__name__ == "InternalTorchDynamoError":
         msg = f"the tracer itself failed: {what}; at {where}"
     elif _RECURRENT in text:
@@ -148,10 +306,48 @@ def raise_capture_error(error: Exception, failure: RematError | None) -> NoRetur
         msg = f"the example raises inside the model: {what}; at {where}"
     else:
         msg = (
-            f"the model cannot be traced as one graph: {what}; at {where}. Move that "
-            "code out of forward (for a loss: compute it outside the model)"
+            f"the model cannot be traced as one graph: {what}; at {where}. "
+            f"{_remedy(text, library)}"
         )
     raise CaptureError(msg) from error
+
+
+_UNKNOWN_LINE = "a line that is not known"
+_FIXED_SIZES = (
+    "Write it with sizes and numbers that do not depend on values (torch.where, "
+    "products with a mask, topk of a fixed count), or leave that part out of the model"
+)
+
+
+def _remedy(text: str, library: str) -> str:
+    """Return what to do about code that cannot be traced.
+
+    Parameters
+    ----------
+    text
+        The tracer's message.
+    library
+        The package whose code it is, ``""`` for the user's own.
+    """
+    if _AT_A_LOCK.search(text):
+        return (
+            "If that is done only once, at the first call, run one forward pass first "
+            "(with torch.no_grad(): model(...)); else take the lock outside forward"
+        )
+    if _LOGGED in text:
+        return (
+            f"{library or 'forward'} writes a log there: let it take a path without the "
+            "log, or add the logger's method to "
+            "torch._dynamo.config.ignore_logging_functions, which leaves it out"
+        )
+    if _BY_VALUE in text and not library:
+        return _FIXED_SIZES
+    if library:
+        return (
+            f"That is code of {library}: choose options of {library} that do without "
+            "it, call that part outside the model, or fit the modules below it"
+        )
+    return "Move that code out of forward (for a loss: compute it outside the model)"
 
 
 @contextmanager
@@ -180,24 +376,50 @@ def _what_failed(text: str) -> str:
     """Return the error of an operator that the tracer ran, and the operator's name."""
     call = _FAILED_CALL.search(text)
     if call is not None:
-        return f"{call[2]} in {call[1]}: {call[3].strip(_QUOTES)}"
+        name = call["function"] or call["operator"]
+        return f"{call['error']} in {name}: {call['words'].strip(_QUOTES)}"
     context = _CONTEXT.search(text)
     return _first_sentence(text) if context is None else context[1]
 
 
-def _user_source_line(text: str) -> str:
-    """Return the innermost line of the user's code, else of the code it calls."""
-    after = text.rsplit("from user code:", maxsplit=1)[-1]
-    lines = after.splitlines()
-    users = others = ""
+def _source_line(text: str) -> tuple[str, str]:
+    """Return where the tracer stopped, and the library whose code it is, if it is one.
+
+    That is the innermost line outside torch, with the innermost line of the user's own
+    code, where a library stopped that it calls.
+    """
+    lines = text.rsplit("from user code:", maxsplit=1)[-1].splitlines()
+    own = outside = inside = library = ""
     for position, line in enumerate(lines):
-        match = _USER_FRAME.search(line)
+        match = _FRAME.search(line)
         if match is None:
             continue
         code = lines[position + 1].strip() if position + 1 < len(lines) else ""
         where = f"{match['file']}:{match['line']} in {match['where']}: {code}"
-        if any(part in match["file"] for part in _NOT_THE_USERS):
-            others = where
+        package = _LIBRARY.search(match["file"])
+        if _OWN_FILE in match["file"]:
+            inside = inside or where
+        elif package is None:
+            own = outside = where
+            library = ""
+        elif package[1] == "torch":
+            inside = where
         else:
-            users = where
-    return users or others or "a line that is not known"
+            outside, library = where, package[1]
+    if not outside:
+        is_torch = bool(inside) and _OWN_FILE not in inside
+        return inside or _UNKNOWN_LINE, "torch" if is_torch else ""
+    if own and library:
+        return f"{outside}, called at {own}", library
+    return outside, library
+
+
+def _line_behind(error: BaseException) -> str:
+    """Return the user's line of the innermost node that an error was raised about."""
+    found, frame = "", error.__traceback__
+    while frame is not None:
+        for value in frame.tb_frame.f_locals.values():
+            if isinstance(value, fx.Node):
+                found = user_source_line(value) or found
+        frame = frame.tb_next
+    return found or _UNKNOWN_LINE

@@ -18,8 +18,9 @@ from remat.capture.gradient_pieces import join_gradient_pieces
 from remat.capture.joint_program import InputSpec, JointProgram, analyse
 from remat.capture.norm_statistics import correct_statistics
 from remat.capture.real_layouts import real_layouts
-from remat.capture.returned import ReturnedTensor
+from remat.capture.returned import Returned
 from remat.capture.surroundings import describe_input
+from remat.capture.tracing import check_sizes
 from remat.capture.whole_operators import whole_operators
 from remat.errors import CaptureError, RematError
 from remat.graph import Role
@@ -74,7 +75,7 @@ class PlannedBackend:
     is_only_planned
         Whether what is compiled never runs.
     returned
-        The tensor that the call being traced returns, if it is known to return one.
+        What is known of what the call being traced returns.
     """
 
     def __init__(
@@ -90,9 +91,9 @@ class PlannedBackend:
         self.training_step_count = 0
         self.stop_before_running = False
         self.is_only_planned = False
-        self.returned: ReturnedTensor | None = None
+        self.returned = Returned()
 
-    def note_returned(self, returned: ReturnedTensor | None) -> None:
+    def note_returned(self, returned: Returned) -> None:
         """Take what the call that is being traced returns."""
         self.returned = returned
 
@@ -110,7 +111,15 @@ class PlannedBackend:
         inputs: list[InputSpec],
     ) -> Callable[..., Any]:
         """Compile a traced function whose inputs are described by ``inputs``."""
+        if torch.is_grad_enabled():
+            try:
+                check_sizes(module)
+            except CaptureError as error:
+                self.fail(error)
         autocast = autocast_now()
+        (output,) = module.graph.find_nodes(op="output")
+        names = [node.name for node in output.args[0]]
+        loss = names.index(self.returned.loss) if self.returned.loss in names else None
         inputs = [
             spec.given(value)
             for spec, value in zip(inputs, example_inputs, strict=True)
@@ -125,8 +134,14 @@ class PlannedBackend:
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             # All is traced: other threads, and the solvers' callers, get torch's own.
             replaced.close()
-            defined.read(joint, num_fwd_outputs)
-            return self.partition(joint, num_fwd_outputs, inputs, autocast)
+            return self.partition(
+                joint,
+                num_fwd_outputs,
+                inputs,
+                defined,
+                autocast=autocast,
+                loss=loss,
+            )
 
         def compile_backward(
             module: fx.GraphModule, backward_inputs: Sequence[Any]
@@ -186,9 +201,13 @@ class PlannedBackend:
         joint: fx.GraphModule,
         forward_output_count: int,
         inputs: list[InputSpec],
-        autocast: tuple[Autocast, ...] = (),
+        defined: DefinedTangents,
+        *,
+        autocast: tuple[Autocast, ...],
+        loss: int | None,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the forward and backward modules that run the chosen schedule."""
+        defined.read(joint, forward_output_count)
         try:
             drop_detaching(joint)
             join_gradient_pieces(joint)
@@ -200,9 +219,12 @@ class PlannedBackend:
                 inputs=inputs,
                 name=self.name,
             )
-            program = replace(program, autocast=autocast, returned=self.returned)
+            program = replace(
+                program, autocast=autocast, returned=self.returned.tensor, loss=loss
+            )
             self.training_step_count += 1
             program, schedule = self.choose_schedule(program)
+            defined.expect_only(program.loss, self.name)
             if self.is_only_planned and program.platform is not None:
                 # Never run, so it need not be what is planned for devices elsewhere.
                 program = replace(program, platform=None)

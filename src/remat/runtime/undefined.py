@@ -8,11 +8,14 @@ and what depends only on others is ``None`` again.
 """
 
 import threading
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
+
+from remat.errors import PlanWarning
 
 _COMPILED = "CompiledFunctionBackward"
 
@@ -30,6 +33,9 @@ class DefinedTangents:
         self.dependence: list[int] = []
         # Per tangent: the position of the output whose gradient it is, if known.
         self.output_of: list[int | None] = []
+        # A bit for each tangent that no plan reckons with.
+        self.unexpected = 0
+        self.name = ""
         self._noted = threading.local()
 
     def read(self, joint: fx.GraphModule, forward_output_count: int) -> None:
@@ -50,6 +56,23 @@ class DefinedTangents:
             masks[value] if isinstance(value, fx.Node) else 0
             for value in output.args[0][forward_output_count:]
         ]
+
+    def expect_only(self, output: int | None, name: str) -> None:
+        """Warn, once, when another output than this one has a gradient.
+
+        Parameters
+        ----------
+        output
+            The position of the loss among the outputs, ``None`` to expect any.
+        name
+            Name of the step, for people.
+        """
+        self.name = name
+        self.unexpected = sum(
+            1 << tangent
+            for tangent, position in enumerate(self.output_of)
+            if output in self.output_of and position != output
+        )
 
     def watch(self, outputs: Sequence[Any]) -> None:
         """Note, when the backward pass of these outputs begins, which gradients exist.
@@ -74,8 +97,29 @@ class DefinedTangents:
 
         def note(gradients: Sequence[torch.Tensor | None]) -> None:
             noted.undefined = sum(1 << t for t, p in places if gradients[p] is None)
+            unexpected = self.unexpected & ~noted.undefined
+            if unexpected:
+                self.unexpected = 0
+                self.warn_of(unexpected)
 
         step.register_prehook(note)
+
+    def warn_of(self, unexpected: int) -> None:
+        """Say that outputs besides the loss have a gradient."""
+        others = [
+            position
+            for tangent, position in enumerate(self.output_of)
+            if unexpected >> tangent & 1
+        ]
+        msg = (
+            f"{self.name} returns a loss, and its plan is for a step that "
+            f"differentiates this alone, but here tensors {others} of those that it "
+            "returns are differentiated too: the gradients are right, but what was "
+            "computed from these tensors outside the model is in no plan, and the "
+            "budget may be exceeded by it. Give it as remat.fit(..., loss=...), a "
+            "function from the model's outputs to the scalar whose backward() is called"
+        )
+        warnings.warn(msg, PlanWarning, stacklevel=2)
 
     def drop_undefined(self, gradients: Sequence[Any]) -> Sequence[Any]:
         """Return the gradients with ``None`` for those of undefined tangents only."""
