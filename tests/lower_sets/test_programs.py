@@ -2,9 +2,8 @@
 
 import json
 import random
-import signal
-import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from studies.forward_graphs import (
     towers,
 )
 from studies.lower_sets_references import REFERENCES
+from tests.interrupts import begun_when_working, interrupted
 from tests.lower_sets.brute_force import (
     Sequences,
     count_sequences,
@@ -508,11 +508,12 @@ def test_a_deadline_gives_what_is_known() -> None:
     assert time.process_time() - started < 5
 
 
-def test_interrupts_stop_the_search() -> None:
+def sweep_without_end(begun: Callable[[], None]) -> None:
     graph = towers(7, 3)
     family = complete(graph)
-    timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        sweep(graph, family, [Query(budget_bytes=10**8)] * 50)
-    timer.join()
+    begun_when_working(begun)
+    sweep(graph, family, [Query(budget_bytes=10**8)] * 10_000)
+
+
+def test_interrupts_stop_the_search() -> None:
+    assert isinstance(interrupted(sweep_without_end), KeyboardInterrupt)
