@@ -336,7 +336,7 @@ def test_progress_tells_incumbent_bound_and_gap():
     assert any("best so far" in line and "gap" in line for line in told)
 
 
-def plan_unet(begun: Callable[[], None]) -> Result:
+def plan_unet(begun: Callable[[], None], rows_with_intervals: int) -> Result:
     graph = unet_like(4).graph
     low, high = budgets_between(graph, 2)
 
@@ -344,7 +344,10 @@ def plan_unet(begun: Callable[[], None]) -> Result:
         if "bound" in activity:
             begun()
 
-    with patch.object(mathopt, "IN_PROCESS_ROWS", 0):
+    with (
+        patch.object(mathopt, "IN_PROCESS_ROWS", 0),
+        patch.object(checkmate, "_INTERVAL_ROWS", rows_with_intervals),
+    ):
         return solve(
             problem(graph, low + (high - low) // 4),
             Checkmate(backward_ops_per_stage=0),
@@ -353,8 +356,15 @@ def plan_unet(begun: Callable[[], None]) -> Result:
         )
 
 
-def test_ctrl_c_returns_the_incumbent():
-    result = interrupted(plan_unet)
+@pytest.mark.parametrize(
+    "rows_with_intervals",
+    [
+        pytest.param(0, id="in the constraint program"),
+        pytest.param(10**9, id="in the integer program"),
+    ],
+)
+def test_ctrl_c_returns_the_incumbent(rows_with_intervals: int):
+    result = interrupted(plan_unet, rows_with_intervals)
     assert result.stop_reason is StopReason.INTERRUPTED
     assert result.trace is not None
 
