@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from tests.lower_sets.brute_force import (
 )
 
 from remat.errors import BudgetError
+from remat.lower_sets import programs
 from remat.lower_sets.canonical import canonical_schedule, implied_training_graph
 from remat.lower_sets.choice import approximate_family, choose_family
 from remat.lower_sets.families import (
@@ -512,7 +514,9 @@ def sweep_without_end(begun: Callable[[], None]) -> None:
     graph = towers(7, 3)
     family = complete(graph)
     begun_when_working(begun)
-    sweep(graph, family, [Query(budget_bytes=10**8)] * 10_000)
+    # Without the scout, whose many short calls any signal ends.
+    with patch.object(programs, "_SCOUT_ABOVE", 10**9):
+        sweep(graph, family, [Query(budget_bytes=10**8)] * 10_000)
 
 
 def test_interrupts_stop_the_search() -> None:
