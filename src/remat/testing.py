@@ -26,7 +26,7 @@ from remat.solvers.base import Solver
 from remat.solvers.store_all import StoreAll
 
 _SCALE = 4
-_QUICK_S = 5.0
+_QUICK_S = 5.0  # of processor time, which no other process takes away
 
 
 def budgets_between(graph: TrainingGraph, count: int = 4) -> list[int]:
@@ -323,13 +323,16 @@ class SolverContract:
         Raises
         ------
         AssertionError
-            If it takes more than a few seconds or the answer is invalid.
+            If it works for more than a few seconds or the answer is invalid.
         """
         budget = budgets_between(graph, 3)[0]
-        started = time.monotonic()
+        started = time.process_time()
         result = self.ask(graph, budget, Limits.after(0))
-        elapsed_s = time.monotonic() - started
-        _require(elapsed_s < _QUICK_S, f"took {elapsed_s:.1f} s with no time at all")
+        worked_s = time.process_time() - started
+        _require(
+            worked_s < _QUICK_S,
+            f"took {worked_s:.1f} s of processor time with no time at all",
+        )
         self.check_claims(result, budget)
 
     def exact_is_monotone(self, graph: TrainingGraph) -> None:
