@@ -91,13 +91,15 @@ def test_relaxation_is_a_lower_bound():
 
 def test_start_is_used(monkeypatch: pytest.MonkeyPatch):
     model = knapsack(150, 60)
-    best = solve(model, MipSolver.SCIP, Settings(time_limit_s=3))
+    best = solve(model, MipSolver.SCIP, Settings(time_limit_s=1))
     assert best.objective is not None
     model.start = {i: float(best.integer(i)) for i in range(150)}
     monkeypatch.setattr(mathopt, "IN_PROCESS_ROWS", 0)
     # HiGHS keeps its own limit; its process may take longer than that to start.
     monkeypatch.setattr(highs_process, "_GRACE_S", 1e9)
-    found = solve(model, settings=Settings(time_limit_s=1))
+    told: list[Incumbent] = []
+    found = solve(model, settings=Settings(time_limit_s=1), on_incumbent=told.append)
+    assert told[0].objective == pytest.approx(best.objective)
     assert found.objective is not None
     assert found.objective <= best.objective + 1e-6
     assert found.is_over_time
