@@ -27,8 +27,8 @@ from remat.solvers import DeviceSearch, XEngine
 from remat.solvers.backends.mathopt import Settings
 from remat.solvers.base import ProgressCallback, Solver
 from remat.solvers.devices.relaxation import relaxed_placement
+from remat.testing.device_oracles import best_on_devices
 from remat.training_plan import Plan, load_plan
-from tests.device_oracles import best_on_devices
 from tests.device_schedules import HandMade
 from tests.oracles import brute_force_schedule, brute_force_smallest_budget, replay
 from tests.solvers.test_xengine import check_against, problems

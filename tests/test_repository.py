@@ -188,8 +188,31 @@ def is_bytes(node: ast.expr) -> bool:
             return False
 
 
+def imports_of(path: Path) -> set[str]:
+    """Return the top-level packages that a file imports, wherever in it."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    named = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
+    named += [n.module or "" for n in nodes if isinstance(n, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in named}
+
+
 class TestSource:
     """Rules that no linter knows."""
+
+    @pytest.mark.parametrize(
+        ("folder", "banned"),
+        [
+            ("src", {"tests", "studies", "examples"}),
+            ("studies", {"tests"}),
+            ("examples", {"tests"}),
+        ],
+    )
+    def test_what_is_run_needs_no_tests(self, folder: str, banned: set[str]) -> None:
+        # What a study compares with belongs to remat.testing.
+        files = sorted((ROOT / folder).rglob("*.py"))
+        assert files
+        wrong = [p.name for p in files if imports_of(p) & banned]
+        assert not wrong
 
     def test_there_are_sources(self) -> None:
         assert len(sources()) > 10

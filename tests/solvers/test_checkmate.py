@@ -8,11 +8,10 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.frontier_oracle import FrontierOracle
 from tests.instances import INSTANCES, mlp_chain, unet_like
 from tests.interrupts import interrupted
 from tests.oracles import brute_force_best
-from tests.solvers.milp_cases import all_graphs, graph_of, published, unit_linear
+from tests.solvers.milp_cases import graph_of, published, unit_linear
 from tests.strategies import graphs
 
 from remat.bounds import peak_bound_bytes
@@ -31,6 +30,8 @@ from remat.solvers.frontier import frontier
 from remat.solvers.frontier_model import Rows, build_model
 from remat.solvers.greedy_eviction import GreedyEviction
 from remat.testing import budgets_between
+from remat.testing.frontier_oracle import FrontierOracle
+from remat.testing.small_graphs import all_graphs
 
 NO_ORACLES = pytest.mark.skipif(
     not published(), reason="the published oracles (papers/milp_oracle.json) are absent"
