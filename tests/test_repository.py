@@ -276,6 +276,28 @@ class TestDocuments:
 class TestScripts:
     """The scripts that machines start."""
 
+    def dry_run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        command = ["make", "--dry-run", "check", *words]
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=False
+        )
+
+    @pytest.mark.parametrize(
+        ("area", "paths"),
+        [("report", ["tests/report"]), ("test_unit", ["tests/test_units.py"])],
+    )
+    def test_check_leaves_out_what_is_slow(self, area: str, paths: list[str]) -> None:
+        command = self.dry_run(f"AREA={area}").stdout.split("pytest ")[-1]
+        assert '-m "not slow"' in command
+        assert re.findall(r"\btests\S+", command) == paths
+        everything = self.dry_run().stdout.split("pytest ")[-1]
+        assert not re.findall(r"\btests\S+", everything)
+
+    def test_check_of_an_area_that_does_not_exist_is_an_error(self) -> None:
+        done = self.dry_run("AREA=nowhere")
+        assert done.returncode == 2
+        assert "no tests/nowhere*" in done.stderr
+
     def test_ci_is_executable(self) -> None:
         assert os.access(ROOT / ".ci/run", os.X_OK)
 

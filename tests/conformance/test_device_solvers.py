@@ -1,0 +1,116 @@
+"""The solvers for several devices keep the contract on two and on three of them."""
+
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.instances import INSTANCES, mlp_chain
+from tests.strategies import graphs
+
+from remat.bounds import peak_bound_bytes
+from remat.graph import TrainingGraph
+from remat.problem import Status
+from remat.schedule import Compute, Copy
+from remat.solvers import SOLVERS, DeviceSearch, XEngine
+from remat.solvers.base import Solver
+from remat.testing import SolverContract, budgets_between, store_all_peak_bytes
+from remat.testing.contract import IN_PAIR, IN_THREES, WITH_STORE, Setting
+from remat.testing.device_oracles import best_on_devices
+from remat.testing.small_graphs import joint_graph
+
+SETTINGS = {"store": WITH_STORE, "pair": IN_PAIR, "threes": IN_THREES}
+# PoFo uses one device that stores. The published rows never do, and do not promise that
+# what they find is no dearer than it needs to be.
+CASES = {
+    "device-search": (tuple(SETTINGS), ("mlp", "once-only", "awkward-1")),
+    "pofo": (("store", "threes"), ("mlp", "siamese", "once-only", "awkward-2")),
+    "xengine": (tuple(SETTINGS), ("crossed",)),
+    "xengine-published": (("pair", "threes"), ("crossed", "short mlp")),
+}
+PROMISES_NOTHING = {"xengine-published"}
+
+
+def crossed() -> TrainingGraph:
+    """Return three layers, whose values backward reads in reverse."""
+    return joint_graph(
+        sizes=[6, 10, 4, 2, 4, 6, 2],
+        costs=[30, 20, 50, 10, 40, 30, 20],
+        reads=[[], [0], [1], [2], [3, 2], [4, 1], [5, 0]],
+        forward_count=4,
+    )
+
+
+@cache
+def instance(name: str) -> TrainingGraph:
+    if name == "crossed":
+        return crossed()
+    if name == "short mlp":
+        return mlp_chain(2).graph
+    return INSTANCES[name]().graph
+
+
+def contract(solver: str, setting: Setting) -> SolverContract:
+    return SolverContract(
+        solver=SOLVERS[solver](),
+        recomputes_always=solver in PROMISES_NOTHING,
+        setting=setting,
+    )
+
+
+@pytest.mark.parametrize("check", SolverContract.CHECKS)
+@pytest.mark.parametrize(
+    ("solver", "setting", "name"),
+    [(s, d, n) for s, (places, names) in CASES.items() for d in places for n in names],
+)
+def test_contract(solver: str, setting: str, name: str, check: str):
+    contract(solver, SETTINGS[setting]).run(check, instance(name))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_settings_force_copies_and_choices(setting: str):
+    """Budgets are met by copies, by running again, and where an op is the quicker."""
+    seen: set[str] = set()
+    for name in ("mlp", "once-only"):
+        graph = instance(name)
+        found = contract("device-search", SETTINGS[setting])
+        for budget in (peak_bound_bytes(graph) * 9 // 10, *budgets_between(graph)):
+            schedule = found.ask(graph, budget).schedule
+            for step in schedule.steps if schedule else ():
+                match step:
+                    case Copy(source=source, target=target):
+                        seen.add(f"copy {source} to {target}")
+                    case Compute(device=device):
+                        seen.add(f"run on {device}")
+                    case _:
+                        pass
+    assert {"copy 0 to 1", "copy 1 to 0", "run on 0"} <= seen
+    assert ("run on 1" in seen) is (setting != "store")
+
+
+SEARCHES: dict[str, Solver] = {
+    "device-search": DeviceSearch(candidates=100),
+    "pofo": SOLVERS["pofo"](),
+    "xengine": XEngine(),
+    "xengine-published": SOLVERS["xengine-published"](),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("solver", SEARCHES)
+@settings(max_examples=15)
+@given(graph=graphs(max_ops=4, sizes=st.integers(0, 9)), percent=st.integers(40, 100))
+def test_no_solver_beats_the_optimum(
+    solver: str, setting: str, graph: TrainingGraph, percent: int
+):
+    budget = max(1, store_all_peak_bytes(graph) * percent // 100)
+    problem = SETTINGS[setting].problem(graph, budget)
+    best = best_on_devices(problem.graph, problem.platform)
+    checked = SolverContract(
+        solver=SEARCHES[solver], needs_structure=True, setting=SETTINGS[setting]
+    )
+    checked.check_optimum(graph, budget, None if best is None else best[0])
+    result = checked.ask(graph, budget)
+    checked.check_claims(result, problem)
+    if result.status is Status.INFEASIBLE:
+        assert best_on_devices(problem.graph, problem.platform, is_staged=True) is None
