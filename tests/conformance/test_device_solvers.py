@@ -1,6 +1,9 @@
 """The solvers for several devices keep the contract on two and on three of them."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -9,11 +12,12 @@ from tests.instances import INSTANCES, mlp_chain
 from tests.strategies import graphs
 
 from remat.bounds import peak_bound_bytes
+from remat.errors import SolverFault
 from remat.graph import TrainingGraph
-from remat.problem import Status
+from remat.problem import Limits, Problem, Proposal, Status
 from remat.schedule import Compute, Copy
-from remat.solvers import SOLVERS, DeviceSearch, XEngine
-from remat.solvers.base import Solver
+from remat.solvers import SOLVERS, DeviceSearch, GreedyEviction, XEngine
+from remat.solvers.base import ProgressCallback, Solver, ignore_progress
 from remat.testing import SolverContract, budgets_between, store_all_peak_bytes
 from remat.testing.contract import IN_PAIR, IN_THREES, WITH_STORE, Setting
 from remat.testing.device_oracles import best_on_devices
@@ -114,3 +118,95 @@ def test_no_solver_beats_the_optimum(
     checked.check_claims(result, problem)
     if result.status is Status.INFEASIBLE:
         assert best_on_devices(problem.graph, problem.platform, is_staged=True) is None
+
+
+# --- the checks can fail -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The search for several devices, with its answers changed."""
+
+    schedule_class: ClassVar[str] = DeviceSearch.schedule_class
+    is_exact: ClassVar[bool] = False
+
+    change: Callable[[Problem, Proposal], Proposal]
+
+    def solve(
+        self, problem: Problem, limits: Limits, on_progress: ProgressCallback
+    ) -> Proposal:
+        search = DeviceSearch(candidates=60)
+        return self.change(problem, search.solve(problem, limits, on_progress))
+
+
+def nothing(message: str) -> Proposal:
+    return Proposal(status=Status.UNKNOWN, message=message)
+
+
+def alone(problem: Problem, _: Proposal) -> Proposal:
+    return GreedyEviction().solve(problem, Limits(), ignore_progress)
+
+
+def boastful(problem: Problem, proposal: Proposal) -> Proposal:
+    return replace(proposal, bound_ns=1 << 60)
+
+
+def without_budgets(problem: Problem, _: Proposal) -> Proposal:
+    platform = problem.platform
+    devices = tuple(replace(d, budget_bytes=None) for d in platform.devices)
+    free = replace(problem, platform=replace(platform, devices=devices))
+    return DeviceSearch().solve(free, Limits(), ignore_progress)
+
+
+def at_a_loss(problem: Problem, proposal: Proposal) -> Proposal:
+    is_tight = problem.platform.devices[0].budget_bytes is not None
+    return proposal if is_tight else nothing("")
+
+
+def refuting(problem: Problem, proposal: Proposal) -> Proposal:
+    return Proposal(status=Status.INFEASIBLE, message="so there")
+
+
+def reader_of_names(problem: Problem, proposal: Proposal) -> Proposal:
+    return proposal if problem.graph.ops[0].name != "o0" else nothing("renamed")
+
+
+def coarse(problem: Problem, proposal: Proposal) -> Proposal:
+    largest = max(s.size_bytes for s in problem.graph.storages)
+    return proposal if largest <= 10 else nothing("too many bytes")
+
+
+def hasty(problem: Problem, proposal: Proposal) -> Proposal:
+    longest = max(op.cost_ns[0] or 0 for op in problem.graph.ops)
+    return proposal if longest <= 100 else nothing("too long")
+
+
+def fickle(_: Problem, proposal: Proposal) -> Proposal:
+    calls.append(1)
+    return proposal if len(calls) % 2 else nothing("not today")
+
+
+calls: list[int] = []
+
+
+@pytest.mark.parametrize(
+    ("check", "change", "error"),
+    [
+        ("answers_are_valid", boastful, SolverFault),
+        ("answers_are_valid", refuting, AssertionError),
+        ("below_the_bound_there_is_no_schedule", without_budgets, SolverFault),
+        ("ample_budget_costs_no_more_than_storing_all", at_a_loss, AssertionError),
+        ("unit_of_bytes_does_not_matter", coarse, AssertionError),
+        ("unit_of_time_does_not_matter", hasty, AssertionError),
+        ("names_do_not_matter", reader_of_names, AssertionError),
+        ("same_question_same_answer", fickle, AssertionError),
+        ("other_devices_are_of_use", alone, AssertionError),
+    ],
+)
+def test_the_checks_can_fail(check: str, change, error: type[Exception]):
+    graph = crossed()
+    checked = SolverContract(solver=Broken(change), setting=IN_PAIR)
+    with pytest.raises(error):
+        checked.run(check, graph)
+    right = Broken(lambda _, proposal: proposal)
+    SolverContract(solver=right, setting=IN_PAIR).run(check, graph)
