@@ -134,6 +134,7 @@ def test_unlimited_disk_is_a_level_with_a_slot_for_everything(
     times,
     times,
 )
+@pytest.mark.slow
 def test_levels_are_the_exhaustive_optimum(
     length: int,
     further: list[StorageLevel],

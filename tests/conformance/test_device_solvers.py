@@ -102,7 +102,7 @@ SEARCHES: dict[str, Solver] = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("solver", SEARCHES)
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(data=st.data(), percent=st.integers(40, 100))
 def test_no_solver_beats_the_optimum(
     solver: str, setting: str, data: st.DataObject, percent: int

@@ -264,7 +264,9 @@ def test_rounded_sizes_fit_and_claim_nothing():
     assert result.bound_ns <= (result.cost_ns or 0)
 
 
-@pytest.mark.parametrize("name", ["mlp", "awkward-0", "once-only"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("mlp", marks=pytest.mark.slow), "awkward-0", "once-only"]
+)
 def test_not_worse_than_the_heuristic_it_starts_from(name: str):
     graph = INSTANCES[name]().graph
     for budget in budgets_between(graph, 4):

@@ -374,6 +374,7 @@ def test_staged_optima_of_all_kinds_of_graphs(problem: Problem):
 
 @settings(max_examples=25)
 @given(problem=problems(max_ops=3))
+@pytest.mark.slow
 def test_unrestricted_optima_of_tiny_graphs(problem: Problem):
     found = best_on_devices(problem.graph, problem.platform)
     count = len(problem.graph.ops) + 1

@@ -140,7 +140,7 @@ def solve_hard(begun: Callable[[], None], solver: MipSolver) -> Solution:
     """Solve what takes hours, HiGHS apart: in this process it stops for nobody."""
 
     def tell(incumbent: Incumbent) -> None:
-        if incumbent.gap is not None and math.isfinite(incumbent.bound):
+        if incumbent.gap is not None and math.isfinite(incumbent.gap):
             begun()
 
     with patch.object(mathopt, "IN_PROCESS_ROWS", 0):
