@@ -270,6 +270,7 @@ def handed_over(case: Case) -> list[int]:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=FEW_FIT)
 @given(cases(is_mutated=False, holds_outputs=True), st.data())
 def test_two_simulators_refuse_to_let_it_go(case: Case, data: st.DataObject):
