@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 SOURCES := $(wildcard src tests studies examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sanitize lint format docs clean
+.PHONY: help demo test check sanitize lint format docs clean
 .PHONY: lint-format lint-style lint-types lint-layers lint-spelling
 # A recipe that fails leaves no stamp behind.
 .DELETE_ON_ERROR:
@@ -23,6 +23,12 @@ demo: $(STAMPS)/demo ## train two real models plainly and within a budget
 
 test: $(STAMPS)/dev ## run the tests; PYTEST_ARGS="-k name" is passed on
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 $(PYTEST_ARGS)
+
+# AREA names a folder or the beginning of files: solvers, test_units, cli/test_dev.
+check: $(STAMPS)/dev ## run the tests that take less than 5 s; AREA=solvers for tests/solvers*
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 -m "not slow" \
+		$(if $(AREA),$(or $(wildcard tests/$(AREA)*),$(error no tests/$(AREA)*))) \
+		$(PYTEST_ARGS)
 
 sanitize: $(STAMPS)/dev ## run the native core's tests under the sanitizers
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/sanitize -G Ninja --log-level=WARNING \

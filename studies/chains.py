@@ -16,8 +16,6 @@ from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
-from tests.chain_oracles import SHARED, best_chain, best_stage_join
-
 from remat.chains import level_tables, rotor_tables
 from remat.chains.blocks import Block, block_stage
 from remat.chains.conventions import IN_PLACE, STRICT, MemoryConvention
@@ -28,8 +26,11 @@ from remat.chains.revolve import chain_forwards, plan_chain
 from remat.chains.rotor import chain_numbers, plan_rotor, slot_size
 from remat.chains.stage_joins import StageJoin, plan_stage_join
 from remat.chains.stages import Stage, StageChain, StageOption
+from remat.testing.chain_oracles import best_chain, best_stage_join
 from remat.units import floor_slots
-from studies.record import RESULTS, append, environment
+from studies.record import RESULTS, ROOT, append, environment
+
+PAPERS = ROOT.parent / "shared" / "papers"
 
 Line = dict[str, Any]
 
@@ -85,9 +86,9 @@ def large_chain(length: int, *, option_count: int = 1) -> StageChain:
 
 def oracle_agreement() -> Iterator[Line]:
     """Compare with the tables of exhaustive searches, where they are."""
-    if not (SHARED / "join_oracle.json").is_file():
+    if not (PAPERS / "join_oracle.json").is_file():
         return
-    text = (SHARED / "join_oracle.json").read_text(encoding="utf-8")
+    text = (PAPERS / "join_oracle.json").read_text(encoding="utf-8")
     for label, shapes in json.loads(text)["once"].items():
         mode, gradients, inputs = label.split("|")
         convention = MemoryConvention(
@@ -181,9 +182,9 @@ def two_turns() -> Iterator[Line]:
 
 def trunk_exactness() -> Iterator[Line]:
     """Compare joins with a trunk, planned as chains with a block, with the optimum."""
-    if not (SHARED / "join_oracle.json").is_file():
+    if not (PAPERS / "join_oracle.json").is_file():
         return
-    text = (SHARED / "join_oracle.json").read_text(encoding="utf-8")
+    text = (PAPERS / "join_oracle.json").read_text(encoding="utf-8")
     option = StageOption(forward_ns=None, backward_ns=0, needs_output=False)
     unit = Stage(forward_ns=1, output_bytes=1, options=(option,))
     rows: list[tuple[int | None, int]] = []

@@ -23,9 +23,6 @@ from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
-from tests.device_oracles import best_on_devices
-from tests.frontier_oracle import FrontierOracle
-from tests.solvers.milp_cases import all_graphs
 
 from remat.graph import TrainingGraph
 from remat.planning import solve
@@ -36,6 +33,9 @@ from remat.solvers.base import Solver
 from remat.solvers.checkmate import Checkmate
 from remat.solvers.xengine import XEngine
 from remat.testing import budgets_between
+from remat.testing.device_oracles import best_on_devices
+from remat.testing.frontier_oracle import FrontierOracle
+from remat.testing.small_graphs import all_graphs
 from studies.record import RESULTS, append, environment, read, source_digest
 
 STUDY = "small_graphs"

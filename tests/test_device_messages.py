@@ -406,7 +406,6 @@ def test_a_missing_solver_library_is_named(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 2
     assert "needs the library OR-tools" in done.stderr

@@ -617,6 +617,7 @@ def test_an_optimizer_over_all_parameters_at_once_can_be_the_peak() -> None:
     assert 0 <= report.prediction_error < 0.02
 
 
+@pytest.mark.slow
 def test_a_saved_plan_is_installed_in_another_process(tmp_path: Any) -> None:
     code = """
 import sys, torch, remat

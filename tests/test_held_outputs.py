@@ -27,8 +27,8 @@ from remat.solvers import DeviceSearch, XEngine
 from remat.solvers.backends.mathopt import Settings
 from remat.solvers.base import ProgressCallback, Solver
 from remat.solvers.devices.relaxation import relaxed_placement
+from remat.testing.device_oracles import best_on_devices
 from remat.training_plan import Plan, load_plan
-from tests.device_oracles import best_on_devices
 from tests.device_schedules import HandMade
 from tests.oracles import brute_force_schedule, brute_force_smallest_budget, replay
 from tests.solvers.test_xengine import check_against, problems
@@ -270,6 +270,7 @@ def handed_over(case: Case) -> list[int]:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=FEW_FIT)
 @given(cases(is_mutated=False, holds_outputs=True), st.data())
 def test_two_simulators_refuse_to_let_it_go(case: Case, data: st.DataObject):

@@ -188,8 +188,31 @@ def is_bytes(node: ast.expr) -> bool:
             return False
 
 
+def imports_of(path: Path) -> set[str]:
+    """Return the top-level packages that a file imports, wherever in it."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    named = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
+    named += [n.module or "" for n in nodes if isinstance(n, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in named}
+
+
 class TestSource:
     """Rules that no linter knows."""
+
+    @pytest.mark.parametrize(
+        ("folder", "banned"),
+        [
+            ("src", {"tests", "studies", "examples"}),
+            ("studies", {"tests"}),
+            ("examples", {"tests"}),
+        ],
+    )
+    def test_what_is_run_needs_no_tests(self, folder: str, banned: set[str]) -> None:
+        # What a study compares with belongs to remat.testing.
+        files = sorted((ROOT / folder).rglob("*.py"))
+        assert files
+        wrong = [p.name for p in files if imports_of(p) & banned]
+        assert not wrong
 
     def test_there_are_sources(self) -> None:
         assert len(sources()) > 10
@@ -252,6 +275,28 @@ class TestDocuments:
 
 class TestScripts:
     """The scripts that machines start."""
+
+    def dry_run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        command = ["make", "--dry-run", "check", *words]
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=False
+        )
+
+    @pytest.mark.parametrize(
+        ("area", "paths"),
+        [("report", ["tests/report"]), ("test_unit", ["tests/test_units.py"])],
+    )
+    def test_check_leaves_out_what_is_slow(self, area: str, paths: list[str]) -> None:
+        command = self.dry_run(f"AREA={area}").stdout.split("pytest ")[-1]
+        assert '-m "not slow"' in command
+        assert re.findall(r"\btests\S+", command) == paths
+        everything = self.dry_run().stdout.split("pytest ")[-1]
+        assert not re.findall(r"\btests\S+", everything)
+
+    def test_check_of_an_area_that_does_not_exist_is_an_error(self) -> None:
+        done = self.dry_run("AREA=nowhere")
+        assert done.returncode == 2
+        assert "no tests/nowhere*" in done.stderr
 
     def test_ci_is_executable(self) -> None:
         assert os.access(ROOT / ".ci/run", os.X_OK)

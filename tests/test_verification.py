@@ -79,6 +79,7 @@ def test_a_deviation_from_eager_is_reported() -> None:
     assert report.summary()["against_eager"]
 
 
+@pytest.mark.slow
 def test_everything_is_restored() -> None:
     case = make_case("conv net")
     model = case.model
@@ -168,6 +169,7 @@ def global_target_loss(out: torch.Tensor) -> torch.Tensor:
     return functional.smooth_l1_loss(out, TARGET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("percent", ["100%", "92%"])
 def test_large_outputs_and_a_loss_with_a_global_target(percent: str) -> None:
     torch.manual_seed(0)

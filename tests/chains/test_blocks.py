@@ -6,8 +6,8 @@ from itertools import permutations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.chain_oracles import oracle_table
 from tests.chain_strategies import stage_chains, stages
+from tests.chain_tables import oracle_table
 
 from remat.chains.blocks import Block, BlockGraph, block_stage
 from remat.chains.operations import Turn

@@ -5,7 +5,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.chain_oracles import CONVENTIONS, best_join, label, oracle_table
+from tests.chain_tables import CONVENTIONS, label, oracle_table
 
 from remat.chains.conventions import (
     CHECKPOINTS_ONLY,
@@ -25,6 +25,7 @@ from remat.chains.unit_graph import UnitGraph
 from remat.errors import InvalidGraphError, SolverUnsuitableError
 from remat.platform import single_device
 from remat.simulator import simulate
+from remat.testing.chain_oracles import best_join
 
 conventions = st.sampled_from(CONVENTIONS)
 

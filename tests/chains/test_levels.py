@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.chain_oracles import cheapest
 
 from remat.chains.conventions import CHECKPOINTS_ONLY
 from remat.chains.levels import (
@@ -19,6 +18,7 @@ from remat.chains.revolve import revolve_forwards
 from remat.chains.unit_graph import UnitGraph, level_platform
 from remat.errors import InvalidGraphError, SolverUnsuitableError
 from remat.simulator import simulate
+from remat.testing.chain_oracles import cheapest
 
 LevelState = tuple[int, int | None, tuple[frozenset[int], ...]]
 
@@ -134,6 +134,7 @@ def test_unlimited_disk_is_a_level_with_a_slot_for_everything(
     times,
     times,
 )
+@pytest.mark.slow
 def test_levels_are_the_exhaustive_optimum(
     length: int,
     further: list[StorageLevel],

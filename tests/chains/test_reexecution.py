@@ -1,7 +1,7 @@
 """Joins that turn twice: exhaustive values, counterexamples, the judge, bad input."""
 
 import pytest
-from tests.chain_oracles import CONVENTIONS, best_join_of_turns, label, oracle_table
+from tests.chain_tables import CONVENTIONS, label, oracle_table
 
 from remat.chains.conventions import IN_PLACE, STRICT, MemoryConvention
 from remat.chains.joins import plan_join
@@ -11,6 +11,7 @@ from remat.chains.unit_graph import UnitGraph
 from remat.errors import SolverUnsuitableError
 from remat.platform import single_device
 from remat.simulator import simulate
+from remat.testing.chain_oracles import best_join_of_turns
 
 
 def judged_total(

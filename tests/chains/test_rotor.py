@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.chain_oracles import best_chain, oracle_table
 from tests.chain_strategies import stage_chains
+from tests.chain_tables import oracle_table
 
 from remat.chains.operations import Backward, Forward, Turn
 from remat.chains.rotor import ChainPlan, plan_rotor, slot_size, table_bytes
@@ -16,6 +16,7 @@ from remat.chains.stages import Stage, StageChain, StageOption
 from remat.errors import InvalidGraphError, SolverUnsuitableError
 from remat.platform import single_device
 from remat.simulator import simulate
+from remat.testing.chain_oracles import best_chain
 
 
 def oracle_chain(

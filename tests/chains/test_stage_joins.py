@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.chain_oracles import best_stage_join
 from tests.chain_strategies import stage_chains
 
 from remat.chains.conventions import STRICT
@@ -22,6 +21,7 @@ from remat.chains.stages import Stage, StageChain, StageOption
 from remat.errors import InvalidGraphError, SolverUnsuitableError
 from remat.platform import single_device
 from remat.simulator import simulate
+from remat.testing.chain_oracles import best_stage_join
 
 
 @st.composite

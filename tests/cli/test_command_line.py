@@ -50,7 +50,6 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
 
@@ -490,7 +489,6 @@ sys.exit(main(["--version"]))
             stdout=writing,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
             check=False,
         )
         os.close(writing)
@@ -561,7 +559,6 @@ class TestOnModels:
             [sys.executable, "-m", "remat", "--version"],
             capture_output=True,
             text=True,
-            timeout=60,
             check=False,
         )
         assert done.stdout == f"remat {remat.__version__}\n"

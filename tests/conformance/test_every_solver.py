@@ -28,7 +28,8 @@ from remat.testing import SolverContract, budgets_between, scale_graph
 
 # Baselines that may recompute, or find nothing, where storing everything fits.
 RECOMPUTES_ALWAYS = {"chen-sqrt", "chen-greedy", "chen-lower-sets"}
-# Solvers for several devices: with one, they store everything or decline.
+# Solvers for several devices: with one, they store everything or decline; what they do
+# with several is in test_device_solvers.py.
 FOR_SEVERAL_DEVICES = {"device-search", "pofo", "xengine", "xengine-published"}
 # Solvers for chains or joins, and a graph that they do not decline.
 STRUCTURES = {"rotor": "mlp", "rockmate": "mlp", "revolve": "mlp", "join": "siamese"}
@@ -62,11 +63,24 @@ def contract(solver: str) -> SolverContract:
 
 
 # The large instances ask for minutes where a small one shows the same.
+NETWORKS = ("resnet", "transformer", "densenet", "unet")
 SMALL = ("mlp", "siamese", "once-only", "awkward-0", "awkward-1", "awkward-2")
 
 
-@pytest.mark.parametrize("name", INSTANCES)
-@pytest.mark.parametrize("solver", SOLVERS)
+def is_slow(solver: str, name: str) -> bool:
+    """Whether a solver uses its time at each of the budgets."""
+    is_small = name not in NETWORKS and (solver, name) != ("checkmate", "siamese")
+    return solver in TIMED and not is_small
+
+
+@pytest.mark.parametrize(
+    ("solver", "name"),
+    [
+        pytest.param(s, n, marks=[pytest.mark.slow] if is_slow(s, n) else [])
+        for s in SOLVERS
+        for n in INSTANCES
+    ],
+)
 def test_answers_are_valid(solver: str, name: str):
     contract(solver).run("answers_are_valid", instance(name))
 
@@ -88,7 +102,7 @@ def test_contract(solver: str, name: str, check: str):
         "deadline_is_kept",
     ],
 )
-@pytest.mark.parametrize("name", ["resnet", "transformer", "densenet", "unet"])
+@pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_contract_on_networks(solver: str, name: str, check: str):
     contract(solver).run(check, instance(name))

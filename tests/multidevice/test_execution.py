@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.device_oracles import best_on_devices
 from tests.strategies import graphs
 
 from remat.bounds import required_ops
@@ -22,6 +21,7 @@ from remat.schedule import Boundary, Compute, Copy, Step
 from remat.simulator import simulate
 from remat.solvers.backends.mathopt import Settings
 from remat.solvers.devices.relaxation import relaxed_placement
+from remat.testing.device_oracles import best_on_devices
 
 RULES = (
     ExecutionRule(),

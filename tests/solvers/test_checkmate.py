@@ -1,18 +1,17 @@
 """Checkmate against brute force, proved optima, and the published relaxations."""
 
-import os
 import re
-import signal
-import threading
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.frontier_oracle import FrontierOracle
 from tests.instances import INSTANCES, mlp_chain, unet_like
+from tests.interrupts import interrupted
 from tests.oracles import brute_force_best
-from tests.solvers.milp_cases import all_graphs, graph_of, published, unit_linear
+from tests.solvers.milp_cases import graph_of, published, unit_linear
 from tests.strategies import graphs
 
 from remat.bounds import peak_bound_bytes
@@ -31,6 +30,8 @@ from remat.solvers.frontier import frontier
 from remat.solvers.frontier_model import Rows, build_model
 from remat.solvers.greedy_eviction import GreedyEviction
 from remat.testing import budgets_between
+from remat.testing.frontier_oracle import FrontierOracle
+from remat.testing.small_graphs import all_graphs
 
 NO_ORACLES = pytest.mark.skipif(
     not published(), reason="the published oracles (papers/milp_oracle.json) are absent"
@@ -263,7 +264,9 @@ def test_rounded_sizes_fit_and_claim_nothing():
     assert result.bound_ns <= (result.cost_ns or 0)
 
 
-@pytest.mark.parametrize("name", ["mlp", "awkward-0", "once-only"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("mlp", marks=pytest.mark.slow), "awkward-0", "once-only"]
+)
 def test_not_worse_than_the_heuristic_it_starts_from(name: str):
     graph = INSTANCES[name]().graph
     for budget in budgets_between(graph, 4):
@@ -336,28 +339,37 @@ def test_progress_tells_incumbent_bound_and_gap():
     assert any("best so far" in line and "gap" in line for line in told)
 
 
-@pytest.mark.slow
-def test_ctrl_c_returns_the_incumbent(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mathopt, "IN_PROCESS_ROWS", 0)
+def plan_unet(begun: Callable[[], None], rows_with_intervals: int) -> Result:
     graph = unet_like(4).graph
     low, high = budgets_between(graph, 2)
-    started = threading.Event()
 
-    def interrupt(activity: str, share: float) -> None:
-        if "bound" in activity and not started.is_set():
-            started.set()
-            threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    def tell(activity: str, share: float) -> None:
+        if "bound" in activity:
+            begun()
 
-    result = solve(
-        problem(graph, low + (high - low) // 4),
-        Checkmate(backward_ops_per_stage=0),
-        limits=Limits.after(100),
-        on_progress=interrupt,
-    )
-    assert started.is_set()
-    assert result.stop_reason in {StopReason.INTERRUPTED, StopReason.COMPLETED}
+    with (
+        patch.object(mathopt, "IN_PROCESS_ROWS", 0),
+        patch.object(checkmate, "_INTERVAL_ROWS", rows_with_intervals),
+    ):
+        return solve(
+            problem(graph, low + (high - low) // 4),
+            Checkmate(backward_ops_per_stage=0),
+            limits=Limits.after(1e6),
+            on_progress=tell,
+        )
+
+
+@pytest.mark.parametrize(
+    "rows_with_intervals",
+    [
+        pytest.param(0, id="in the constraint program"),
+        pytest.param(10**9, id="in the integer program"),
+    ],
+)
+def test_ctrl_c_returns_the_incumbent(rows_with_intervals: int):
+    result = interrupted(plan_unet, rows_with_intervals)
+    assert result.stop_reason is StopReason.INTERRUPTED
     assert result.trace is not None
-    assert result.elapsed_s < 60
 
 
 # --- LP rounding ---------------------------------------------------------------------

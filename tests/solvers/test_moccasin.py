@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.frontier_oracle import FrontierOracle
-from tests.solvers.milp_cases import all_graphs, graph_of, published, unit_linear
+from tests.solvers.milp_cases import graph_of, published, unit_linear
 from tests.strategies import graphs
 
 from remat.errors import SolverUnsuitableError
@@ -18,6 +17,8 @@ from remat.solvers import moccasin
 from remat.solvers.checkmate import Checkmate
 from remat.solvers.moccasin import Moccasin
 from remat.testing import budgets_between
+from remat.testing.frontier_oracle import FrontierOracle
+from remat.testing.small_graphs import all_graphs
 
 NO_ORACLES = pytest.mark.skipif(
     not published(), reason="the published oracles (papers/milp_oracle.json) are absent"

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from tests.device_oracles import best_on_devices
 from tests.instances import INSTANCES, Network, joined_towers
 
 from remat.chains.paging import Bandwidth, page
@@ -18,6 +17,7 @@ from remat.simulator import simulate
 from remat.solvers.pofo import PoFo
 from remat.solvers.rotor import Rotor
 from remat.testing import store_all_peak_bytes
+from remat.testing.device_oracles import best_on_devices
 
 GIGA = 10**9
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 from tests.instances import INSTANCES, Network, resnet_like, transformer_like
 
+import remat.problem
 from remat.chains.rotor import plan_rotor
 from remat.chains.stages import StageOption
 from remat.graph import TrainingGraph
@@ -196,6 +198,7 @@ def small_blocks(blocks: int) -> TrainingGraph:
     return net.instance(head).graph
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_stages", [3, 4])
 def test_near_the_optimum_of_the_whole_graph(max_stages: int):
     graph = small_blocks(3)
@@ -264,12 +267,30 @@ def test_progress_rises_from_nothing_to_all():
     assert any("distinct stages" in activity for activity, _ in told)
 
 
-def test_the_limit_holds_for_everything_together():
+def test_the_limit_holds_for_everything_together(monkeypatch: pytest.MonkeyPatch):
+    """Time passes in programs alone, which find nothing and use all that they have."""
     graph = transformer_like(8).graph
     budget = store_all_peak_bytes(graph) * 6 // 10
-    result = solved(graph, budget, Rockmate(), Limits.after(3.0))
-    assert result.elapsed_s < 12
+    now_s, given_s = 1000.0, list[float]()
+
+    def program(_: Problem, limits: Limits) -> StageAnswer:
+        nonlocal now_s
+        assert limits.remaining_s is not None
+        given_s.append(limits.remaining_s)
+        now_s += limits.remaining_s
+        return StageAnswer(order=None)
+
+    monkeypatch.setattr(remat.problem, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(
+        rockmate, "StagePrograms", lambda **kw: StagePrograms(program, **kw)
+    )
+    result = solved(graph, budget, Rockmate(), Limits.after(30.0))
     assert result.cost_ns is not None
+    assert len(given_s) > 5
+    assert min(given_s) > 0
+    assert max(given_s) <= Rockmate().program_time_limit_s
+    assert now_s <= 1030.0
+    monkeypatch.undo()
     nothing = solved(graph, budget, Rockmate(), Limits.after(0.0))
     assert nothing.status is Status.UNKNOWN
     assert nothing.stop_reason is StopReason.TIME_LIMIT

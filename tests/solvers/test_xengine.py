@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.device_oracles import best_on_devices
 from tests.strategies import graphs
 
 from remat.bounds import required_ops
@@ -27,6 +26,7 @@ from remat.solvers.device_search import DeviceSearch
 from remat.solvers.devices.published import PublishedInstance, PublishedModel
 from remat.solvers.devices.slots import frontier_slots
 from remat.solvers.devices.sweep_model import ModelOptions, SweepModel
+from remat.testing.device_oracles import best_on_devices
 
 ORACLE = Path(__file__).parents[3] / "shared" / "papers" / "milp_oracle.json"
 SIZES = (10, 40, 10, 10, 30, 15, 10)
@@ -374,6 +374,7 @@ def test_staged_optima_of_all_kinds_of_graphs(problem: Problem):
 
 @settings(max_examples=25)
 @given(problem=problems(max_ops=3))
+@pytest.mark.slow
 def test_unrestricted_optima_of_tiny_graphs(problem: Problem):
     found = best_on_devices(problem.graph, problem.platform)
     count = len(problem.graph.ops) + 1

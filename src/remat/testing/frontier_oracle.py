@@ -14,11 +14,11 @@ from itertools import count
 from remat.bounds import required_ops
 from remat.graph import Phase, TrainingGraph
 
-BOUNDARY, END = -1, -2
+_BOUNDARY, _END = -1, -2
 
 
 @dataclass(frozen=True)
-class State:
+class _State:
     """How far the frontier is, what ran again since, and what is live."""
 
     position: int
@@ -28,24 +28,32 @@ class State:
 
 @dataclass(frozen=True)
 class FrontierOracle:
-    """The search over one graph."""
+    """The search over one graph.
+
+    Parameters
+    ----------
+    graph
+        The graph, of ops of one kind of device.
+    any_reruns
+        Whether ops run again in any order and number between two first runs.
+    """
 
     graph: TrainingGraph
     any_reruns: bool = False
 
-    def sequence(self) -> list[int]:
+    def _sequence(self) -> list[int]:
         required = sorted(required_ops(self.graph))
         forward = [op for op in required if op < self.graph.forward_count]
-        return [*forward, BOUNDARY, *required[len(forward) :], END]
+        return [*forward, _BOUNDARY, *required[len(forward) :], _END]
 
-    def size(self, storages: frozenset[int] | tuple[int, ...]) -> int:
+    def _size(self, storages: frozenset[int] | tuple[int, ...]) -> int:
         return sum(self.graph.storages[s].size_bytes for s in storages)
 
-    def moves(self, state: State) -> Iterator[tuple[int, int, State]]:
+    def _moves(self, state: _State) -> Iterator[tuple[int, int, _State]]:
         """Yield bytes during a step, its time, and where it leads."""
-        graph, sequence = self.graph, self.sequence()
+        graph, sequence = self.graph, self._sequence()
         resident = {i for i, s in enumerate(graph.storages) if s.is_resident}
-        held = self.size(frozenset(resident)) + self.size(state.live)
+        held = self._size(frozenset(resident)) + self._size(state.live)
         for storage in state.live:
             yield held, 0, replace(state, live=state.live - {storage})
 
@@ -53,21 +61,21 @@ class FrontierOracle:
             return set(storages) <= state.live | resident
 
         following = sequence[state.position]
-        ahead = State(state.position + 1, -1, state.live)
-        if following == END:
+        ahead = _State(state.position + 1, -1, state.live)
+        if following == _END:
             if has(graph.final_outputs):
                 yield held, 0, ahead
-        elif following == BOUNDARY:
+        elif following == _BOUNDARY:
             if has(graph.forward_outputs):
                 live = state.live | set(graph.tangents)
-                yield held + self.size(graph.tangents), 0, replace(ahead, live=live)
+                yield held + self._size(graph.tangents), 0, replace(ahead, live=live)
         elif has(graph.ops[following].reads):
             op = graph.ops[following]
-            during = held + self.size(op.writes) + op.workspace_bytes[0]
+            during = held + self._size(op.writes) + op.workspace_bytes[0]
             live = state.live | set(op.writes)
             yield during, op.cost_ns[0] or 0, replace(ahead, live=live)
         done = sequence[: state.position]
-        phase = Phase.BACKWARD if BOUNDARY in done else Phase.FORWARD
+        phase = Phase.BACKWARD if _BOUNDARY in done else Phase.FORWARD
         begun = any(
             i >= 0 and graph.ops[i].is_external and graph.ops[i].phase is phase
             for i in done
@@ -82,21 +90,21 @@ class FrontierOracle:
                 op.is_external and op.phase is not phase
             ):
                 continue
-            during = held + self.size(op.writes) + op.workspace_bytes[0]
+            during = held + self._size(op.writes) + op.workspace_bytes[0]
             live = state.live | set(op.writes)
-            yield during, op.cost_ns[0] or 0, State(state.position, index, live)
+            yield during, op.cost_ns[0] or 0, _State(state.position, index, live)
 
     def best(self, budget_bytes: int) -> int | None:
         """Return the least time within the budget, or ``None`` if nothing fits."""
-        root, ticket = State(0, -1, frozenset()), count()
+        root, ticket = _State(0, -1, frozenset()), count()
         least, queue = {root: 0}, [(0, next(ticket), root)]
         while queue:
             cost, _, state = heapq.heappop(queue)
             if cost > least[state]:
                 continue
-            if state.position == len(self.sequence()):
+            if state.position == len(self._sequence()):
                 return cost
-            for size, time, after in self.moves(state):
+            for size, time, after in self._moves(state):
                 if size <= budget_bytes and cost + time < least.get(after, 1 << 80):
                     least[after] = cost + time
                     heapq.heappush(queue, (cost + time, next(ticket), after))

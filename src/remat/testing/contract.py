@@ -14,19 +14,23 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import permutations
 from typing import ClassVar
 
 from remat.bounds import cost_bound_ns, peak_bound_bytes
 from remat.errors import SolverUnsuitableError
 from remat.graph import Op, TrainingGraph
 from remat.planning import judge, solve
-from remat.platform import single_device
+from remat.platform import Device, Link, Platform, single_device
 from remat.problem import Limits, Problem, Proposal, Result, Status
+from remat.schedule import Compute, Copy, Step
 from remat.solvers.base import Solver
 from remat.solvers.store_all import StoreAll
 
 _SCALE = 4
-_QUICK_S = 5.0
+_NS_PER_S = 10**9
+_QUICK_S = 5.0  # of processor time, which no other process takes away
 
 
 def budgets_between(graph: TrainingGraph, count: int = 4) -> list[int]:
@@ -47,7 +51,7 @@ def budgets_between(graph: TrainingGraph, count: int = 4) -> list[int]:
 
 def store_all_peak_bytes(graph: TrainingGraph) -> int:
     """Return the peak of running every op once, in graph order."""
-    trace = solve(_problem(graph, None), StoreAll()).trace
+    trace = solve(ALONE.problem(graph, None), StoreAll()).trace
     if trace is None:
         msg = f"graph {graph.name!r} has no store-all schedule"
         raise AssertionError(msg)
@@ -88,10 +92,130 @@ def rename_graph(graph: TrainingGraph) -> TrainingGraph:
     )
 
 
-def _problem(graph: TrainingGraph, budget_bytes: int | None) -> Problem:
-    return Problem(
-        graph=graph, platform=single_device(budget_bytes, graph.device_kinds[0])
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """A device beside the first one, for the checks of solvers for several devices.
+
+    Parameters
+    ----------
+    kind
+        Its kind and name.
+    computes
+        Whether it runs ops: in turn in half the time that they take on the first
+        device, in the same time, and in one and a half times that. Else it only stores.
+    budget_times
+        Its budget, as a multiple of the first device's; ``None`` for no limit.
+    """
+
+    kind: str
+    computes: bool
+    budget_times: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """The devices that a solver is checked on: one alone, or others beside it.
+
+    Links join all devices, each byte taking ``ns_per_byte`` after a latency; copies
+    wait for what frees memory. Time of an op on the first device is twice the graph's.
+    """
+
+    beside: tuple[Beside, ...] = ()
+    ns_per_byte: int = 1
+    latency_ns: int = 5
+
+    def problem(
+        self,
+        graph: TrainingGraph,
+        budget_bytes: int | None,
+        *,
+        bytes_factor: int = 1,
+        ns_factor: int = 1,
+    ) -> Problem:
+        """Return the problem of a graph of one kind of device.
+
+        Parameters
+        ----------
+        graph, budget_bytes
+            The graph, and the budget of the first device; without one, none has.
+        bytes_factor, ns_factor
+            What sizes and times of the graph were multiplied by: links are as well.
+        """
+        first = graph.device_kinds[0]
+        if not self.beside:
+            return Problem(graph=graph, platform=single_device(budget_bytes, first))
+        devices = [Device(name=first, kind=first, budget_bytes=budget_bytes)]
+        devices += [
+            Device(
+                name=other.kind,
+                kind=other.kind,
+                budget_bytes=None
+                if budget_bytes is None or other.budget_times is None
+                else budget_bytes * other.budget_times,
+            )
+            for other in self.beside
+        ]
+        ns_per_byte = Fraction(self.ns_per_byte * ns_factor, bytes_factor)
+        links = tuple(
+            Link(
+                source=source,
+                target=target,
+                bytes_per_s=int(_NS_PER_S / ns_per_byte),
+                latency_ns=self.latency_ns * ns_factor,
+            )
+            for source, target in permutations(range(len(devices)), 2)
+        )
+        return Problem(
+            graph=self._placed(graph),
+            platform=Platform(devices=tuple(devices), links=links, copies_wait=True),
+        )
+
+    def _placed(self, graph: TrainingGraph) -> TrainingGraph:
+        def placed(index: int, op: Op) -> Op:
+            time_ns = op.cost_ns[0] or 0
+            beside = [
+                time_ns * (1 + (index + place) % 3) if other.computes else None
+                for place, other in enumerate(self.beside)
+            ]
+            return replace(
+                op,
+                cost_ns=(2 * time_ns, *beside),
+                workspace_bytes=op.workspace_bytes * (1 + len(beside)),
+            )
+
+        return replace(
+            graph,
+            ops=tuple(placed(index, op) for index, op in enumerate(graph.ops)),
+            device_kinds=(*graph.device_kinds, *(other.kind for other in self.beside)),
+        )
+
+
+ALONE = Setting()
+"""One device."""
+
+WITH_STORE = Setting(beside=(Beside(kind="host", computes=False, budget_times=2),))
+"""A device that computes, and one of twice its memory that only stores."""
+
+IN_PAIR = Setting(beside=(Beside(kind="other", computes=True, budget_times=1),))
+"""Two devices of equal memory, each of which is the quicker one for some ops."""
+
+IN_THREES = Setting(
+    beside=(
+        Beside(kind="other", computes=True, budget_times=1),
+        Beside(kind="host", computes=False, budget_times=2),
+    ),
+    ns_per_byte=2,
+)
+"""Two devices that compute, and one that only stores, behind slower links."""
+
+
+def _is_beside(step: Step) -> bool:
+    """Return whether a step runs an op or puts a copy beside the first device."""
+    match step:
+        case Compute(device=device) | Copy(target=device):
+            return device > 0
+        case _:
+            return False
 
 
 def _require(holds: bool, message: str) -> None:  # noqa: FBT001 - reads like assert
@@ -112,6 +236,9 @@ class SolverContract:
     needs_structure
         Whether the solver may decline graphs without the structure that it is for; a
         declined graph counts as an answer without a schedule.
+    setting
+        The devices. A solver for several is checked on several: alone, it may store
+        everything, or decline.
     """
 
     CHECKS: ClassVar[tuple[str, ...]] = (
@@ -125,11 +252,13 @@ class SolverContract:
         "input_is_left_alone",
         "deadline_is_kept",
         "exact_cost_falls_with_the_budget",
+        "other_devices_are_of_use",
     )
 
     solver: Solver
     recomputes_always: bool = False
     needs_structure: bool = False
+    setting: Setting = ALONE
 
     def run(self, check: str, graph: TrainingGraph) -> None:
         """Run the check of that name on ``graph``.
@@ -152,6 +281,7 @@ class SolverContract:
             "input_is_left_alone": self.input_unchanged,
             "deadline_is_kept": self.deadline,
             "exact_cost_falls_with_the_budget": self.exact_is_monotone,
+            "other_devices_are_of_use": self.others_are_used,
         }
         checks[check](graph)
 
@@ -161,8 +291,11 @@ class SolverContract:
         budget_bytes: int | None,
         limits: Limits | None = None,
     ) -> Result:
-        """Return the judged answer of the solver for one device."""
-        problem = _problem(graph, budget_bytes)
+        """Return the judged answer of the solver with a budget of the first device."""
+        return self.answer(self.setting.problem(graph, budget_bytes), limits)
+
+    def answer(self, problem: Problem, limits: Limits | None = None) -> Result:
+        """Return the judged answer of the solver to a problem."""
         try:
             return solve(problem, self.solver, limits=limits)
         except SolverUnsuitableError as error:
@@ -175,9 +308,9 @@ class SolverContract:
         """Check peak, cost, bound and status at several budgets."""
         for budget in budgets_between(graph):
             result = self.ask(graph, budget)
-            self.check_claims(result, budget)
+            self.check_claims(result, self.setting.problem(graph, budget))
 
-    def check_claims(self, result: Result, budget_bytes: int) -> None:
+    def check_claims(self, result: Result, problem: Problem) -> None:
         """Check what one answer claims against its own replay.
 
         Raises
@@ -197,9 +330,16 @@ class SolverContract:
         if result.trace is None:
             _require(bool(result.message), "no schedule, and no message says why")
             return
-        peak, cost_ns = result.trace.peak_bytes[0], result.trace.serial_ns
+        cost_ns = result.trace.serial_ns
         _require(result.trace.is_valid, f"invalid: {result.trace.violation}")
-        _require(peak <= budget_bytes, f"peak {peak:_} over budget {budget_bytes:_}")
+        for device, peak in zip(
+            problem.platform.devices, result.trace.peak_bytes, strict=True
+        ):
+            budget = device.budget_bytes
+            _require(
+                budget is None or peak <= budget,
+                f"peak {peak:_} over budget {budget} of device {device.name!r}",
+            )
         _require(
             result.bound_ns <= cost_ns, f"bound {result.bound_ns:_} over {cost_ns:_}"
         )
@@ -217,7 +357,7 @@ class SolverContract:
             If the answer is missing or costs more than storing everything.
         """
         peak = store_all_peak_bytes(graph)
-        plain = solve(_problem(graph, None), StoreAll()).cost_ns
+        plain = solve(self.setting.problem(graph, None), StoreAll()).cost_ns
         for budget in (peak, None):
             cost_ns = self.ask(graph, budget).cost_ns
             if cost_ns is None and self.recomputes_always:
@@ -236,7 +376,9 @@ class SolverContract:
         AssertionError
             If there is a schedule.
         """
-        for budget in {1, max(1, peak_bound_bytes(graph) - 1)}:
+        # With others beside it, a device needs less than the bound for one alone.
+        largest = 1 if self.setting.beside else peak_bound_bytes(graph) - 1
+        for budget in {1, max(1, largest)}:
             result = self.ask(graph, budget)
             _require(
                 result.status in {Status.INFEASIBLE, Status.UNKNOWN},
@@ -254,7 +396,8 @@ class SolverContract:
         larger = scale_graph(graph, bytes_factor=_SCALE)
         for budget in budgets_between(graph, 3):
             cost_ns = self.ask(graph, budget).cost_ns
-            other_ns = self.ask(larger, budget * _SCALE).cost_ns
+            scaled = self.setting.problem(larger, budget * _SCALE, bytes_factor=_SCALE)
+            other_ns = self.answer(scaled).cost_ns
             _require(
                 cost_ns == other_ns,
                 f"cost {cost_ns} at {budget:_} bytes, but {other_ns} with all sizes "
@@ -272,7 +415,8 @@ class SolverContract:
         slower = scale_graph(graph, ns_factor=_SCALE)
         for budget in budgets_between(graph, 3):
             cost_ns = self.ask(graph, budget).cost_ns
-            other_ns = self.ask(slower, budget).cost_ns
+            scaled = self.setting.problem(slower, budget, ns_factor=_SCALE)
+            other_ns = self.answer(scaled).cost_ns
             _require(
                 other_ns == (None if cost_ns is None else cost_ns * _SCALE),
                 f"cost {cost_ns} at {budget:_} bytes, but {other_ns} with all costs "
@@ -323,14 +467,40 @@ class SolverContract:
         Raises
         ------
         AssertionError
-            If it takes more than a few seconds or the answer is invalid.
+            If it works for more than a few seconds or the answer is invalid.
         """
         budget = budgets_between(graph, 3)[0]
-        started = time.monotonic()
+        started = time.process_time()
         result = self.ask(graph, budget, Limits.after(0))
-        elapsed_s = time.monotonic() - started
-        _require(elapsed_s < _QUICK_S, f"took {elapsed_s:.1f} s with no time at all")
-        self.check_claims(result, budget)
+        worked_s = time.process_time() - started
+        _require(
+            worked_s < _QUICK_S,
+            f"took {worked_s:.1f} s of processor time with no time at all",
+        )
+        self.check_claims(result, self.setting.problem(graph, budget))
+
+    def others_are_used(self, graph: TrainingGraph) -> None:
+        """Check that a solver for several devices uses more than the first one.
+
+        Raises
+        ------
+        AssertionError
+            If no answer at a budget below what storing everything takes has a step on
+            another device, or an answer is without one where the first device alone
+            has too little memory for any schedule.
+        """
+        if not self.setting.beside:
+            return
+        is_used = False
+        bound = peak_bound_bytes(graph)
+        for budget in (bound * 9 // 10, *budgets_between(graph)[:-1]):
+            result = self.ask(graph, budget)
+            if result.schedule is None:
+                continue
+            moved = sum(_is_beside(step) for step in result.schedule.steps)
+            _require(moved > 0 or budget >= bound, f"device 0 alone within {budget:_}")
+            is_used |= moved > 0
+        _require(is_used, "nothing is copied to another device, and nothing runs there")
 
     def exact_is_monotone(self, graph: TrainingGraph) -> None:
         """Check that an exact solver's cost never rises with the budget.
@@ -353,7 +523,7 @@ class SolverContract:
     def check_optimum(
         self, graph: TrainingGraph, budget_bytes: int, optimum_ns: int | None
     ) -> None:
-        """Compare with the least cost over all schedules of one device.
+        """Compare with the least cost over all schedules of the setting's devices.
 
         Parameters
         ----------
@@ -376,6 +546,6 @@ class SolverContract:
             f"cost {result.cost_ns} below the optimum {optimum_ns}",
         )
         _require(
-            cost_bound_ns(_problem(graph, budget_bytes)) <= optimum_ns,
+            cost_bound_ns(self.setting.problem(graph, budget_bytes)) <= optimum_ns,
             f"the bound on every schedule exceeds the optimum {optimum_ns}",
         )

@@ -24,7 +24,7 @@ from remat.schedule import Boundary, Compute, Copy, Schedule, Step
 
 
 @dataclass(frozen=True)
-class Place:
+class _Place:
     live: tuple[frozenset[int], ...]
     run: frozenset[int]
     is_backward: bool = False
@@ -35,12 +35,12 @@ class Place:
     is_ended: bool = False
 
 
-def matters(op: Op) -> bool:
+def _matters(op: Op) -> bool:
     return op.is_ordered or not op.writes or not op.is_recomputable or op.is_external
 
 
 @dataclass(frozen=True)
-class DeviceSearch:
+class _DeviceSearch:
     graph: TrainingGraph
     platform: Platform
     is_staged: bool
@@ -52,7 +52,7 @@ class DeviceSearch:
         block = self.graph.storages[storage]
         return block.is_resident and block.home == device
 
-    def is_handed_over(self, place: Place, storage: int, device: int) -> bool:
+    def is_handed_over(self, place: _Place, storage: int, device: int) -> bool:
         """Whether the caller has the storage there, and keeps it to the end."""
         graph = self.graph
         return (
@@ -62,12 +62,12 @@ class DeviceSearch:
             and storage in graph.final_outputs
         )
 
-    def is_live(self, place: Place, storage: int, device: int) -> bool:
+    def is_live(self, place: _Place, storage: int, device: int) -> bool:
         return self.stays(storage, device) or storage in place.live[device]
 
     def rooms(
-        self, place: Place, device: int, added: int, pinned: set[int]
-    ) -> Iterator[Place]:
+        self, place: _Place, device: int, added: int, pinned: set[int]
+    ) -> Iterator[_Place]:
         """Yield ``place`` after each smallest set of discards that makes room."""
         budget = self.platform.devices[device].budget_bytes
         held = self.graph.resident_bytes(device) + self.size(place.live[device])
@@ -92,36 +92,36 @@ class DeviceSearch:
                 live[device] -= frozenset(chosen)
                 yield replace(place, live=tuple(live))
 
-    def with_live(self, place: Place, storages: Sequence[int], device: int) -> Place:
+    def with_live(self, place: _Place, storages: Sequence[int], device: int) -> _Place:
         live = list(place.live)
         live[device] |= frozenset(storages)
         return replace(place, live=tuple(live))
 
-    def is_callers_turn(self, place: Place) -> bool:
+    def is_callers_turn(self, place: _Place) -> bool:
         phase = Phase.BACKWARD if place.is_backward else Phase.FORWARD
         ops = self.graph.ops
         return any(ops[r].is_external and ops[r].phase is phase for r in place.run)
 
-    def at_home(self, place: Place, storages: Sequence[int]) -> bool:
+    def at_home(self, place: _Place, storages: Sequence[int]) -> bool:
         return all(
             self.is_live(place, s, self.graph.storages[s].home) for s in storages
         )
 
-    def effects_done(self, place: Place, phase: Phase | None) -> bool:
+    def effects_done(self, place: _Place, phase: Phase | None) -> bool:
         return all(
             index in place.run
             for index, op in enumerate(self.graph.ops)
             if (op.is_ordered or not op.writes) and phase in {None, op.phase}
         )
 
-    def is_goal(self, place: Place) -> bool:
+    def is_goal(self, place: _Place) -> bool:
         return (
             place.is_backward
             and self.at_home(place, self.graph.final_outputs)
             and self.effects_done(place, None)
         )
 
-    def moves(self, place: Place) -> Iterator[tuple[Step, int, Place]]:
+    def moves(self, place: _Place) -> Iterator[tuple[Step, int, _Place]]:
         yield from self.boundaries(place)
         if not self.is_callers_turn(place):
             yield from self.copies(place)
@@ -130,7 +130,7 @@ class DeviceSearch:
                 for device in range(len(self.platform.devices)):
                     yield from self.runs(place, index, device)
 
-    def boundaries(self, place: Place) -> Iterator[tuple[Step, int, Place]]:
+    def boundaries(self, place: _Place) -> Iterator[tuple[Step, int, _Place]]:
         graph = self.graph
         if (
             place.is_backward
@@ -159,12 +159,12 @@ class DeviceSearch:
                 after = self.with_live(after, [storage], home)
             yield Boundary(), 0, after
 
-    def is_forward_left(self, place: Place) -> bool:
+    def is_forward_left(self, place: _Place) -> bool:
         ops = self.graph.ops
         left = place.frontier < len(ops)
         return left and ops[place.frontier].phase is Phase.FORWARD
 
-    def copies(self, place: Place) -> Iterator[tuple[Step, int, Place]]:
+    def copies(self, place: _Place) -> Iterator[tuple[Step, int, _Place]]:
         for link in self.platform.links:
             for storage, block in enumerate(self.graph.storages):
                 if self.is_live(place, storage, link.source) and not self.is_live(
@@ -175,7 +175,7 @@ class DeviceSearch:
                     for room in self.rooms(place, link.target, block.size_bytes, set()):
                         yield step, time, self.with_live(room, [storage], link.target)
 
-    def may_run(self, place: Place, index: int, op: Op) -> bool:
+    def may_run(self, place: _Place, index: int, op: Op) -> bool:
         if op.phase is Phase.BACKWARD and not place.is_backward:
             return False
         if self.is_callers_turn(place) and not op.is_external:
@@ -190,8 +190,8 @@ class DeviceSearch:
         return not self.is_staged or index <= place.frontier
 
     def runs(
-        self, place: Place, index: int, device: int
-    ) -> Iterator[tuple[Step, int, Place]]:
+        self, place: _Place, index: int, device: int
+    ) -> Iterator[tuple[Step, int, _Place]]:
         op = self.graph.ops[index]
         kind = self.graph.kind_index(self.platform.devices[device].kind)
         cost = op.cost_ns[kind]
@@ -203,12 +203,12 @@ class DeviceSearch:
                 return
             place = staged
         added = self.size(op.writes) + op.workspace_bytes[kind]
-        run = place.run | {index} if matters(op) else place.run
+        run = place.run | {index} if _matters(op) else place.run
         for room in self.rooms(place, device, added, set(op.reads)):
             after = self.with_live(room, op.writes, device)
             yield Compute(index, device), cost, replace(after, run=run)
 
-    def in_stage(self, place: Place, run: tuple[int, int]) -> Place | None:
+    def in_stage(self, place: _Place, run: tuple[int, int]) -> _Place | None:
         """Return ``place`` after a run; ``None`` where the class does not allow it."""
         op, device = run
         if op == place.frontier:
@@ -232,12 +232,12 @@ class DeviceSearch:
             if budget is not None and self.graph.resident_bytes(index) > budget:
                 return None
         first = min(required_ops(self.graph), default=0)
-        root = Place(
+        root = _Place(
             tuple(frozenset[int]() for _ in devices), frozenset(), frontier=first
         )
         ticket = count()
         queue = [(0, next(ticket), root)]
-        came_from: dict[Place, tuple[Place, Step] | None] = {root: None}
+        came_from: dict[_Place, tuple[_Place, Step] | None] = {root: None}
         least = {root: 0}
         while queue:
             cost, _, place = heapq.heappop(queue)
@@ -263,5 +263,12 @@ def best_on_devices(
     """Return the least serial time of all schedules whose list fits, and one of them.
 
     ``None`` if no schedule fits. For graphs of up to 6 ops.
+
+    Parameters
+    ----------
+    graph, platform
+        The problem.
+    is_staged
+        Whether only schedules of the frontier class are searched.
     """
-    return DeviceSearch(graph, platform, is_staged).best()
+    return _DeviceSearch(graph, platform, is_staged).best()

@@ -6,56 +6,25 @@ discarded at any time.
 """
 
 import heapq
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, product
-from pathlib import Path
-from typing import Any, TypeVar
-
-import pytest
+from typing import TypeVar
 
 from remat.chains.conventions import MemoryConvention
 from remat.chains.stage_joins import StageJoin
 from remat.chains.stages import StageChain
 
-State = TypeVar("State")
-
-SHARED = Path(__file__).parents[2] / "shared" / "papers"
-
-CONVENTIONS = [
-    MemoryConvention(
-        overwrites_inputs=overwrites, counts_gradients=gradients, counts_inputs=inputs
-    )
-    for overwrites in (False, True)
-    for gradients in (True, False)
-    for inputs in (True, False)
-]
-
-
-def oracle_table(name: str) -> Any:
-    """Return a table of published or exhaustive values, or skip the test."""
-    path = SHARED / name
-    if not path.is_file():
-        pytest.skip(f"no oracle tables in this checkout: {name} is not there")
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def label(convention: MemoryConvention) -> str:
-    """Return a convention's key in the oracle tables, and its name in test ids."""
-    mode = "inplace" if convention.overwrites_inputs else "strict"
-    gradients = "counted" if convention.counts_gradients else "free"
-    inputs = "counted" if convention.counts_inputs else "pinned_uncounted"
-    return f"{mode}|grads={gradients}|inputs={inputs}"
+_State = TypeVar("_State")
 
 
 def cheapest(
-    start: State,
-    moves: Callable[[State], Iterable[tuple[int, State]]],
-    is_done: Callable[[State], bool],
+    start: _State,
+    moves: Callable[[_State], Iterable[tuple[int, _State]]],
+    is_done: Callable[[_State], bool],
 ) -> int | None:
     """Return the least cost from ``start`` to a state that is done (Dijkstra)."""
     order = count()
-    queue: list[tuple[int, int, State]] = [(0, next(order), start)]
+    queue: list[tuple[int, int, _State]] = [(0, next(order), start)]
     best = {start: 0}
     while queue:
         cost, _, state = heapq.heappop(queue)
