@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from remat.deadline import check_time
 from remat.errors import InvalidGraphError
 from remat.graph import TrainingGraph
 from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
@@ -244,6 +245,7 @@ def _choose(line: _Line, budget_bytes: int) -> list[Page] | None:
             starting[gap.start + 1].append(gap)
     idle: list[Page] = []
     for stop in range(len(used)):
+        check_time()
         idle = [gap for gap in idle if gap.end > stop] + starting[stop]
         idle.sort(key=lambda gap: (gap.end, gap.size_bytes, -gap.storage))
         while used[stop] > budget_bytes:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from remat.deadline import check_time
 from remat.lower_sets.forward_graph import ForwardGraph
 from remat.lower_sets.integers import checked_integer
 from remat.native import native
@@ -98,6 +99,7 @@ def family_of_masks(
 ) -> Family:
     """Return the family of these lower sets, the empty one and ``V`` added."""
     everything = (1 << node_count) - 1
+    check_time()
     distinct = sorted(
         {0, everything, *masks}, key=lambda mask: (mask.bit_count(), mask)
     )
@@ -136,6 +138,7 @@ def enumerate_lower_sets(
     while layer:
         larger: set[int] = set()
         for mask in layer:
+            check_time()
             for v in range(node_count):
                 if not mask >> v & 1 and need[v] & ~mask == 0:
                     larger.add(mask | 1 << v)
@@ -237,6 +240,7 @@ def neighbouring_lower_sets(
         hold[u] |= 1 << v
     found: set[int] = set()
     for mask in masks_of_rows(rows):
+        check_time()
         for v in range(node_count):
             if mask >> v & 1:
                 if not hold[v] & mask:
