@@ -334,24 +334,34 @@ def clock(history: History) -> Clock:
 
 def overlapped_peak(times: Clock, device: int) -> int:
     """Most bytes on a device over the overlapped timeline, the O(n^3) way."""
+    return max(load for _, load, _ in overlapped_loads(times, device))
+
+
+def overlapped_loads(times: Clock, device: int) -> list[tuple[int, int, int]]:
+    """Per moment at which bytes are taken: it, all bytes, the last step to take."""
     history = times.history
     graph, steps = history.graph, history.steps
-    blocks: list[tuple[int, int, int]] = []
+    blocks: list[tuple[int, int, int, int]] = []
     for index, step in enumerate(steps):
         if isinstance(step, Compute) and step.device == device:
             size = graph.ops[step.op].workspace_bytes[history.kind(device)]
-            blocks.append((times.begin_ns[index], times.end_ns[index], size))
+            blocks.append((times.begin_ns[index], times.end_ns[index], size, index))
         for storage, block in enumerate(graph.storages):
             if history.fills(step, storage, device):
                 death = block_end_ns(times, index, storage, device)
-                blocks.append((times.begin_ns[index], death, block.size_bytes))
+                blocks.append((times.begin_ns[index], death, block.size_bytes, index))
     resident = History(graph, history.platform, ()).live_bytes(device)
-    moments = {begin for begin, _, _ in blocks}
-    loads = [
-        sum(size for begin, end, size in blocks if begin <= moment < end)
-        for moment in moments
-    ]
-    return resident + max(loads, default=0)
+    moments = sorted({begin for begin, end, size, _ in blocks if size and end > begin})
+    found = [(0, resident, -1)]
+    for moment in moments:
+        there = [size for begin, end, size, _ in blocks if begin <= moment < end]
+        takers = [
+            index
+            for begin, end, size, index in blocks
+            if begin == moment < end and size
+        ]
+        found.append((moment, resident + sum(there), max(takers)))
+    return found
 
 
 def block_end_ns(times: Clock, born: int, storage: int, device: int) -> int:
@@ -414,6 +424,9 @@ def replay(graph: TrainingGraph, platform: Platform, schedule: Schedule) -> Repl
         rule, at = Rule.OVER_BUDGET, over[0]
     elif rule is None and any(peaks[device] > budgets[device] for device in devices):
         rule = Rule.OVER_BUDGET
+        full = next(d for d in devices if peaks[d] > budgets[d])
+        loads = overlapped_loads(times, full)
+        at = next(index for _, load, index in loads if load > budgets[full])
     durations = [done.duration_ns(step) for step in done.steps]
     return Replayed(
         peak_bytes=tuple(peaks),

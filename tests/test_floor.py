@@ -15,8 +15,8 @@ from remat.platform import single_device
 from remat.problem import Limits, Problem, Proposal, Status
 from remat.schedule import Schedule
 from remat.simulator import simulate
-from remat.solvers import ChenGreedy, StoreAll
-from remat.solvers.base import ProgressCallback
+from remat.solvers import ChenGreedy, ChenSqrt, StoreAll
+from remat.solvers.base import ProgressCallback, ignore_progress
 from remat.testing import store_all_peak_bytes
 from tests.instances import INSTANCES, mlp_chain, transformer_like
 from tests.oracles import brute_force_smallest_budget
@@ -86,10 +86,14 @@ def test_refining_never_makes_the_floor_higher():
     assert refined.trace.violation is None
 
 
-def test_without_time_it_is_store_all():
+def test_without_time_it_is_what_takes_linear_time():
     graph = mlp_chain().graph
     floor = smallest_budget(graph, limits=Limits.after(0))
-    assert floor.budget_bytes == store_all_peak_bytes(graph)
+    unlimited = Problem(graph=graph, platform=single_device())
+    halves = ChenSqrt().solve(unlimited, Limits(), ignore_progress).schedule
+    assert floor.schedule == halves
+    assert floor.budget_bytes < store_all_peak_bytes(graph)
+    assert smallest_budget(graph).budget_bytes <= floor.budget_bytes
 
 
 def test_a_budget_near_the_bound_is_found():

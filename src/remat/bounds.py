@@ -7,30 +7,9 @@ from remat.problem import Problem
 def required_ops(graph: TrainingGraph) -> frozenset[int]:
     """Return the ops that every valid schedule runs at least once.
 
-    These are the producers of forward and final outputs, ordered ops, ops without
-    outputs, and the producers of whatever those read, transitively.
+    See :attr:`remat.graph.TrainingGraph.required_ops`.
     """
-    producers = graph.producers
-    required: set[int] = set()
-    pending = [
-        op
-        for storage in (*graph.forward_outputs, *graph.final_outputs)
-        if (op := producers[storage]) is not None
-    ]
-    pending += [
-        index for index, op in enumerate(graph.ops) if op.is_ordered or not op.writes
-    ]
-    while pending:
-        op = pending.pop()
-        if op in required:
-            continue
-        required.add(op)
-        pending.extend(
-            producer
-            for storage in graph.ops[op].reads
-            if (producer := producers[storage]) is not None
-        )
-    return frozenset(required)
+    return graph.required_ops
 
 
 def cost_bound_ns(problem: Problem) -> int:

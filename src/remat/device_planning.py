@@ -180,16 +180,16 @@ def plan_on_devices(  # noqa: PLR0913 - every option that a user has
         If a budget is not a positive size.
     """
     check_budgets(platform, budgets)
+    limits = Limits.after(time_limit, seed)
     if budgets is not None:
         is_share = any(isinstance(b, str) and "%" in b for b in budgets.values())
         whole_bytes = plain_peak_at_home(graph, platform) if is_share else None
         platform = platform.with_budgets(budgets_bytes(budgets, whole_bytes))
     problem = Problem(graph=graph, platform=platform)
-    limits = Limits.after(time_limit, seed)
     _check_is_possible(problem)
     if _resident_reason(graph, platform) is not None:
         progress("looking for budgets that work", 0.0)
-        floor = _floor_at_home(graph, platform)
+        floor = _floor_at_home(graph, platform, limits)
         _refuse(problem, None, floor, limits, has_assumed_loss=has_assumed_loss)
     result = solve_portfolio(
         problem,
@@ -203,17 +203,11 @@ def plan_on_devices(  # noqa: PLR0913 - every option that a user has
     schedule = result.schedule
     if schedule is None:
         progress("looking for budgets that work", 0.0)
-        floor = _floor_at_home(graph, platform)
+        floor = _floor_at_home(graph, platform, limits)
         limit = platform.devices[0].budget_bytes
         fits = floor is not None and (limit is None or floor.budget_bytes <= limit)
         if floor is None or not fits or solver != "auto":
-            _refuse(
-                problem,
-                result,
-                floor,
-                Limits.after(time_limit, seed),
-                has_assumed_loss=has_assumed_loss,
-            )
+            _refuse(problem, result, floor, limits, has_assumed_loss=has_assumed_loss)
         # What an error would have named as possible is not refused.
         schedule = floor.schedule
         result = replace(result, solver="smallest_budget", status=Status.FEASIBLE)
@@ -280,7 +274,9 @@ def _resident_reason(graph: TrainingGraph, platform: Platform) -> str | None:
     return None
 
 
-def _floor_at_home(graph: TrainingGraph, platform: Platform) -> Floor | None:
+def _floor_at_home(
+    graph: TrainingGraph, platform: Platform, limits: Limits
+) -> Floor | None:
     """Return the smallest budget at home if the first device can do all alone."""
     if any(storage.home for storage in graph.storages):
         return None
@@ -288,7 +284,7 @@ def _floor_at_home(graph: TrainingGraph, platform: Platform) -> Floor | None:
     index = graph.kind_index(kind)
     if any(op.cost_ns[index] is None for op in graph.ops):
         return None
-    return smallest_budget(graph, kind=kind)
+    return smallest_budget(graph, kind=kind, limits=limits)
 
 
 def _refuse(
@@ -311,7 +307,7 @@ def _refuse(
     )
     hint = "no schedule is known for any budgets"
     if known is not None and schedule is not None:
-        least = "the smallest with a known schedule are"
+        least = "the smallest known budgets are"
         hint = f"{'a schedule is known for' if floor is None else least} {works}"
         if floor is not None and schedule == floor.schedule:
             parts = contributors(graph, schedule, known.peak_step(), platform)
@@ -377,7 +373,9 @@ def _known(
     """Return a schedule that gets by with little, and its replay; or nothing."""
     if floor is None:
         return _known_without_limits(problem, limits)
-    smaller = smallest_paged(problem.graph, problem.platform, floor.budget_bytes)
+    smaller = smallest_paged(
+        problem.graph, problem.platform, floor.budget_bytes, limits
+    )
     if smaller is None:
         return floor.trace, floor.schedule
     schedule, trace = smaller

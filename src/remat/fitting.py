@@ -115,7 +115,7 @@ def fit(
     Raises
     ------
     BudgetError
-        If no schedule fits; names the smallest budget that works.
+        If no schedule fits; names the smallest known budget.
     CaptureError
         If the step cannot be traced as one graph, or does not train.
     PlanMismatchError

@@ -19,6 +19,7 @@ from remat.problem import Limits, Problem, Result
 from remat.schedule import Schedule
 from remat.simulator import Trace
 from remat.solvers.base import Solver
+from remat.solvers.chen import ChenSqrt
 from remat.solvers.greedy_eviction import CANDIDATES, GreedyEviction
 from remat.solvers.min_cut_retention import MinCutRetention
 from remat.solvers.store_all import StoreAll
@@ -34,6 +35,9 @@ REFINING_SOLVERS: tuple[Solver, ...] = (MinCutRetention(effort_ops=1_500_000),)
 """Thorough solvers that may go below where the cheap ones stop."""
 
 _REFINING_PERCENTS = (94, 98)
+
+_GUESS_SHARE = 0.25
+"""How much of the time that is left a single budget may take, where it is limited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,11 @@ class Floor:
     schedule: Schedule
     trace: Trace
     bound_bytes: int
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether it is proved that no schedule gets by with less."""
+        return self.budget_bytes <= self.bound_bytes
 
 
 def smallest_budget(
@@ -101,11 +110,16 @@ def smallest_budget(
     if best is None:
         msg = f"StoreAll found no schedule for graph {graph.name!r} without a budget"
         raise SolverFault(msg)
+    if limits.deadline_s is not None:
+        # In linear time, so that there is something however short the time is.
+        halves = _answer(graph, kind, None, [ChenSqrt()], Limits())
+        if halves is not None and halves[1].peak_bytes[0] < best[1].peak_bytes[0]:
+            best = halves
     # Up to ``failed_bytes`` everything counts as impossible; so far that is proved.
     failed_bytes = bound_bytes - 1
     guess_bytes = max(1, bound_bytes)
     while not limits.is_over:
-        found = _answer(graph, kind, guess_bytes, solvers, limits)
+        found = _answer(graph, kind, guess_bytes, solvers, limits.share(_GUESS_SHARE))
         if found is None:
             failed_bytes = guess_bytes
         else:
@@ -118,7 +132,8 @@ def smallest_budget(
     for percent in _REFINING_PERCENTS:
         while not limits.is_over and best[1].peak_bytes[0] > bound_bytes:
             guess_bytes = max(bound_bytes, best[1].peak_bytes[0] * percent // 100)
-            found = _answer(graph, kind, guess_bytes, refining_solvers, limits)
+            share = limits.share(_GUESS_SHARE)
+            found = _answer(graph, kind, guess_bytes, refining_solvers, share)
             if found is None:
                 break
             best = found
@@ -139,8 +154,8 @@ def _answer(
     limits: Limits,
 ) -> tuple[Schedule, Trace] | None:
     problem = Problem(graph=graph, platform=single_device(budget_bytes, kind))
-    for solver in solvers:
-        result: Result = solve(problem, solver, limits=limits)
+    for left, solver in zip(range(len(solvers), 0, -1), solvers, strict=True):
+        result: Result = solve(problem, solver, limits=limits.share(1 / left))
         if result.schedule is not None and result.trace is not None:
             return result.schedule, result.trace
     return None

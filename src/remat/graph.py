@@ -456,6 +456,35 @@ class TrainingGraph:
                 consumers[storage].append(index)
         return tuple(tuple(ops) for ops in consumers)
 
+    @cached_property
+    def required_ops(self) -> frozenset[int]:
+        """The ops that every valid schedule runs at least once.
+
+        These are the producers of forward and final outputs, ordered ops, ops without
+        outputs, and the producers of whatever those read, transitively.
+        """
+        producers = self.producers
+        required: set[int] = set()
+        pending = [
+            op
+            for storage in (*self.forward_outputs, *self.final_outputs)
+            if (op := producers[storage]) is not None
+        ]
+        pending += [
+            index for index, op in enumerate(self.ops) if op.is_ordered or not op.writes
+        ]
+        while pending:
+            op = pending.pop()
+            if op in required:
+                continue
+            required.add(op)
+            pending.extend(
+                producer
+                for storage in self.ops[op].reads
+                if (producer := producers[storage]) is not None
+            )
+        return frozenset(required)
+
     def resident_bytes(self, device: int = 0) -> int:
         """Return the bytes that are live on ``device`` during the whole step."""
         return sum(

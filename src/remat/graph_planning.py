@@ -24,12 +24,20 @@ from remat.graph import TrainingGraph
 from remat.liveness import schedule_from_order, store_all_order
 from remat.planning import solve, solve_portfolio
 from remat.platform import Platform, single_device
-from remat.problem import Limits, Objective, Problem, Result, Status, check_time_limit
+from remat.problem import (
+    Limits,
+    Objective,
+    Problem,
+    Result,
+    Status,
+    StopReason,
+    check_time_limit,
+)
 from remat.simulator import simulate
-from remat.solvers import chosen_solvers
+from remat.solvers import QUICK, chosen_solvers
 from remat.solvers.base import ProgressCallback, Solver, ignore_progress
 from remat.training_plan import Plan, loss_hint, plan_settings
-from remat.units import ANY_WHOLE_BYTES, format_bytes, parse_budget
+from remat.units import ANY_WHOLE_BYTES, format_bytes, is_percentage, parse_budget
 
 
 def plain_peak_bytes(graph: TrainingGraph) -> int:
@@ -96,7 +104,7 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
     if platform is not None:
         checked_record("platform", platform, Platform)
     objective = checked_word("objective", objective, Objective)
-    Limits(seed=seed)
+    limits = Limits.after(time_limit, seed)
     if platform is not None and len(platform.devices) > 1:
         placed, graph = placed_on(graph, platform)
         return plan_on_devices(
@@ -114,21 +122,24 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
         )
     _check_runs_alone(graph)
     budget = one_budget(budget, platform)
-    budget_bytes = parse_budget(budget, whole_bytes=plain_peak_bytes(graph))
-    limits = Limits.after(time_limit, seed)
-    solvers = chosen_solvers(solver, objective=objective)
+    is_share = is_percentage(budget)
+    whole_bytes = plain_peak_bytes(graph) if is_share else ANY_WHOLE_BYTES
+    budget_bytes = parse_budget(budget, whole_bytes=whole_bytes)
+    solvers = chosen_solvers(
+        solver, objective=objective, is_timed=time_limit is not None
+    )
     result = _solve(graph, budget_bytes, solvers, limits, progress)
-    schedule, floor_bytes = result.schedule, None
+    schedule, trace, floor_bytes = result.schedule, result.trace, None
     if schedule is None:
         progress("looking for the smallest budget", 0.0)
-        floor = smallest_budget(graph, kind=graph.device_kinds[0])
+        floor = smallest_budget(graph, kind=graph.device_kinds[0], limits=limits)
         floor_bytes = floor.budget_bytes
         if budget_bytes < floor_bytes or solver != "auto":
             raise_budget_error(
                 graph, budget_bytes, result, floor, has_assumed_loss=has_assumed_loss
             )
         # What an error would have named as possible is not refused.
-        schedule = floor.schedule
+        schedule, trace = floor.schedule, floor.trace
         result = replace(result, solver="smallest_budget", status=Status.FEASIBLE)
     return Plan(
         graph=graph,
@@ -140,6 +151,7 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
         fingerprint=fingerprint,
         smallest_budget_bytes=floor_bytes,
         settings=plan_settings(settings, solver, seed, result),
+        judged=trace,
     )
 
 
@@ -270,7 +282,10 @@ def _solve(
     problem = Problem(graph=graph, platform=_platform(graph, budget_bytes))
     if len(solvers) == 1:
         return solve(problem, solvers[0], limits=limits, on_progress=progress)
-    return solve_portfolio(problem, solvers, limits=limits, on_progress=progress)
+    quick = QUICK if limits.deadline_s is not None else ()
+    return solve_portfolio(
+        problem, solvers, quick=quick, limits=limits, on_progress=progress
+    )
 
 
 def raise_budget_error(
@@ -281,10 +296,11 @@ def raise_budget_error(
     *,
     has_assumed_loss: bool = False,
 ) -> NoReturn:
-    """Raise the error that names the smallest budget and what it consists of.
+    """Raise the error that names the smallest known budget and what it consists of.
 
     At or above that budget, it is a named solver that finds nothing, and the error says
-    so: schedules that fit are known.
+    so: schedules that fit are known. Below it, the error says what is proved: that
+    nothing fits, that nothing smaller is possible, both, or neither.
 
     Raises
     ------
@@ -301,16 +317,23 @@ def raise_budget_error(
     hint = ""
     if has_assumed_loss:
         hint = loss_hint(graph, floor.schedule, floor.trace)
+    is_late = result.stop_reason is StopReason.TIME_LIMIT
+    in_time = " in its time" if is_late else ""
     if budget_bytes < floor_bytes:
+        is_proved = budget_bytes < floor.bound_bytes
+        found = "no schedule fits in" if is_proved else "no schedule was found within"
+        kind = "smallest possible" if floor.is_proved else "smallest known"
+        is_open = is_late and not floor.is_proved
+        advice = ", or give more time than the time limit" if is_open else ""
         msg = (
-            f"no schedule fits in {asked}: the smallest budget that works is {smallest}, "
-            f"made of {listing}{hint}; raise the budget to at least {floor_bytes} bytes, "
-            "or shrink the batch"
+            f"{found} {asked}: the {kind} budget is {smallest}, made of {listing}{hint}; "
+            f"raise the budget to at least {floor_bytes} bytes, or shrink the "
+            f"batch{advice}"
         )
     else:
         msg = (
-            f"solver {result.solver} finds no schedule within {asked}: {result.message}; "
-            f"a schedule of {smallest} is known (use solver='auto'), made of {listing}"
+            f"solver {result.solver} finds no schedule within {asked}{in_time}: "
+            f"{result.message}; a schedule of {smallest} is known (use solver='auto'), made of {listing}"
             f"{hint}"
         )
     raise BudgetError(msg, budget_bytes=budget_bytes, required_bytes=floor_bytes)
@@ -337,8 +360,8 @@ def trade_off(  # noqa: PLR0913 - every option that a user has
     graph, fingerprint, solver, time_limit, seed, settings
         As for :func:`plan_graph`; the time limit is for each budget.
     budgets
-        The budgets, or how many to spread evenly from the smallest that works to the
-        peak without rematerialisation (at least 2). The smallest that works is always
+        The budgets, or how many to spread evenly from the smallest known to the
+        peak without rematerialisation (at least 2). The smallest known is always
         added; smaller ones are left out.
     progress
         Called with the budget in turn and the share of budgets that are done.

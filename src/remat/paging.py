@@ -13,6 +13,7 @@ from remat.bounds import peak_bound_bytes
 from remat.graph import Phase, TrainingGraph
 from remat.liveness import BOUNDARY, store_all_order
 from remat.platform import Platform
+from remat.problem import Limits
 from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
 from remat.simulator import Trace, simulate
 
@@ -188,7 +189,10 @@ def paged(graph: TrainingGraph, platform: Platform) -> tuple[Schedule, Trace] | 
 
 
 def smallest_paged(
-    graph: TrainingGraph, platform: Platform, most_bytes: int
+    graph: TrainingGraph,
+    platform: Platform,
+    most_bytes: int,
+    limits: Limits | None = None,
 ) -> tuple[Schedule, Trace] | None:
     """Return the paged schedule of the smallest budget at home that bisection finds.
 
@@ -198,12 +202,15 @@ def smallest_paged(
         As for :func:`paged`; the budget of the first device does not count.
     most_bytes
         Budgets from there on are not tried.
+    limits
+        When to stop; the smallest found by then is returned.
     """
     home = platform.devices[0]
     failed = peak_bound_bytes(graph, home.kind) - 1
     best: tuple[Schedule, Trace] | None = None
     guess = failed + 1
-    while guess < most_bytes:
+    limits = limits or Limits()
+    while guess < most_bytes and not limits.is_over:
         found = paged(graph, platform.with_budgets({home.name: guess}))
         if found is None:
             failed = guess

@@ -5,13 +5,28 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from remat.bounds import cost_bound_ns
+from remat.bounds import cost_bound_ns, peak_bound_bytes
 from remat.checks import checked_word
 from remat.errors import SolverFault, SolverUnsuitableError
-from remat.problem import Limits, Objective, Problem, Proposal, Result
+from remat.multidevice.feasibility import infeasible_reason
+from remat.multidevice.instance import DeviceInstance
+from remat.problem import (
+    Limits,
+    Objective,
+    Problem,
+    Proposal,
+    Result,
+    Status,
+    StopReason,
+)
 from remat.simulator import simulate
 from remat.solvers import solver_name
-from remat.solvers.base import ProgressCallback, Solver, ignore_progress
+from remat.solvers.base import (
+    ProgressCallback,
+    Solver,
+    ignore_progress,
+    solve_in_time,
+)
 from remat.units import format_bytes, format_ns
 
 
@@ -66,7 +81,7 @@ def solve(
         If the solver cannot treat this kind of graph or platform.
     """
     started = time.monotonic()
-    proposal = solver.solve(problem, limits or Limits(), on_progress)
+    proposal = solve_in_time(solver, problem, limits or Limits(), on_progress)
     result = judge(problem, type(solver).__name__, proposal)
     return replace(result, elapsed_s=time.monotonic() - started)
 
@@ -75,6 +90,7 @@ def solve_portfolio(
     problem: Problem,
     solvers: Sequence[Solver],
     *,
+    quick: Sequence[tuple[Solver, float]] = (),
     limits: Limits | None = None,
     on_progress: ProgressCallback = ignore_progress,
     objective: Objective = Objective.SERIAL,
@@ -84,6 +100,25 @@ def solve_portfolio(
     The schedule of least time by the objective wins, then the smaller peak, then the
     earlier solver. The portfolio stops early when a schedule meets the bound on the
     serial time of every schedule and that is what is asked for.
+
+    Parameters
+    ----------
+    problem
+        What to solve.
+    solvers
+        Run in this order. Where time is limited, each gets an equal part of what is
+        left when its turn comes, so that what one leaves over goes to those after it.
+        As long as nothing has been found, one part more is left for the caller.
+    quick
+        Run before the others, each with the share of what is left that it may take.
+    limits, on_progress, objective
+        When to stop, whom to tell, and what is to be small.
+
+    Returns
+    -------
+    Result
+        Without a schedule the status is INFEASIBLE only if no schedule at all fits; a
+        single solver's claim about its own class is its own.
 
     Raises
     ------
@@ -100,11 +135,19 @@ def solve_portfolio(
     results: list[Result] = []
     lines: list[str] = []
     unsuitable: SolverUnsuitableError | None = None
-    for index, solver in enumerate(solvers):
+    bound_ns = cost_bound_ns(problem)
+    turns = [*quick, *((solver, None) for solver in solvers)]
+    count = len(turns)
+    for index, (solver, own_share) in enumerate(turns):
         name = type(solver).__name__
-        on_progress(f"trying {solver_name(solver)}", index / len(solvers))
+        on_progress(f"trying {solver_name(solver)}", index / count)
+        has_found = any(result.schedule is not None for result in results)
+        if results and limits.is_over:
+            lines.append(f"{name}: not run, as time was over")
+            continue
+        share = own_share or 1 / (count - index + (not has_found))
         try:
-            result = solve(problem, solver, limits=limits)
+            result = solve(problem, solver, limits=limits.share(share))
         except SolverUnsuitableError as error:
             unsuitable = error
             lines.append(f"{name}: unsuitable: {error}")
@@ -112,16 +155,36 @@ def solve_portfolio(
         results.append(result)
         lines.append(_describe(result))
         is_serial = objective is Objective.SERIAL
-        bound_ns = cost_bound_ns(problem)
         if is_serial and result.trace and result.trace.serial_ns <= bound_ns:
             break
     if not results:
         raise unsuitable or SolverUnsuitableError("the portfolio holds no solver")
     on_progress("done", 1.0)
-    return replace(
-        min(results, key=partial(_rank, objective)),
-        candidates=tuple(lines),
-        elapsed_s=time.monotonic() - started,
+    best = min(results, key=partial(_rank, objective))
+    if best.schedule is None and count > 1:
+        best = _nothing_found(problem, results, limits)
+    return replace(best, candidates=tuple(lines), elapsed_s=time.monotonic() - started)
+
+
+def _nothing_found(
+    problem: Problem, results: Sequence[Result], limits: Limits
+) -> Result:
+    """Return that none of several solvers has found anything, and what is proved."""
+    reason: str | None = None
+    if len(problem.platform.devices) > 1:
+        reason = infeasible_reason(DeviceInstance.of(problem))
+    else:
+        least = peak_bound_bytes(problem.graph, problem.platform.devices[0].kind)
+        if problem.budget_bytes is not None and problem.budget_bytes < least:
+            reason = f"every schedule needs {format_bytes(least)}"
+    return Result(
+        solver="auto",
+        status=Status.UNKNOWN if reason is None else Status.INFEASIBLE,
+        stop_reason=StopReason.TIME_LIMIT if limits.is_over else StopReason.COMPLETED,
+        schedule=None,
+        trace=None,
+        bound_ns=cost_bound_ns(problem),
+        message=reason or f"none of {len(results)} solvers has found a schedule",
     )
 
 

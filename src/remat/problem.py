@@ -158,6 +158,13 @@ class Limits:
             return Limits(seed=seed)
         return Limits(deadline_s=time.monotonic() + time_limit_s, seed=seed)
 
+    def share(self, share: float) -> "Limits":
+        """Return limits that end when this share, 0 to 1, of what is left is over."""
+        remaining_s = self.remaining_s
+        if remaining_s is None:
+            return self
+        return Limits.after(share * remaining_s, self.seed)
+
     @property
     def is_over(self) -> bool:
         """Whether the deadline has passed."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heapify, heappop, heappush
+from itertools import chain
 
 import numpy as np
 
@@ -172,11 +173,11 @@ class Table:
         """
         # Taking a run out changes what others save (their inputs may now be kept, or
         # nobody's), so a value is computed anew when its turn comes.
-        queue = [
-            (-self._value(position, length_exponent), position)
-            for runs in self._runs_of
-            for position in self._repeats(runs)
-        ]
+        queue: list[tuple[float, int]] = []
+        for position in chain.from_iterable(map(self._repeats, self._runs_of)):
+            if limits.is_over:
+                return False
+            queue.append((-self._value(position, length_exponent), position))
         heapify(queue)
         has_changed = False
         while queue and not limits.is_over:

@@ -14,8 +14,10 @@ was handed over, on its home, from the boundary to the end. Copies of it on othe
 devices are the schedule's own: they may be made and discarded at any time.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import groupby
+from operator import itemgetter
 from typing import NoReturn, assert_never
 
 from remat.errors import InvalidPlatformError
@@ -53,7 +55,9 @@ class Violation:
     """The first rule that a schedule breaks, with where and by how much.
 
     ``step`` is the index of the step, or the number of steps for a rule about the
-    end. ``excess_bytes`` is how far over the budget the device is, else 0.
+    end. Where a budget is exceeded only as steps overlap, it is that of the step that
+    takes the bytes with which it is exceeded first. ``excess_bytes`` is how far over
+    the budget the device is at most, else 0.
     """
 
     rule: Rule
@@ -127,11 +131,12 @@ class _BrokenRuleError(Exception):
 class _Span:
     """Bytes on a device from ``start_ns`` up to, not including, ``end_ns``.
 
-    They hold a value from ``ready_ns`` on; ``busy_until_ns`` is when the last copy
-    that fills or reads them ends. Ops need no such note: they hold up the queue in
-    which the end of the bytes waits as well.
+    The step at index ``step`` takes them. They hold a value from ``ready_ns`` on;
+    ``busy_until_ns`` is when the last copy that fills or reads them ends. Ops need no
+    such note: they hold up the queue in which the end of the bytes waits as well.
     """
 
+    step: int
     device: int
     size_bytes: int
     start_ns: int
@@ -241,7 +246,9 @@ class _Replay:
             # A copy may still be reading, or even filling, the bytes that are replaced.
             previous.end_ns = max(previous.busy_until_ns, ready_ns)
             self.hold(device, previous.end_ns)
-        span = _Span(device, size, start_ns, ready_ns, busy_until_ns=ready_ns)
+        span = _Span(
+            self.step, device, size, start_ns, ready_ns, busy_until_ns=ready_ns
+        )
         self.spans.append(span)
         self.live[device][storage] = span
 
@@ -283,7 +290,9 @@ class _Replay:
         self.record({step.device: outputs + op.workspace_bytes[kind]})
         end = start + cost
         workspace = op.workspace_bytes[kind]
-        self.spans.append(_Span(step.device, workspace, start, start, end, end))
+        self.spans.append(
+            _Span(self.step, step.device, workspace, start, start, end, end)
+        )
         self.device_free_ns[step.device] = end
         for storage in op.writes:
             self.make_live(storage, step.device, start, end)
@@ -486,6 +495,38 @@ class _Replay:
                 peaks[device] = max(peaks[device], used)
         return peaks
 
+    def overlapped_excess(self, device: int, peak_bytes: int) -> Violation:
+        """Return when a device exceeds its budget first, as steps overlap.
+
+        Parameters
+        ----------
+        device
+            A device that holds more than its budget at some moment.
+        peak_bytes
+            The most that it holds at any.
+        """
+        spans = [s for s in self.spans if s.device == device and s.end_ns != s.start_ns]
+        changes = [(s.start_ns, s.size_bytes, s.step) for s in spans]
+        changes += [
+            (s.end_ns, -s.size_bytes, -1) for s in spans if s.end_ns is not None
+        ]
+        limit = self.platform.devices[device].budget_bytes or 0
+        used = self.graph.resident_bytes(device)
+        now_ns = at = 0
+        for at_ns, group in groupby(sorted(changes), key=itemgetter(0)):
+            together = list(group)
+            used += sum(change for _, change, _ in together)
+            if used > limit:
+                # Of steps that begin at once, the one that is issued last.
+                now_ns, at = at_ns, max(step for *_, step in together)
+                break
+        excess = self.excess(device, peak_bytes, limit)
+        return replace(
+            excess,
+            step=at,
+            message=f"{excess.message} as steps overlap, from {now_ns:_} ns on",
+        )
+
 
 def check_platform(graph: TrainingGraph, platform: Platform) -> None:
     """Check that ``graph`` can be placed on ``platform`` at all.
@@ -574,5 +615,5 @@ def simulate(graph: TrainingGraph, platform: Platform, schedule: Schedule) -> Tr
 def _overlapped_excess(replay: _Replay, peaks: list[int]) -> Violation | None:
     for index, device in enumerate(replay.platform.devices):
         if device.budget_bytes is not None and peaks[index] > device.budget_bytes:
-            return replay.excess(index, peaks[index], device.budget_bytes)
+            return replay.overlapped_excess(index, peaks[index])
     return None

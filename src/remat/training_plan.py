@@ -1,7 +1,7 @@
 """A plan: a judged schedule for one model, one set of input shapes, one budget."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import InitVar, asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -58,6 +58,8 @@ class Plan:
         looked for.
     settings
         What the plan was made with, for people: versions, solver, profile.
+    judged
+        The replay of the schedule on the platform, where it is known.
 
     Raises
     ------
@@ -75,8 +77,12 @@ class Plan:
     fingerprint: str
     smallest_budget_bytes: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    judged: InitVar[Trace | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, judged: Trace | None) -> None:
+        if judged is not None:
+            # To replay thousands of steps once more would take longer than it may.
+            self.__dict__["trace"] = judged
         if self.trace.violation is not None:
             msg = f"the plan's schedule is not valid: {self.trace.violation}"
             raise PlanMismatchError(msg)

@@ -71,7 +71,8 @@ def test_candidates_have_one_value_on_their_boundary() -> None:
             for lower in lower_sets(graph)
             if len(boundary[lower]) == 1 or lower in {frozenset(), everything}
         }
-        candidates = chen_candidates(graph, complete(graph))
+        found = chen_candidates(graph, complete(graph))
+        candidates = [mask for _, mask in found]
         assert set(candidates) == expected
         assert len(candidates) == len(expected)
 

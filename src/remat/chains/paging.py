@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from remat.checks import checked_integer, checked_record, keep_integers
+from remat.deadline import check_time
 from remat.errors import InvalidGraphError
 from remat.graph import TrainingGraph
 from remat.platform import LARGEST_RATE
@@ -272,6 +273,7 @@ def _choose(line: _Line, budget_bytes: int) -> list[Page] | None:
             starting[gap.start + 1].append(gap)
     idle: list[Page] = []
     for stop in range(len(used)):
+        check_time()
         idle = [gap for gap in idle if gap.end > stop] + starting[stop]
         idle.sort(key=lambda gap: (gap.end, gap.size_bytes, -gap.storage))
         while used[stop] > budget_bytes:

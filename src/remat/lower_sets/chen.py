@@ -11,17 +11,22 @@ T. Chen, B. Xu, C. Zhang, C. Guestrin: Training deep nets with sublinear memory 
 """
 
 import math
+from itertools import compress
+from operator import itemgetter
 
 import numpy as np
 
 from remat.checks import checked_flag
-from remat.lower_sets.families import Family, contents, masks_of_rows, members
+from remat.deadline import check_time
+from remat.lower_sets.families import Family, contents, masks_of_rows
 from remat.lower_sets.forward_graph import ForwardGraph
 from remat.lower_sets.programs import Segmentation, check_family, segmentation_of_chain
 
 
-def chen_candidates(graph: ForwardGraph, family: Family) -> list[int]:
-    """Return the sets of a family with one value on their boundary, by their bytes.
+def chen_candidates(graph: ForwardGraph, family: Family) -> list[tuple[int, int]]:
+    """Return the sets of a family with one value on their boundary, and their bytes.
+
+    Bytes come first, and the sets are in their order.
 
     The empty set and ``V`` are candidates too. With a complete family these are the
     candidates of the paper; in an incomplete one some may be missing.
@@ -30,12 +35,17 @@ def chen_candidates(graph: ForwardGraph, family: Family) -> list[int]:
     inside = contents(family)
     is_read = np.zeros_like(inside)
     for u, v in graph.edges:
+        check_time()
         is_read[:, u] |= inside[:, u] & ~inside[:, v]
     is_candidate = is_read.sum(axis=1) == 1
     is_candidate[[0, -1]] = True
     rows = np.flatnonzero(is_candidate)
-    masks = masks_of_rows(family.rows[rows])
-    return sorted(masks, key=lambda mask: (_total_bytes(graph, mask), mask.bit_count()))
+    found: list[tuple[int, int, int]] = []
+    for row, mask in zip(rows, masks_of_rows(family.rows[rows]), strict=True):
+        check_time()
+        size = sum(compress(graph.memory_bytes, inside[row]))
+        found.append((size, mask.bit_count(), mask))
+    return [(size, mask) for size, _, mask in sorted(found, key=itemgetter(0, 1))]
 
 
 def chen_segmentation(
@@ -67,8 +77,7 @@ def chen_segmentation(
     part_bytes = max(1, sum(graph.memory_bytes) // math.isqrt(len(candidates)))
     chain: list[int] = []
     last, target = 0, part_bytes
-    for mask in candidates:
-        size = _total_bytes(graph, mask)
+    for size, mask in candidates:
         if size < target or last & ~mask:
             continue
         chain.append(mask)
@@ -78,7 +87,3 @@ def chen_segmentation(
     if last != everything:
         chain.append(everything)
     return segmentation_of_chain(graph, chain, charge_last=charge_last)
-
-
-def _total_bytes(graph: ForwardGraph, mask: int) -> int:
-    return sum(graph.memory_bytes[v] for v in members(mask))

@@ -1,5 +1,6 @@
 """The choice of a family: all lower sets where they are few, else the useful ones."""
 
+from remat.deadline import check_time
 from remat.lower_sets.families import (
     Family,
     all_lower_sets,
@@ -51,6 +52,7 @@ def approximate_family(graph: ForwardGraph) -> Family:
         *(prefixes(graph, rule(forward)) for rule in rules),
         *(prefixes(graph, rule(backward)[::-1]) for rule in rules),
     ]
+    check_time()
     return family_of_masks(
         graph.node_count,
         (mask for family in families for mask in family.masks()),

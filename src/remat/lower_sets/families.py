@@ -24,6 +24,7 @@ from remat.checks import (
     keep_integers,
     require,
 )
+from remat.deadline import check_time
 from remat.lower_sets.forward_graph import ForwardGraph
 from remat.native import native
 
@@ -163,6 +164,7 @@ def family_of_masks(
     """
     node_count, masks = _checked_masks(node_count, masks)
     everything = (1 << node_count) - 1
+    check_time()
     distinct = sorted(
         {0, everything, *masks}, key=lambda mask: (mask.bit_count(), mask)
     )
@@ -250,6 +252,7 @@ def enumerate_lower_sets(
     while layer:
         larger: set[int] = set()
         for mask in layer:
+            check_time()
             for v in range(node_count):
                 if not mask >> v & 1 and need[v] & ~mask == 0:
                     larger.add(mask | 1 << v)
@@ -371,6 +374,7 @@ def neighbouring_lower_sets(
         hold[u] |= 1 << v
     found: set[int] = set()
     for mask in masks:
+        check_time()
         for v in range(node_count):
             if mask >> v & 1:
                 if not hold[v] & mask:

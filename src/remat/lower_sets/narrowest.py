@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from remat.deadline import check_time
 from remat.lower_sets.families import (
     Family,
     check_count,
@@ -67,6 +68,7 @@ def narrowest_lower_sets(
         later[u].append(v)
     masks: list[int] = []
     for v in range(count):
+        check_time()
         network.fill(v, later[v])
         smallest = network.fed([v])
         largest = network.feeding(later[v])

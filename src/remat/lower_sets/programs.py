@@ -101,7 +101,9 @@ class Segmentation:
     cached_bytes
         Bytes of ``U_k``: all values kept for a later segment.
     is_optimal
-        Whether it is the best of the family, rather than the best when time ran out.
+        Whether it is the best of the family that was asked for, rather than the best
+        known when time ran out. Only in a family of all lower sets is the best of the
+        family the best there is.
     """
 
     segment_of: tuple[int, ...]
@@ -282,7 +284,9 @@ def smallest_budget(
         known: list[Sequence[int]] = []
         if len(family) > _SCOUT_ABOVE:
             scouts = approximate_family(graph)
-            (_, _, _, chain) = planner.least(scouts, [])
+            # Where time is limited, what is found first may be the answer.
+            rounds = 0 if deadline_s is None else refinements
+            scouts, (_, _, _, chain) = planner.refine_budget(scouts, rounds)
             known = _rows_in(family, scouts, [chain])
         answer = planner.least(family, known)
     else:
@@ -453,10 +457,26 @@ class _Planner:
         ]
 
     def scout(self, family: Family, queries: Sequence[Query]) -> list[Sequence[int]]:
-        """Return good sequences for the queries, found in an approximate family."""
+        """Return good sequences for the queries, found in an approximate family.
+
+        Where time is limited, they are refined: they may be the answer.
+        """
         scouts = approximate_family(self.graph)
-        chains = [chain for *_, chain in self.chains(scouts, queries, [])]
-        return _rows_in(family, scouts, chains)
+        if self.deadline_s is None:
+            chains = [chain for *_, chain in self.chains(scouts, queries, [])]
+            return _rows_in(family, scouts, chains)
+        row_of = {mask: row for row, mask in enumerate(family.masks())}
+        found = [
+            self.refine(scouts, query, first, DEFAULT_REFINEMENTS)
+            for query, first in zip(
+                queries, self.answer(scouts, queries, []), strict=True
+            )
+        ]
+        return [
+            [row_of[mask] for mask in chain_of_segmentation(segmentation.segment_of)]
+            for segmentation in found
+            if segmentation is not None
+        ]
 
     def around(self, family: Family, segment_of: Sequence[int]) -> Family:
         """Return a family with the sets beside those of a segmentation as well."""

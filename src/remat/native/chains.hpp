@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "watch.hpp"
+
 namespace remat::chains {
 
 using Cost = std::int64_t;
@@ -17,11 +19,12 @@ inline constexpr Cost infinite = Cost{1} << 61;
 
 inline Cost capped(Cost cost) { return std::min(cost, infinite); }
 
-// Lets Ctrl-C end a long computation; called once per outer loop.
+// Lets Ctrl-C and the caller's deadline end a long computation; called once per outer loop.
 inline void check_signals() {
   if (PyErr_CheckSignals() != 0) {
     throw nanobind::python_error();
   }
+  check_time();
 }
 
 void bind_joins(nanobind::module_& module);

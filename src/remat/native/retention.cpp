@@ -192,6 +192,7 @@ class Table {
       for (const Index position : runs) {
         if (!is_in_[at(position)]) continue;
         if (!is_first) {
+          watch_.look();
           queue.emplace_back(-value(at(position), length_exponent), at(position));
         }
         is_first = false;

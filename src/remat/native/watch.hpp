@@ -13,6 +13,9 @@
 
 namespace remat {
 
+// Raises remat.deadline.TimeIsUpError once the deadline of the caller has passed. Needs the GIL.
+inline void check_time() { nanobind::module_::import_("remat.deadline").attr("check_time")(); }
+
 // Thrown when the time is up; carries nothing, the caller knows its best answer.
 struct TimeUp {};
 
@@ -41,6 +44,7 @@ class Watch {
     {
       nanobind::gil_scoped_acquire hold;
       if (PyErr_CheckSignals() != 0) throw nanobind::python_error();
+      if (!deadline_) check_time();
     }
     if (deadline_ && Clock::now() >= *deadline_) throw TimeUp{};
   }

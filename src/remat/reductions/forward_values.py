@@ -32,6 +32,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
+from remat.deadline import check_time
 from remat.graph import TrainingGraph
 from remat.lower_sets.forward_graph import ForwardGraph, Owed
 from remat.reductions.segments import SegmentedGraph
@@ -156,6 +157,7 @@ def _edges(
     # Per op that is no node: the nodes that it has to wait for.
     behind: dict[int, frozenset[int]] = {}
     for op in segments.forward:
+        check_time()
         waits: set[int] = set()
         for before in segments.predecessors[op]:
             waits |= {node_of[before]} if before in node_of else behind[before]
@@ -219,6 +221,7 @@ class _Merging:
         queue = [(self._price(op), op) for op in self.parts]
         heapify(queue)
         while queue:
+            check_time()
             price, op = heappop(queue)
             if op not in self.parts or len(self.after[op]) != 1:
                 continue

@@ -19,11 +19,15 @@ running statistics of a normalisation that two branches share, is not connected 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
+from remat.deadline import check_time
 from remat.reductions.segments import SegmentedGraph
 from remat.reductions.stage_parts import cost_ns
-from remat.reductions.stages import is_read_back, narrow_crossings
+from remat.reductions.stages import (
+    is_read_back,
+    merged_neighbours,
+    narrow_crossings,
+)
 
 NOTICEABLE_SHARE = 32
 """Branches take at least forward's time over this."""
@@ -111,6 +115,7 @@ class ForwardStructure:
         """Per op, itself and all it depends on, as bits."""
         found: dict[int, int] = {}
         for op in self.segmented.forward:
+            check_time()
             bits = 1 << op
             for before in self._before[op]:
                 bits |= found[before]
@@ -122,6 +127,7 @@ class ForwardStructure:
         """Per op, itself and all that depends on it, as bits."""
         found = {op: 1 << op for op in self.segmented.forward}
         for op in reversed(self.segmented.forward):
+            check_time()
             for before in self._before[op]:
                 found[before] |= found[op]
         return found
@@ -177,6 +183,7 @@ class ForwardStructure:
     def _is_articulation(
         self, ops: Sequence[int], start: int, position: int, storage: int
     ) -> bool:
+        check_time()
         producer = self.graph.producers[storage]
         if producer is None or not ops[start] <= producer < ops[position]:
             return False
@@ -195,6 +202,7 @@ class ForwardStructure:
         best: tuple[list[list[int]], list[int]] = ([], list(ops))
         least: int | None = None
         for index in reversed(range(len(meetings))):
+            check_time()
             after = self._dependent(ops, meetings[index:])
             branches, rest = self._split(ops, after)
             if len(branches) < 2:
@@ -352,24 +360,20 @@ def merged_series(
     keeps_last
         Whether the last stage stays as it is.
     """
-    items = list(series)
+    prices = [
+        sum(costs[op] for op in item.ops) if isinstance(item, Leaf) else None
+        for item in series
+    ]
+    if keeps_last:
+        prices[-1:] = [None]
+    return tuple(
+        _merged(series[run.start : run.stop]) for run in merged_neighbours(prices, most)
+    )
 
-    def price(index: int) -> int | None:
-        one, other = items[index], items[index + 1]
-        if not (isinstance(one, Leaf) and isinstance(other, Leaf)):
-            return None
-        if keeps_last and index + 2 == len(items):
-            return None
-        return sum(costs[op] for op in (*one.ops, *other.ops))
 
-    while len(items) > most:
-        prices = [(price(index), index) for index, _ in enumerate(pairwise(items))]
-        possible = [(cost, index) for cost, index in prices if cost is not None]
-        if not possible:
-            break
-        _, index = min(possible)
-        one, other = items[index : index + 2]
-        if isinstance(one, Leaf) and isinstance(other, Leaf):
-            ops = tuple(sorted((*one.ops, *other.ops)))
-            items[index : index + 2] = [Leaf(ops, other.ends)]
-    return tuple(items)
+def _merged(items: Series) -> Leaf | Fork:
+    """Return neighbouring stages as one; a fork comes alone."""
+    if len(items) == 1:
+        return items[0]
+    ops = (op for item in items if isinstance(item, Leaf) for op in item.ops)
+    return Leaf(tuple(sorted(ops)), items[-1].ends)

@@ -25,6 +25,7 @@ from remat.chains.blocks import Block, BlockStage, block_stage
 from remat.chains.operations import Backward, Forward, Operation, Turn
 from remat.chains.stage_joins import MAX_BRANCHES, StageJoin
 from remat.chains.stages import Stage, StageChain
+from remat.deadline import check_time
 from remat.graph import TrainingGraph
 from remat.liveness import BOUNDARY
 from remat.reductions.join_structure import (
@@ -192,6 +193,7 @@ class JoinOfStages:
         found: dict[int, Place] = {}
         more: set[int] = set()
         for op in segmented.backward:
+            check_time()
             places = [found[p] for p in segmented.predecessors[op] if p in found]
             lost = [s for s in self.graph.ops[op].reads if s in latest]
             stages = [latest[s] for s in lost if latest[s] in self._leaves]
@@ -217,6 +219,7 @@ class JoinOfStages:
         return place if producer is None else meet(place, self._place_of[producer])
 
     def _part(self, place: Place, leaf: Leaf) -> StagePart:
+        check_time()
         backward = [
             op for op in self._segmented.backward if self._backward_place[op] == place
         ]
@@ -249,6 +252,7 @@ class JoinOfStages:
 
     def _gradient_bytes(self, below: Place) -> int:
         """Return the bytes that backward passes to a stage from what follows it."""
+        check_time()
         branch = below[:-1]
         return sum(
             size

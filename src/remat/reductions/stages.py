@@ -24,10 +24,12 @@ says what it takes.
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from itertools import pairwise
 
 from remat.chains.operations import Backward, Forward, Operation, Turn
 from remat.chains.stages import StageChain
+from remat.deadline import check_time
 from remat.graph import TrainingGraph
 from remat.liveness import BOUNDARY
 from remat.reductions.segments import SegmentedGraph
@@ -283,6 +285,7 @@ def narrow_crossings(
             starts.setdefault(start, []).append(storage)
             ends.setdefault(end, []).append(storage)
     for op, following in pairwise(ops):
+        check_time()
         open_.update(starts.get(op, ()))
         open_.difference_update(ends.get(op, ()))
         if len(open_) == 1:
@@ -319,18 +322,66 @@ def _merged(
     max_stages: int,
 ) -> list[int]:
     """Drop cuts until few enough are left: those between the cheapest stages first."""
-    forward = segmented.forward
-    limits = [0, *cuts, len(graph.ops)]
-    costs = [
-        cost_ns(graph, [op for op in forward if start <= op < stop], kind_index)
-        for start, stop in pairwise(limits)
-    ]
-    cuts = list(cuts)
-    while len(cuts) > max_stages:
-        index = min(range(len(cuts)), key=lambda i: costs[i] + costs[i + 1])
-        costs[index : index + 2] = [costs[index] + costs[index + 1]]
-        del cuts[index]
-    return cuts
+    costs = [0] * (len(cuts) + 1)
+    for op in segmented.forward:
+        costs[bisect_right(cuts, op)] += graph.ops[op].cost_ns[kind_index] or 0
+    runs = merged_neighbours(costs, max_stages + 1)
+    return [cuts[run.start - 1] for run in runs[1:]]
+
+
+def merged_neighbours(costs: Sequence[int | None], most: int) -> list[range]:
+    """Merge neighbours, the two that are cheapest together first, until few are left.
+
+    Parameters
+    ----------
+    costs
+        Cost of each item; ``None`` for one that is never merged.
+    most
+        Items wanted, at least 1.
+
+    Returns
+    -------
+    list of range
+        The items that are one now, in order.
+
+    Notes
+    -----
+    Time O(items x log items). Of pairs that cost the same the first is merged.
+
+    Examples
+    --------
+    >>> merged_neighbours([5, 1, 2, 9], 2)
+    [range(0, 3), range(3, 4)]
+    """
+    total = list(costs)
+    # Per item that begins a run: where the run ends, and where the one before begins.
+    end = list(range(1, len(total) + 1))
+    before = list(range(-1, len(total) - 1))
+    pairs: list[tuple[int, int, int, int]] = []
+
+    def offer(first: int) -> None:
+        if first >= 0 and end[first] < len(total):
+            one, other = total[first], total[end[first]]
+            if one is not None and other is not None:
+                middle = end[first]
+                heappush(pairs, (one + other, first, middle, end[middle]))
+
+    for first in range(len(total)):
+        offer(first)
+    count = len(total)
+    is_start = [True] * count
+    while count > most and pairs:
+        cost, first, middle, stop = heappop(pairs)
+        is_known = is_start[first] and is_start[middle]
+        if not is_known or (end[first], end[middle]) != (middle, stop):
+            continue
+        total[first], end[first], is_start[middle] = cost, stop, False
+        if stop < len(total):
+            before[stop] = first
+        count -= 1
+        offer(before[first])
+        offer(first)
+    return [range(first, end[first]) for first, starts in enumerate(is_start) if starts]
 
 
 def _gradient_bytes(

@@ -9,6 +9,7 @@ from remat.solvers.chen import ChenGreedy as ChenGreedy
 from remat.solvers.chen import ChenLowerSets as ChenLowerSets
 from remat.solvers.chen import ChenSqrt as ChenSqrt
 from remat.solvers.device_search import DeviceSearch as DeviceSearch
+from remat.solvers.greedy_eviction import CANDIDATES
 from remat.solvers.greedy_eviction import GreedyEviction as GreedyEviction
 from remat.solvers.join import Join as Join
 from remat.solvers.lower_sets import LowerSets as LowerSets
@@ -70,6 +71,20 @@ AUTO: tuple[type[Solver], ...] = (
 )
 """What ``solver="auto"`` runs, in this order, until the bound on every cost is met."""
 
+QUICK: tuple[tuple[Solver, float], ...] = (
+    (StoreAll(), 1.0),
+    (GreedyEviction(candidates=CANDIDATES[1:2], starts_from_segments=False), 0.9),
+    (GreedyEviction(candidates=CANDIDATES[2:3], starts_from_segments=False), 0.5),
+    (Revolve(), 0.5),
+    (GreedyEviction(candidates=(*CANDIDATES[:1], *CANDIDATES[3:])), 0.6),
+)
+"""What it runs first where time is limited, and how much of the time that is left each
+may take. The time of these solvers is about linear in the graph, and the first two
+find a schedule in about a second for 10 000 ops."""
+
+AUTO_IN_TIME: tuple[type[Solver], ...] = (Rotor, Join, MinCutRetention, LowerSets)
+"""What it runs after these, each with an equal part of what is left."""
+
 AUTO_DEVICES: tuple[type[Solver], ...] = (PoFo, DeviceSearch, XEngine)
 """What ``solver="auto"`` runs where there are several devices."""
 
@@ -83,8 +98,18 @@ def chosen_solvers(
     *,
     has_several_devices: bool = False,
     objective: Objective = Objective.SERIAL,
+    is_timed: bool = False,
 ) -> list[Solver]:
     """Return the solvers that ``name`` stands for: one, or the portfolio of ``auto``.
+
+    Parameters
+    ----------
+    name
+        ``"auto"``, or a key of :data:`SOLVERS`.
+    has_several_devices, objective
+        What is planned for.
+    is_timed
+        Whether time is limited; then the cheap ones of a portfolio come first.
 
     Raises
     ------
@@ -98,7 +123,8 @@ def chosen_solvers(
     if objective is Objective.OVERLAPPED:
         _check_overlapped(name, has_several_devices=has_several_devices)
     if name == "auto":
-        chosen = AUTO_DEVICES if has_several_devices else AUTO
+        one_device = AUTO_IN_TIME if is_timed else AUTO
+        chosen = AUTO_DEVICES if has_several_devices else one_device
     else:
         chosen = (SOLVERS[name],)
     return [_made(make, objective) for make in chosen]

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import ClassVar, Protocol
 
+from remat.deadline import TimeIsUpError, in_time
 from remat.errors import SolverUnsuitableError
-from remat.problem import Limits, Problem, Proposal
+from remat.problem import Limits, Problem, Proposal, Status, StopReason
 
 ProgressCallback = Callable[[str, float], None]
 """Called with what is being done and the share of it that is done, 0 to 1."""
@@ -44,6 +45,36 @@ class Solver(Protocol):
             If the solver cannot treat this kind of graph or platform at all.
         """
         ...
+
+
+def solve_in_time(
+    solver: Solver,
+    problem: Problem,
+    limits: Limits,
+    on_progress: ProgressCallback = ignore_progress,
+) -> Proposal:
+    """Return what a solver proposes, and UNKNOWN if its time is over before its search.
+
+    A solver whose time is over in the middle of its search answers with the best so
+    far; until then :func:`remat.deadline.check_time` ends what it builds.
+
+    Raises
+    ------
+    SolverUnsuitableError
+        If the solver cannot treat this kind of graph or platform at all.
+    """
+    try:
+        with in_time(limits.deadline_s):
+            return solver.solve(problem, limits, on_progress)
+    except TimeIsUpError:
+        return Proposal(
+            status=Status.UNKNOWN,
+            stop_reason=StopReason.TIME_LIMIT,
+            message=(
+                f"the time limit is too short to prepare the search on "
+                f"{len(problem.graph.ops):_} ops"
+            ),
+        )
 
 
 def single_device_kind_index(problem: Problem) -> int:

@@ -32,6 +32,8 @@ References
 """
 
 import math
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -42,8 +44,9 @@ from remat.checks import (
     keep_seconds,
     keep_words,
 )
+from remat.deadline import TimeIsUpError, check_time, in_time
 from remat.errors import SolverUnsuitableError
-from remat.problem import Limits, Problem, Proposal, Status
+from remat.problem import Limits, Problem, Proposal, Status, StopReason
 from remat.solvers.backends.mathopt import (
     MipSolver,
     Outcome,
@@ -82,6 +85,9 @@ _INTERVAL_ROWS = 3_000
 
 _INTERVAL_SHARE = 0.2
 """Share of the time that Moccasin gets for that."""
+
+_STAGES_SHARE = 0.3
+"""Share of the time that making the stages may take."""
 
 _FEWEST_STAGES = 3
 """Coarser than this says nothing more."""
@@ -142,6 +148,17 @@ def stages_for(problem: Problem, backward_ops_per_stage: int | None) -> list[Fro
     if not found:
         _decline(problem, full, FULL_ROWS)
     return found
+
+
+def _stages_in_time(
+    problem: Problem, backward_ops_per_stage: int | None, limits: Limits
+) -> list[Frontier]:
+    """Return the frontiers to solve; none if a share of the time is not enough."""
+    try:
+        with in_time(limits.share(_STAGES_SHARE).deadline_s):
+            return stages_for(problem, backward_ops_per_stage)
+    except TimeIsUpError:
+        return []
 
 
 def _fewest_rows(problem: Problem, size: int) -> int:
@@ -297,27 +314,45 @@ class Checkmate:
         search = FrontierSearch(problem, limits, self.improves)
         if (answer := search.at_once()) is not None:
             return answer
-        frontiers = stages_for(problem, self.backward_ops_per_stage)
+        frontiers = _stages_in_time(problem, self.backward_ops_per_stage, limits)
         is_interrupted = False
         if self.starts_from_known:
             on_progress("looking for a first schedule", 0.0)
             search.start_from_known()
-            if frontiers[-1].row_count > _INTERVAL_ROWS and not search.is_over:
+            is_large = bool(frontiers) and frontiers[-1].row_count > _INTERVAL_ROWS
+            if is_large and not search.is_over:
                 is_interrupted = _start_from_intervals(search, on_progress)
-        if search.is_over or is_interrupted:
+        run = None
+        if not is_interrupted:
+            run = self._solve_frontiers(search, frontiers, on_progress)
+        if run is None:
             return search.answer(
                 bound_ns=None,
-                stop_reason=stop_reason(limits, is_interrupted=is_interrupted),
+                stop_reason=stop_reason(limits, is_interrupted=is_interrupted)
+                if frontiers
+                else StopReason.TIME_LIMIT,
                 message="no time was left for the integer program",
             )
-        run = self._solve_stages(search, frontiers[0], len(frontiers), on_progress)
-        for index, staged in enumerate(frontiers[1:], 1):
-            left = len(frontiers) - index
-            # What coarse stages can do is known: then time goes to the finest.
-            is_skipped = run.found.outcome is Outcome.OPTIMAL and left > 1
-            if not (search.is_over or run.found.is_interrupted or is_skipped):
-                run = self._solve_stages(search, staged, left, on_progress)
         return self._answer(search, run)
+
+    def _solve_frontiers(
+        self,
+        search: FrontierSearch,
+        frontiers: Sequence[Frontier],
+        on_progress: ProgressCallback,
+    ) -> _Run | None:
+        """Solve the models one after the other; return the last that was solved."""
+        run: _Run | None = None
+        with suppress(TimeIsUpError), in_time(search.limits.deadline_s):
+            for index, staged in enumerate(frontiers):
+                left = len(frontiers) - index
+                if search.is_over or (run is not None and run.found.is_interrupted):
+                    break
+                # What coarse stages can do is known: then time goes to the finest.
+                is_known = run is not None and run.found.outcome is Outcome.OPTIMAL
+                if not is_known or left == 1:
+                    run = self._solve_stages(search, staged, left, on_progress)
+        return run
 
     def _solve_stages(
         self,
@@ -462,30 +497,36 @@ class CheckmateLpRounding:
             return _unclaimed(answer)
         bound_ns = None
         is_interrupted = False
-        frontiers = stages_for(problem, self.backward_ops_per_stage)[-2:]
-        for staged in frontiers:
-            on_progress("solving a linear program", 0.0)
-            is_full = len(staged.stages) == len(staged.nodes)
-            for percent in self.allowance_percents:
-                # A relaxation with a stage per op is worth its bound, if not its order.
-                is_of_use = not search.has_order or (is_full and not percent)
-                if not is_of_use or search.is_over or is_interrupted:
-                    continue
-                built = build_model(staged, self.rows, allowance_percent=percent)
-                settings = Settings(time_limit_s=limits.remaining_s, seed=limits.seed)
-                found = solve_model(
-                    built.model, self.mip_solver, settings, is_relaxed=True
-                )
-                is_interrupted = found.is_interrupted
-                if is_full and not percent:
-                    bound_ns = _bound_ns(built, found)
-                if len(found.values):
-                    self._round(search, built, found)
+        stages = 0
+        with suppress(TimeIsUpError), in_time(limits.deadline_s):
+            frontiers = stages_for(problem, self.backward_ops_per_stage)[-2:]
+            stages = len(frontiers[-1].stages)
+            for staged in frontiers:
+                on_progress("solving a linear program", 0.0)
+                is_full = len(staged.stages) == len(staged.nodes)
+                for percent in self.allowance_percents:
+                    # A relaxation with a stage per op is worth its bound, at least.
+                    is_of_use = not search.has_order or (is_full and not percent)
+                    if not is_of_use or search.is_over or is_interrupted:
+                        continue
+                    built = build_model(staged, self.rows, allowance_percent=percent)
+                    left_s = limits.remaining_s
+                    settings = Settings(time_limit_s=left_s, seed=limits.seed)
+                    found = solve_model(
+                        built.model, self.mip_solver, settings, is_relaxed=True
+                    )
+                    is_interrupted = found.is_interrupted
+                    if is_full and not percent:
+                        bound_ns = _bound_ns(built, found)
+                    if len(found.values):
+                        self._round(search, built, found)
         return _unclaimed(
             search.answer(
                 bound_ns=bound_ns,
                 stop_reason=stop_reason(limits, is_interrupted=is_interrupted),
-                message=f"{len(frontiers[-1].stages)} stages, {self.rows} rows",
+                message=f"{stages} stages, {self.rows} rows"
+                if stages
+                else "no time was left to make the stages",
             )
         )
 
@@ -493,6 +534,7 @@ class CheckmateLpRounding:
         self, search: FrontierSearch, built: FrontierModel, found: Solution
     ) -> None:
         for percent in self.thresholds:
+            check_time()
             kept = [
                 {
                     item

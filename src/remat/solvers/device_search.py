@@ -12,11 +12,13 @@ It ends at the time limit or after so many candidates.
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product, tee
 from typing import ClassVar
 
 from remat.checks import keep_integers, keep_words
+from remat.deadline import TimeIsUpError, in_time
 from remat.errors import SolverUnsuitableError
 from remat.multidevice.execution import ExecutionRule, Placement
 from remat.multidevice.feasibility import infeasible_reason
@@ -31,7 +33,7 @@ from remat.problem import (
     StopReason,
 )
 from remat.solvers.backends.mathopt import Settings
-from remat.solvers.base import ProgressCallback, ignore_progress
+from remat.solvers.base import ProgressCallback, solve_in_time
 from remat.solvers.devices.alone import answer_for_one_device
 from remat.solvers.devices.relaxation import relaxed_placement
 from remat.solvers.devices.search_run import DeviceSearchRun, Outcome
@@ -128,7 +130,8 @@ class DeviceSearch:
             )
         stop_reason = StopReason.COMPLETED
         try:
-            self.search(run, on_progress)
+            with suppress(TimeIsUpError), in_time(limits.deadline_s):
+                self.search(run, on_progress)
         except KeyboardInterrupt:
             stop_reason = StopReason.INTERRUPTED
         if stop_reason is StopReason.COMPLETED and limits.is_over:
@@ -167,7 +170,7 @@ class DeviceSearch:
         pressed, pressed_again = tee(self.pressed(run, places))
         limits = run.limits
         if self.objective is Objective.OVERLAPPED:
-            run.objective, run.limits = Objective.SERIAL, _half(limits)
+            run.objective, run.limits = Objective.SERIAL, limits.share(0.5)
             self.improve(run, places, (starts, pressed), on_progress)
             run.objective, run.limits = self.objective, limits
             starts, pressed = again, pressed_again
@@ -308,17 +311,11 @@ class DeviceSearch:
         for solver in _SINGLE:
             limits = Limits.after(share, run.limits.seed)
             try:
-                found = solver.solve(run.problem, limits, ignore_progress)
+                found = solve_in_time(solver, run.problem, limits)
             except SolverUnsuitableError:
                 return
             if found.schedule is not None:
                 run.offer(found.schedule, placement)
-
-
-def _half(limits: Limits) -> Limits:
-    """Return limits that leave as much time again."""
-    left = limits.remaining_s
-    return limits if left is None else Limits.after(left / 2, limits.seed)
 
 
 def _nothing_fits(run: DeviceSearchRun, stop_reason: StopReason) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from remat.bounds import required_ops
+from remat.deadline import check_time
 from remat.graph import Phase
 from remat.liveness import BOUNDARY
 from remat.problem import Problem
@@ -353,6 +354,7 @@ def _stage(
     nodes: Sequence[Node], producers: Sequence[int], span: tuple[int, int]
 ) -> Stage:
     """Return the stage of these first computations, with all that can help it."""
+    check_time()
     first, last = span
     keepable: set[int] = set()
     useful: set[int] = set()

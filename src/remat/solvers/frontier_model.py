@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from remat.deadline import check_time
 from remat.solvers.backends.mathopt import Model
 from remat.solvers.frontier import Frontier
 from remat.units import ceil_slots, floor_slots
@@ -194,6 +195,7 @@ class FrontierModel:
                 }
             )
         for t in range(len(frontier.stages)):
+            check_time()
             readers = self._readers(t)
             for item, used_by in readers.items():
                 self._add_frees(t, item, used_by)

@@ -16,8 +16,8 @@ from remat.solvers.backends.mathopt import Incumbent, IncumbentCallback
 from remat.solvers.backends.tolerances import RELATIVE_TOLERANCE
 from remat.solvers.base import (
     ProgressCallback,
-    ignore_progress,
     single_device_kind_index,
+    solve_in_time,
 )
 from remat.solvers.frontier import Frontier
 from remat.solvers.greedy_eviction import GreedyEviction
@@ -106,7 +106,13 @@ class FrontierSearch:
         if table.peak_bytes > budget:
             return False
         if self.improves:
-            order = improve_order(graph, order, budget, kind_index=self.kind_index)
+            order = improve_order(
+                graph,
+                order,
+                budget,
+                kind_index=self.kind_index,
+                limits=self.limits,
+            )
         cost_ns = RetentionTable(graph, order, self.kind_index).cost_ns
         if not self.has_order or cost_ns < self.cost_ns:
             self.order, self.cost_ns = order, cost_ns
@@ -120,7 +126,7 @@ class FrontierSearch:
                 return
             limit_s = None if remaining_s is None else share * remaining_s
             limits = Limits.after(limit_s, self.limits.seed)
-            found = solver.solve(self.problem, limits, ignore_progress).schedule
+            found = solve_in_time(solver, self.problem, limits).schedule
             if found is not None:
                 self.start_from_order(_order(found))
 

@@ -47,7 +47,7 @@ from remat.lower_sets.programs import (
     smallest_budget,
     sweep,
 )
-from remat.problem import Limits, Problem, Proposal, StopReason
+from remat.problem import Limits, Problem, Proposal
 from remat.reductions.forward_values import (
     ForwardValues,
     reduce_to_forward_values,
@@ -208,21 +208,19 @@ def _solve(
     graph = values.graph
     family = approximate_family(graph) if cap is None else choose_family(graph, cap)
     search = _Search(problem, limits, values, family)
-    try:
+    with search.in_time():
         least = smallest_budget(graph, family, deadline_s=limits.deadline_s)
-    except TimeoutError as error:
-        return search.unknown(str(error), StopReason.TIME_LIMIT)
-    # A single segment takes what all values are charged.
-    budgets = geometric_budgets(
-        least.peak_bytes, sum(graph.charged_bytes), effort.budget_count
-    )
-    for share in search.sweep(budgets, effort.bisection_count):
-        on_progress("choosing where to cut the model", share / 2)
-    for share in search.improve_best(effort.improved_count):
-        on_progress("keeping what there is room for", 0.5 + share / 4)
-    executions = max(len(_RULES), effort.executed_ops // len(problem.graph.ops))
-    for share in search.execute_closest(executions):
-        on_progress("fitting the order into the budget", 0.75 + share / 4)
+        # A single segment takes what all values are charged.
+        budgets = geometric_budgets(
+            least.peak_bytes, sum(graph.charged_bytes), effort.budget_count
+        )
+        for share in search.sweep(budgets, effort.bisection_count):
+            on_progress("choosing where to cut the model", share / 2)
+        for share in search.improve_best(effort.improved_count):
+            on_progress("keeping what there is room for", 0.5 + share / 4)
+        executions = max(len(_RULES), effort.executed_ops // len(problem.graph.ops))
+        for share in search.execute_closest(executions):
+            on_progress("fitting the order into the budget", 0.75 + share / 4)
     return search.answer(_label(values, family, cap))
 
 

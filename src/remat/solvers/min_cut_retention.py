@@ -346,5 +346,6 @@ class MinCutRetention:
         store_all = evaluate(tables, bytes(len(tables.interval_start)))
         count = max(_FEWEST_EVALUATIONS, self.effort_ops // len(tables.base))
         search = _Search(orders, tables, min(count, _MOST_EVALUATIONS))
-        search.run(store_all, on_progress)
+        with orders.in_time():
+            search.run(store_all, on_progress)
         return orders.answer(f"{search.evaluations - search.left} evaluations")

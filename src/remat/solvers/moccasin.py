@@ -29,11 +29,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from remat.checks import keep_flags, keep_integers, keep_seconds
+from remat.deadline import TimeIsUpError, in_time
 from remat.errors import SolverUnsuitableError
 from remat.problem import Limits, Problem, Proposal
 from remat.solvers.backends.cp_sat import CpModel
 from remat.solvers.backends.highs_process import Settings
-from remat.solvers.backends.mathopt import Outcome, Solution
+from remat.solvers.backends.mathopt import NOTHING_IN_TIME, Outcome, Solution
 from remat.solvers.backends.tolerances import safe_bound_ns
 from remat.solvers.base import ProgressCallback
 from remat.solvers.frontier import Frontier, frontier
@@ -283,12 +284,17 @@ class Moccasin:
         Returns
         -------
         tuple[Solution, int]
-            The program's solution, and its bound on the class in nanoseconds.
+            The program's solution, and its bound on the class in nanoseconds; 0 if
+            time was over before the program was written down.
         """
-        staged = frontier(search.problem)
-        program = _Program(staged, self.computations)
-        if (start := best_start(search, staged)) is not None:
-            program.hint(start)
+        try:
+            with in_time(limits.deadline_s):
+                staged = frontier(search.problem)
+                program = _Program(staged, self.computations)
+                if (start := best_start(search, staged)) is not None:
+                    program.hint(start)
+        except TimeIsUpError:
+            return NOTHING_IN_TIME, 0
         found = program.model.solve(
             Settings(
                 time_limit_s=limits.remaining_s, seed=limits.seed, threads=self.threads

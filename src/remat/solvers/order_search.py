@@ -4,9 +4,11 @@ For solvers that make many orders and judge each by its true bytes.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from remat.bounds import cost_bound_ns, peak_bound_bytes
+from remat.deadline import TimeIsUpError, in_time
 from remat.liveness import schedule_from_order, store_all_order
 from remat.plain_numbers import plain_numbers
 from remat.problem import Limits, Problem, Proposal, Status, StopReason
@@ -136,10 +138,17 @@ class OrderSearch:
         on_progress: ProgressCallback,
     ) -> None:
         """Run what weighs orders, then improve the best; say how far it is."""
-        for share in sweep:
-            on_progress(activity, share / 2)
-        for share in self.improve_best(improved_count):
-            on_progress("keeping what there is room for", 0.5 + share / 2)
+        with self.in_time():
+            for share in sweep:
+                on_progress(activity, share / 2)
+            for share in self.improve_best(improved_count):
+                on_progress("keeping what there is room for", 0.5 + share / 2)
+
+    @contextmanager
+    def in_time(self) -> Iterator[None]:
+        """End the block when time is over; the answer is then the best so far."""
+        with suppress(TimeIsUpError), in_time(self.limits.deadline_s):
+            yield
 
     def answer(self, label: str) -> Proposal:
         """Return the best that was found, or that nothing was."""

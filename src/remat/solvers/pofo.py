@@ -21,6 +21,7 @@ References
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -28,6 +29,7 @@ from remat.bounds import cost_bound_ns
 from remat.chains.paging import Bandwidth, page
 from remat.chains.rotor import least_budget, plan_rotor
 from remat.checks import keep_integers
+from remat.deadline import TimeIsUpError, check_time, in_time
 from remat.errors import SolverUnsuitableError
 from remat.graph import TrainingGraph
 from remat.liveness import schedule_from_order, store_all_order
@@ -114,20 +116,22 @@ class PoFo:
             host, link = _storing_device(problem.platform)
             chain = chain_of(graph, kind_index, self.max_stages)
             best = self._rotor(problem, limits)
-            orders = self._orders(chain, kind_index, budget, plain, limits)
-            for index, order in enumerate(orders):
-                paged = page(
-                    graph,
-                    schedule_from_order(graph, order),
-                    budget,
-                    link,
-                    host=host,
-                    kind_index=kind_index,
-                )
-                found = None if paged is None else _judged(problem, paged.schedule)
-                if found is not None and (best is None or found[0] < best[0]):
-                    best = found
-                on_progress("trying budgets", index / (2 * self.budget_count + 1))
+            with suppress(TimeIsUpError), in_time(limits.deadline_s):
+                orders = self._orders(chain, kind_index, budget, plain, limits)
+                for index, order in enumerate(orders):
+                    check_time()
+                    paged = page(
+                        graph,
+                        schedule_from_order(graph, order),
+                        budget,
+                        link,
+                        host=host,
+                        kind_index=kind_index,
+                    )
+                    found = None if paged is None else _judged(problem, paged.schedule)
+                    if found is not None and (best is None or found[0] < best[0]):
+                        best = found
+                    on_progress("trying budgets", index / (2 * self.budget_count + 1))
         stop = StopReason.TIME_LIMIT if limits.is_over else StopReason.COMPLETED
         if best is None:
             return Proposal(

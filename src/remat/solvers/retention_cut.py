@@ -15,6 +15,7 @@ not need cost nothing, for their first run can wait until backward.
 from collections.abc import Sequence
 from itertools import accumulate
 
+from remat.deadline import check_time
 from remat.graph import TrainingGraph
 from remat.solvers.backends.max_flow import FlowNetwork, min_cut_source_side
 from remat.solvers.recompute_order import RELEASE, UseTables
@@ -27,6 +28,7 @@ class RetentionCut:
     """The closure problem of a graph: which storages to keep at given prices."""
 
     def __init__(self, graph: TrainingGraph, tables: UseTables) -> None:
+        check_time()
         self.tables = tables
         forward = tables.base[: tables.boundary]
         self._op_node = {op: 2 + i for i, op in enumerate(forward)}
@@ -118,6 +120,7 @@ class RetentionCut:
 
     def _crossed(self, position: int) -> set[int]:
         """Return the storages made up to ``position`` and read by forward after it."""
+        check_time()
         tables = self.tables
         return {
             s

@@ -25,11 +25,13 @@ References
    2023.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from remat.chains.rotor import plan_rotor
 from remat.checks import keep_integers, keep_seconds
+from remat.deadline import TimeIsUpError
 from remat.problem import Limits, Problem, Proposal, StopReason
 from remat.reductions.stage_parts import PartOption, StagePart, stage_option
 from remat.reductions.stage_problems import StageProblem, stage_problem
@@ -219,7 +221,8 @@ class Rockmate:
         chain = chain_of(search.graph, search.kind_index, self.max_stages)
         work = _Work(self, problem, limits, on_progress)
         try:
-            work.run(chain)
+            with suppress(TimeIsUpError):
+                work.run(chain)
         except KeyboardInterrupt:
             work.is_interrupted = True
         return work.answer()
@@ -242,8 +245,8 @@ class _Work:
         solver, limits = self.solver, self.limits
         rotor = Rotor()
         finest = chain_of(chain.graph, chain.kind_index, rotor.max_stages)
-        plain_limits = _share_of(limits, _PLAIN_SHARE)
-        self._search(finest, rotor, _share_of(plain_limits, 0.6), (0.0, 0.15))
+        plain_limits = limits.share(_PLAIN_SHARE)
+        self._search(finest, rotor, plain_limits.share(0.6), (0.0, 0.15))
         if len(finest.parts) != len(chain.parts):
             self._search(chain, rotor, plain_limits, (0.15, 0.3))
         if self.is_over:
@@ -252,7 +255,7 @@ class _Work:
             time_limit_s=solver.program_time_limit_s, seed=limits.seed
         )
         enrichment = Enrichment(
-            chain, programs, solver.most_options, _share_of(limits, _PROGRAMS_SHARE)
+            chain, programs, solver.most_options, limits.share(_PROGRAMS_SHARE)
         )
         richer = enrichment.run(_progress_part(self.on_progress, (0.3, 0.7)))
         self.is_interrupted = programs.is_interrupted
@@ -302,7 +305,8 @@ class _Work:
     def answer(self) -> Proposal:
         """Return the best of both searches."""
         fitting = [search for search in self.searches if search.best is not None]
-        best = min(fitting, key=_rank, default=self.searches[-1])
+        none = PlanSearch(self.problem, self.limits)
+        best = min(fitting, key=_rank, default=[none, *self.searches][-1])
         best.limits = self.limits
         proposal = best.answer(self.label)
         if self.is_interrupted:
@@ -312,13 +316,6 @@ class _Work:
 
 def _rank(search: PlanSearch) -> tuple[int, int]:
     return (0, 0) if search.best is None else search.best.rank
-
-
-def _share_of(limits: Limits, share: float) -> Limits:
-    remaining_s = limits.remaining_s
-    if remaining_s is None:
-        return limits
-    return Limits.after(share * remaining_s, limits.seed)
 
 
 def _progress_part(

@@ -9,7 +9,9 @@ from typing import ClassVar
 
 from remat.bounds import cost_bound_ns, required_ops
 from remat.liveness import schedule_from_order, store_all_order
+from remat.plain_numbers import plain_numbers
 from remat.problem import Limits, Problem, Proposal, Status
+from remat.retention_table import weigh_order
 from remat.simulator import simulate
 from remat.solvers.base import ProgressCallback
 
@@ -31,17 +33,33 @@ class StoreAll:
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback
     ) -> Proposal:
         """Return the store-all schedule, or INFEASIBLE if it does not fit."""
-        schedule = schedule_from_order(problem.graph, store_all_order(problem.graph))
-        trace = simulate(problem.graph, problem.platform, schedule)
-        if trace.violation is None:
-            is_needed = len(required_ops(problem.graph)) == len(problem.graph.ops)
-            return Proposal(
-                status=Status.OPTIMAL if is_needed else Status.FEASIBLE,
-                schedule=schedule,
-                bound_ns=trace.serial_ns if is_needed else cost_bound_ns(problem),
-            )
+        graph, devices = problem.graph, problem.platform.devices
+        order = store_all_order(graph)
+        schedule = schedule_from_order(graph, order)
+        bound_ns = cost_bound_ns(problem)
+        kind_index = graph.kind_index(devices[0].kind)
+        if len(devices) == 1 and None not in {
+            op.cost_ns[kind_index] for op in graph.ops
+        }:
+            # To weigh an order takes a small part of the time of a replay.
+            numbers = plain_numbers(graph, kind_index)
+            cost_ns, peak = weigh_order(numbers, order)
+            budget = problem.budget_bytes
+            reason = ""
+            if budget is not None and peak > budget:
+                reason = (
+                    f"to keep everything takes {peak:_} bytes; the budget is "
+                    f"{budget:_} bytes"
+                )
+        else:
+            trace = simulate(graph, problem.platform, schedule)
+            cost_ns = trace.serial_ns
+            reason = "" if trace.violation is None else trace.violation.message
+        if reason:
+            return Proposal(status=Status.INFEASIBLE, bound_ns=bound_ns, message=reason)
+        is_needed = len(required_ops(graph)) == len(graph.ops)
         return Proposal(
-            status=Status.INFEASIBLE,
-            bound_ns=cost_bound_ns(problem),
-            message=trace.violation.message,
+            status=Status.OPTIMAL if is_needed else Status.FEASIBLE,
+            schedule=schedule,
+            bound_ns=cost_ns if is_needed else bound_ns,
         )

@@ -30,6 +30,7 @@ from remat.checks import (
     keep_seconds,
     keep_words,
 )
+from remat.deadline import TimeIsUpError, in_time
 from remat.errors import SolverUnsuitableError
 from remat.multidevice.feasibility import infeasible_reason
 from remat.multidevice.instance import DeviceInstance
@@ -45,7 +46,7 @@ from remat.solvers.backends.mathopt import (
 )
 from remat.solvers.backends.mathopt import solve as solve_model
 from remat.solvers.backends.tolerances import RELATIVE_TOLERANCE, safe_bound_ns
-from remat.solvers.base import ProgressCallback, ignore_progress
+from remat.solvers.base import ProgressCallback, ignore_progress, solve_in_time
 from remat.solvers.device_search import DeviceSearch
 from remat.solvers.devices.alone import answer_for_one_device
 from remat.solvers.devices.published import PublishedModel
@@ -230,7 +231,11 @@ class XEngine:
         if search.stop_reason is StopReason.COMPLETED:
             self._warm_start(search, limits, on_progress)
         if search.stop_reason is StopReason.COMPLETED:
-            self._solve_exactly(search, limits, on_progress)
+            try:
+                with in_time(limits.deadline_s):
+                    self._solve_exactly(search, limits, on_progress)
+            except TimeIsUpError:
+                search.stop_reason = StopReason.TIME_LIMIT
         return search.proposal()
 
     def _solve_serially(
@@ -240,8 +245,7 @@ class XEngine:
 
         Half the time is left.
         """
-        left = limits.remaining_s
-        half = limits if left is None else Limits.after(left / 2, limits.seed)
+        half = limits.share(0.5)
         found = replace(self, objective=Objective.SERIAL).solve(
             search.problem, half, on_progress
         )
@@ -280,11 +284,9 @@ class XEngine:
     def _warm_start(
         self, search: _Search, limits: Limits, on_progress: ProgressCallback
     ) -> None:
-        left = limits.remaining_s
-        seconds = None if left is None else left * _WARM_START_SHARE
         finder = DeviceSearch(objective=self.objective, candidates=_WARM_CANDIDATES)
-        found = finder.solve(
-            search.problem, Limits.after(seconds, limits.seed), on_progress
+        found = solve_in_time(
+            finder, search.problem, limits.share(_WARM_START_SHARE), on_progress
         )
         search.floor_ns = max(search.floor_ns, found.bound_ns)
         if found.schedule is not None:

@@ -47,8 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=_POINTS,
         metavar="N",
-        help="spread N budgets from the smallest that works to 100%% "
-        f"(default: {_POINTS})",
+        help=f"spread N budgets from the smallest known to 100%% (default: {_POINTS})",
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the curve (png, pdf, svg)")
     add_platform(parser)

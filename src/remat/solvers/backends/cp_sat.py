@@ -11,10 +11,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from remat.deadline import check_time
 from remat.errors import SolverFault
 from remat.solvers.backends.highs_process import Settings
 from remat.solvers.backends.library import check_library
 from remat.solvers.backends.mathopt import (
+    NOTHING_IN_TIME,
     Incumbent,
     IncumbentCallback,
     Outcome,
@@ -58,6 +60,7 @@ class CpModel:
         return len(self._intervals)
 
     def _keep(self, variable: Any) -> int:
+        check_time()
         self._variables.append(variable)
         return len(self._variables) - 1
 
@@ -131,6 +134,7 @@ class CpModel:
         self, earlier: int, later: int, distance: int, *, literals: Sequence[int] = ()
     ) -> None:
         """Require ``earlier + distance <= later`` if all these Booleans hold."""
+        check_time()
         row = self._model.add(
             self._variables[earlier] + distance <= self._variables[later]
         )
@@ -190,19 +194,17 @@ class CpModel:
             If CP-SAT finds the model invalid.
         """
         library, started = self._library, time.monotonic()
-        if settings.time_limit_s is not None and settings.time_limit_s <= 0:
-            return Solution(
-                outcome=Outcome.UNKNOWN,
-                objective=None,
-                bound=-math.inf,
-                is_over_time=True,
-            )
+        if settings.is_over:
+            return NOTHING_IN_TIME
         terms = [cost * self._variables[index] for index, cost in self._objective]
         self._model.minimize(sum(terms) if terms else 0)
         self._model.clear_hints()
         for index, value in self._hints.items():
             self._model.add_hint(self._variables[index], value)
         solver = library.CpSolver()
+        settings = settings.after(time.monotonic() - started)
+        if settings.is_over:
+            return NOTHING_IN_TIME
         solver.parameters.num_workers = settings.threads
         solver.parameters.interleave_search = True
         solver.parameters.random_seed = settings.seed

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 LineCallback = Callable[[Iterable[str]], None]
 """Called with lines of the solver's log."""
 
-_GRACE_S = 2.0
+_GRACE_S = 0.3
 """How long HiGHS may overrun its time limit before its process is ended."""
 
-_LOOK_S = 0.2
+_LOOK_S = 0.1
 """Seconds between two looks at whether the process has answered."""
 
 
@@ -57,6 +57,18 @@ class Settings:
     absolute_gap: float = 0.0
     seed: int = 0
     threads: int = 1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no time is left."""
+        return self.time_limit_s is not None and self.time_limit_s <= 0
+
+    def after(self, elapsed_s: float) -> "Settings":
+        """Return the settings with what is left of the time limit after so long."""
+        if self.time_limit_s is None:
+            return self
+        left_s = max(0.0, self.time_limit_s - elapsed_s)
+        return replace(self, time_limit_s=left_s)
 
 
 def parameters(settings: Settings) -> "mathopt.SolveParameters":
@@ -208,6 +220,7 @@ def run_highs_apart(
             "settings": asdict(settings),
             "start": [list(start), list(start.values())],
             "solution_file": str(file),
+            "asked_s": time.time(),
         }
         process = subprocess.Popen(  # noqa: S603 - this very file
             # By path, not by name: the solvers need not be imported there.
@@ -254,6 +267,7 @@ def _talk(
     if process.stdin is None or process.stdout is None:
         msg = "the process of HiGHS was started without pipes"
         raise SolverFault(msg)
+    started_s = time.monotonic()
     request, source = process.stdin, process.stdout
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
@@ -271,9 +285,7 @@ def _talk(
     except BrokenPipeError:
         # It ended before it had read the request; its exit status says how, below.
         pass
-    # Reading a large model takes time of its own, before HiGHS's clock starts.
-    slack_s = _GRACE_S + len(body) / 5e6 + (time_limit_s or 0.0) * 0.05
-    end_s = None if time_limit_s is None else time.monotonic() + time_limit_s + slack_s
+    end_s = None if time_limit_s is None else started_s + time_limit_s + _GRACE_S
     while end_s is None or time.monotonic() < end_s:
         try:
             line = lines.get(timeout=_LOOK_S)
@@ -331,7 +343,8 @@ def main() -> None:
     try:
         answer = call_highs(
             proto,
-            Settings(**head["settings"]),
+            # To start this process and to read the model takes time, too.
+            Settings(**head["settings"]).after(time.time() - head["asked_s"]),
             start=dict(zip(*head["start"], strict=True)),
             take_lines=lambda lines: send({"log": list(lines)}),
             solution_file=Path(head["solution_file"]),

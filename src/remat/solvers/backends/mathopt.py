@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from remat.deadline import check_time
 from remat.errors import MissingDependencyError, SolverFault
 from remat.solvers.backends.error_stream import HeldErrorStream
 from remat.solvers.backends.highs_process import Settings as Settings
@@ -138,6 +139,12 @@ class Solution:
         return nearest
 
 
+NOTHING_IN_TIME = Solution(
+    outcome=Outcome.UNKNOWN, objective=None, bound=-math.inf, is_over_time=True
+)
+"""What is found where time is over before the search begins."""
+
+
 @dataclass(slots=True)
 class Model:
     """A minimisation, built row by row.
@@ -196,6 +203,7 @@ class Model:
         ValueError
             If a number is not a number, or the bounds are crossed.
         """
+        check_time()
         if not lower <= upper or not math.isfinite(cost):
             msg = f"variable {len(self.lower)} has bounds {lower}, {upper}, cost {cost}"
             raise ValueError(msg)
@@ -225,6 +233,7 @@ class Model:
         ValueError
             If there is no such variable, a number is not finite, or bounds are crossed.
         """
+        check_time()
         row = len(self.row_lower)
         summed: dict[int, float] = {}
         for variable, coefficient in terms:
@@ -381,11 +390,12 @@ def solve(
     log = _Log(solver, on_incumbent)
     started = time.monotonic()
     settings = settings or Settings()
-    if settings.time_limit_s is not None and settings.time_limit_s <= 0:
-        return Solution(
-            outcome=Outcome.UNKNOWN, objective=None, bound=-math.inf, is_over_time=True
-        )
+    if settings.is_over:
+        return NOTHING_IN_TIME
     proto = model.to_proto(is_relaxed=is_relaxed)
+    settings = settings.after(time.monotonic() - started)
+    if settings.is_over:
+        return NOTHING_IN_TIME
     if solver is MipSolver.HIGHS and model.row_count > IN_PROCESS_ROWS:
         found = _solve_apart(model, proto, settings, log)
     else:
