@@ -344,7 +344,7 @@ def plan_unet(begun: Callable[[], None], rows_with_intervals: int) -> Result:
     low, high = budgets_between(graph, 2)
 
     def tell(activity: str, share: float) -> None:
-        if "bound" in activity:
+        if "none below" in activity:
             begun()
 
     with (
