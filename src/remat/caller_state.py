@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from remat.capture.first_call import prepared_count
@@ -156,7 +157,8 @@ def _of_model(model: nn.Module) -> Iterator[_Noted]:
             yield replace(_of_dict(name, held), is_of_hooks=kind.endswith("hooks"))
         yield _of_attribute(module, "training", f"training mode{where}")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        yield from _of_tensor(name, tensor)
+        if not is_lazy(tensor):  # It has nothing to compare, and is refused later.
+            yield from _of_tensor(name, tensor)
 
 
 def _of_tensor(name: str, tensor: torch.Tensor) -> Iterator[_Noted]:
