@@ -60,7 +60,7 @@ def differentiated(
         for i, size in enumerate(known)
     ]
 
-    def op(
+    def made(
         name: str, read: set[int], writes: tuple[int, ...], cost_ns: int, phase: Phase
     ) -> Op:
         return Op(
@@ -73,12 +73,13 @@ def differentiated(
         )
 
     ops = [
-        op(f"f{i}", set(reads[i]), (i,), costs[i], Phase.FORWARD) for i in range(count)
+        made(f"f{i}", set(reads[i]), (i,), costs[i], Phase.FORWARD)
+        for i in range(count)
     ]
     for i in reversed(range(count)):
         read = {*reads[i], i, *(count + reader for reader in readers[i])}
-        made = (count + i, 2 * count + i)
-        ops.append(op(f"b{i}", read, made, 2 * costs[i], Phase.BACKWARD))
+        gradients = (count + i, 2 * count + i)
+        ops.append(made(f"b{i}", read, gradients, 2 * costs[i], Phase.BACKWARD))
     return TrainingGraph(
         name=name,
         storages=tuple(storages),

@@ -1,6 +1,7 @@
 """The documentation tells the truth: its code runs, its tables are the code's."""
 
 import argparse
+import dataclasses
 import inspect
 import json
 import re
@@ -305,7 +306,7 @@ class TestReference:
         cells = [row[0] for row in rows(sections(self.TEXT)[name])]
         shown = set(re.findall(r"`(\w+)(?:\(\w*\))?`", " ".join(cells)))
         owner = getattr(remat, name)
-        fields = set(owner.__dataclass_fields__)
+        fields = {field.name for field in dataclasses.fields(owner)}
         public = {n for n in vars(owner) if not n.startswith("_")} | fields
         assert shown | {"summary"} >= public
         assert shown <= public

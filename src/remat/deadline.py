@@ -8,7 +8,7 @@ force has passed. Whoever set the deadline answers with the best known by then.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -20,7 +20,7 @@ class TimeIsUpError(TimeoutError):
 
 
 @contextmanager
-def in_time(deadline_s: float | None) -> Iterator[None]:
+def in_time(deadline_s: float | None) -> Generator[None]:
     """Have :func:`check_time` raise from ``deadline_s`` on, as long as the block runs.
 
     Within a block that has an earlier deadline, that one stays in force.

@@ -151,7 +151,7 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
         fingerprint=fingerprint,
         smallest_budget_bytes=floor_bytes,
         settings=plan_settings(settings, solver, seed, result),
-        judged=trace,
+        _judged=trace,
     )
 
 

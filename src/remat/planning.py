@@ -136,7 +136,8 @@ def solve_portfolio(
     lines: list[str] = []
     unsuitable: SolverUnsuitableError | None = None
     bound_ns = cost_bound_ns(problem)
-    turns = [*quick, *((solver, None) for solver in solvers)]
+    turns: list[tuple[Solver, float | None]] = list(quick)
+    turns += [(solver, None) for solver in solvers]
     count = len(turns)
     for index, (solver, own_share) in enumerate(turns):
         name = type(solver).__name__
@@ -171,10 +172,11 @@ def _nothing_found(
 ) -> Result:
     """Return that none of several solvers has found anything, and what is proved."""
     reason: str | None = None
-    if len(problem.platform.devices) > 1:
+    home, *others = problem.platform.devices
+    if others:
         reason = infeasible_reason(DeviceInstance.of(problem))
     else:
-        least = peak_bound_bytes(problem.graph, problem.platform.devices[0].kind)
+        least = peak_bound_bytes(problem.graph, home.kind)
         if problem.budget_bytes is not None and problem.budget_bytes < least:
             reason = f"every schedule needs {format_bytes(least)}"
     return Result(

@@ -58,8 +58,6 @@ class Plan:
         looked for.
     settings
         What the plan was made with, for people: versions, solver, profile.
-    judged
-        The replay of the schedule on the platform, where it is known.
 
     Raises
     ------
@@ -77,12 +75,13 @@ class Plan:
     fingerprint: str
     smallest_budget_bytes: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    judged: InitVar[Trace | None] = None
+    _judged: InitVar[Trace | None] = None
+    """The replay of the schedule on the platform, where it is known."""
 
-    def __post_init__(self, judged: Trace | None) -> None:
-        if judged is not None:
+    def __post_init__(self, _judged: Trace | None) -> None:
+        if _judged is not None:
             # To replay thousands of steps once more would take longer than it may.
-            self.__dict__["trace"] = judged
+            self.__dict__["trace"] = _judged
         if self.trace.violation is not None:
             msg = f"the plan's schedule is not valid: {self.trace.violation}"
             raise PlanMismatchError(msg)

@@ -3,7 +3,7 @@
 For solvers that make many orders and judge each by its true bytes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -145,7 +145,7 @@ class OrderSearch:
                 on_progress("keeping what there is room for", 0.5 + share / 2)
 
     @contextmanager
-    def in_time(self) -> Iterator[None]:
+    def in_time(self) -> Generator[None]:
         """End the block when time is over; the answer is then the best so far."""
         with suppress(TimeIsUpError), in_time(self.limits.deadline_s):
             yield
