@@ -422,6 +422,8 @@ def test_bad_requests_are_refused() -> None:
         ({"platform": 3}, TypeError),
         ({"kwargs": torch.ones(2)}, TypeError),
         ({"costs": "guessed"}, ValueError),
+        ({"costs": []}, ValueError),
+        ({"kernels": ["fused"]}, ValueError),
     ],
     ids=str,
 )

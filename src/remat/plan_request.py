@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
@@ -65,6 +65,7 @@ class PlanRequest:
             _check("loss", self.loss, Callable, "a function of the model's outputs")
             _check_takes_outputs(self.loss)
         _check("progress", self.progress, Callable, "a function of (activity, share)")
+        _check("seed", self.seed, SupportsIndex, "an integer")
         Limits(seed=self.seed)
         check_time_limit(self.time_limit)
         objective = checked_word("objective", self.objective, Objective)
@@ -73,10 +74,10 @@ class PlanRequest:
             has_several_devices=self.has_several_devices,
             objective=objective,
         )
-        if self.costs not in {"measured", "estimated"}:
+        if self.costs not in ("measured", "estimated"):
             msg = f"costs is {self.costs!r}; it must be 'measured' or 'estimated'"
             raise ValueError(msg)
-        if self.kernels not in {"eager", "fused"}:
+        if self.kernels not in ("eager", "fused"):
             msg = f"kernels is {self.kernels!r}; it must be 'eager' or 'fused'"
             raise ValueError(msg)
 
