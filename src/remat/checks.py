@@ -14,6 +14,9 @@ from typing import SupportsIndex, TypeVar, cast
 
 W = TypeVar("W", bound=StrEnum)
 
+LARGEST = 2**63 - 1
+"""Largest integer of a field that has no smaller limit: the core counts to here."""
+
 _LONGEST = 60
 _MOST_BITS = 256
 
@@ -282,6 +285,8 @@ def keep_integers(
     for name in names:
         value = getattr(record, name)
         if type(value) is int:
+            if value > LARGEST and most is None:
+                most = LARGEST
             if (least is None or value >= least) and (most is None or value <= most):
                 continue
         elif value is None and optional:

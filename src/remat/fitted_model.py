@@ -31,6 +31,7 @@ from remat.graph import Role
 from remat.kernel_choice import kernels_of
 from remat.plan_request import PlanRequest, check_is_plannable, check_model
 from remat.platform import Platform
+from remat.profile.optimizer_copy import settings_of
 from remat.runtime.backend import StoppedBeforeRunningError
 from remat.runtime.callers import (
     gradient_buckets_bytes,
@@ -115,6 +116,10 @@ class FittedModel:
             before.previous_forward if before else vars(model).get("forward")
         )
         self.planned_forward = PlannedForward(self)
+        self._check_nesting()
+        # What plans depend on, and may be changed between calls.
+        self._optimizer_seen = settings_of(request.optimizer)
+        self._forward_seen = type(model).forward
         self.planner = self.planner_type(model, request, optimizer_memory(request))
         self.backend = VariantBackend(_Weakly(self.planner), type(model).__name__)
         self.backend.keeps_failure = True
@@ -285,6 +290,7 @@ class FittedModel:
         is_training = not self.backend.stop_before_running
         if is_training:
             self._tell_of_buckets()
+            self._renew_if_changed()
         runs_hooks = runs_hooks and has_forward_hooks(self.model)
         args, kwargs = _without_repetition(args, kwargs)
         planner.batch = (args, kwargs)
@@ -298,6 +304,7 @@ class FittedModel:
                 outputs = self._entry(runs_hooks=runs_hooks)(*args, **kwargs)
         except TRACE_ERRORS as error:
             if self.backend.failure is None:
+                self._check_nesting()
                 check_batch(self.model, args, kwargs)
             raise_capture_error(error, self.backend.failure)
         finally:
@@ -307,6 +314,41 @@ class FittedModel:
         if is_training and planner.planned_count > known_count:
             self._announce(args, kwargs, planner.planned_s - started_s)
         return outputs
+
+    def _check_nesting(self) -> None:
+        """Refuse a model of which a part has plans of its own.
+
+        Raises
+        ------
+        CaptureError
+            If there is one.
+        """
+        for path, module in self.model.named_modules():
+            if path and fitted_on(module) is not None:
+                msg = (
+                    f"{path} of {self.name} was fitted by itself, and a plan is for a "
+                    "whole step: call remat.release on that part first, or leave the "
+                    "whole unfitted"
+                )
+                raise CaptureError(msg)
+
+    def _renew_if_changed(self) -> None:
+        """Drop plans of another optimizer memory, and traces of another forward.
+
+        Parameters may have been added, changed in type or frozen, and settings of the
+        optimizer changed, since it was looked at; the class may have another forward.
+        """
+        seen = settings_of(self.planner.request.optimizer)
+        if seen != self._optimizer_seen:
+            self._optimizer_seen = seen
+            memory = optimizer_memory(self.planner.request)
+            if memory != self.planner.optimizer_memory:
+                self.planner.forget(memory)
+                self._compiled.clear()
+        forward = type(self.model).forward
+        if forward is not self._forward_seen:
+            self._forward_seen = forward
+            self._compiled.clear()
 
     def _entry(self, *, runs_hooks: bool) -> Callable[..., Any]:
         """Return the compiled call, with the model's own hooks or without."""

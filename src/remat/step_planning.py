@@ -243,6 +243,12 @@ class Planner:
             plan.schedule,
         )
 
+    def forget(self, optimizer_memory: tuple[int, int]) -> None:
+        """Plan everything anew from now on, with other bytes of the optimizer."""
+        self.optimizer_memory = optimizer_memory
+        self.plans.clear()
+        self._variants.clear()
+
     def note_repetition(self, program: JointProgram) -> None:
         """Count how often equal steps are traced again, and say so when it is often."""
         self.repetition_count += 1

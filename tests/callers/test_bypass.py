@@ -56,7 +56,7 @@ def square(outputs: torch.Tensor) -> torch.Tensor:
     return outputs.square().mean()
 
 
-def made() -> nn.Module:
+def made() -> Any:
     torch.manual_seed(0)
     return Net()
 
@@ -239,6 +239,27 @@ def test_a_forward_that_does_not_call_the_old_one_is_told_once() -> None:
         model(X)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        model(X)
+
+
+def test_another_forward_of_the_class_is_traced(monkeypatch: Any) -> None:
+    model, plain = fitted()[0], made()
+    step(model, model)
+    old = Net.forward
+    monkeypatch.setattr(Net, "forward", lambda self, x: old(self, x) * 0.5)
+    assert all(map(torch.equal, step(plain, plain), step(model, model)))
+
+
+def test_a_fitted_part_of_a_fitted_model_is_named() -> None:
+    model = made()
+    remat.fit(model.layers[2], X, budget="100%")
+    with pytest.raises(CaptureError, match=r"layers\.2 of Net was fitted by itself"):
+        fit(model)
+    remat.release(model.layers[2])
+    fit(model)
+    step(model, model)
+    remat.fit(model.layers[2], X, budget="100%")
+    with pytest.raises(CaptureError, match=r"layers\.2 of Net was fitted by itself"):
         model(X)
 
 

@@ -217,6 +217,50 @@ def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
     assert remat.fitted_model.fitted_on(model) is None
 
 
+def test_memory_of_the_optimizer_that_grows_after_fit_is_planned() -> None:
+    model: Any = net()[0]
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = net()[1]
+    plan = remat.fit(model, x, budget="85%", optimizer=optimizer, loss=square)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        square(model(x.to(next(model.parameters()).dtype))).backward()
+        optimizer.step()
+
+    def peak_bytes() -> int:
+        return remat.measure(
+            step, warmup=1, repeats=0, resident=[model, optimizer, x]
+        ).peak_bytes
+
+    assert peak_bytes() <= (plan.budget_bytes or 0)
+    optimizer.param_groups[0]["amsgrad"] = True
+    optimizer.state.clear()
+    # Another state for each parameter does not fit, and is not overlooked.
+    with pytest.raises(remat.BudgetError) as refused:
+        step()
+    assert refused.value.required_bytes > (plan.budget_bytes or 0)
+    remat.fit(
+        model,
+        x,
+        budget=refused.value.required_bytes,
+        optimizer=optimizer,
+        loss=square,
+    )
+    assert peak_bytes() <= refused.value.required_bytes
+
+
+def test_settings_that_change_nothing_plan_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, x = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    fit(model, x, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5
+    square(model(x)).backward()
+    assert not [record for record in caplog.records if record.name == "remat"]
+
+
 def test_a_wrapper_without_an_optimizer_is_refused() -> None:
     class Hollow(torch.optim.Optimizer):
         def __init__(self, groups: Any) -> None:

@@ -36,6 +36,9 @@ from remat.units import LARGEST_TOTAL
 MAX_STAGES_TWICE = 100
 """Most stages of a branch for which two turns are planned."""
 
+MAX_WORK_TWICE = 50_000_000
+"""Most steps, M^2 l^2 + M l^4, that two turns may take: about half a minute."""
+
 _Runs = list[tuple[bool, int]]
 
 
@@ -65,8 +68,8 @@ def plan_two_turns(
     InvalidGraphError
         As for :func:`~remat.chains.joins.plan_join`.
     SolverUnsuitableError
-        If there are not two branches, one is longer than :data:`MAX_STAGES_TWICE`, or
-        the convention is not covered.
+        If there are not two branches, one is longer than :data:`MAX_STAGES_TWICE`, the
+        work is more than :data:`MAX_WORK_TWICE`, or the convention is not covered.
 
     Notes
     -----
@@ -90,10 +93,18 @@ def plan_two_turns(
             "strict convention with uncounted gradients; use plan_join"
         )
         raise SolverUnsuitableError(msg)
-    if max(map(len, costs)) > MAX_STAGES_TWICE:
+    length = max(map(len, costs))
+    if length > MAX_STAGES_TWICE:
         msg = (
             f"two turns are planned for branches of at most {MAX_STAGES_TWICE} stages, "
-            f"not {max(map(len, costs))}; use plan_join"
+            f"not {length}; use plan_join"
+        )
+        raise SolverUnsuitableError(msg)
+    work = units * length**2 * (units + length**2)
+    if work > MAX_WORK_TWICE:
+        msg = (
+            f"two turns for {units} units and branches of {length} stages take {work:_} "
+            f"steps; at most {MAX_WORK_TWICE:_} are taken: use plan_join, or less memory"
         )
         raise SolverUnsuitableError(msg)
     plans = [_TwoTurns(costs, first, units, convention).plan() for first in (0, 1)]
@@ -116,7 +127,7 @@ def plan_join_any_turns(
 
     Parameters, errors and answer are those of :func:`~remat.chains.joins.plan_join`;
     ``turn_cost`` is the cost of a turn, which a second one has to be worth. Two turns
-    are not tried on branches of more than :data:`MAX_STAGES_TWICE` stages.
+    are not tried where :func:`plan_two_turns` refuses them.
     """
     turn_cost = checked_integer(
         "turn_cost", turn_cost, least=0, most=LARGEST_TOTAL, error=InvalidGraphError
@@ -124,9 +135,10 @@ def plan_join_any_turns(
     once = plan_join(stage_costs, memory_units, convention)
     if len(stage_costs) != 2 or convention.move_needs_two:
         return once
-    if max(map(len, stage_costs)) > MAX_STAGES_TWICE:
-        return once
-    twice = plan_two_turns(stage_costs, memory_units, convention)
+    try:
+        twice = plan_two_turns(stage_costs, memory_units, convention)
+    except SolverUnsuitableError:
+        return once  # Too much work, as is said above.
     if once is None or twice is None:
         return once or twice
     return twice if twice.forward_cost + turn_cost < once.forward_cost else once

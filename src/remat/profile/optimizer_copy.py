@@ -1,5 +1,6 @@
 """Copies of optimizers on fake tensors, to be stepped in their place."""
 
+import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from types import MethodType
@@ -58,6 +59,38 @@ def period_of(optimizer: Optimizer) -> int:
         ),
         default=1,
     )
+
+
+def settings_of(optimizer: Optimizer | None) -> tuple[Any, ...]:
+    """Return what the memory of an optimizer follows from, to see whether it changed.
+
+    Per group its parameters with their bytes and whether they are trained, and which
+    settings are on.
+    """
+    if optimizer is None:
+        return ()
+    return tuple(
+        (
+            tuple((id(p), p.nbytes, p.requires_grad) for p in group["params"]),
+            tuple(
+                (name, bool(value))
+                for name, value in group.items()
+                if isinstance(value, bool | int | float)
+            ),
+        )
+        for group in stepping_optimizer(optimizer).param_groups
+    )
+
+
+def needed_arguments(optimizer: Optimizer) -> list[str]:
+    """Return the arguments that an optimizer's step cannot do without."""
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())
+    return [
+        parameter.name
+        for parameter in parameters[1:]
+        if parameter.default is parameter.empty
+        and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
 
 
 def held_tensors(optimizer: Optimizer) -> list[torch.Tensor]:

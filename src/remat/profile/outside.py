@@ -25,6 +25,7 @@ from remat.profile.operators import OperatorCall
 from remat.profile.optimizer_copy import (
     OptimizerCopier,
     held_tensors,
+    needed_arguments,
     period_of,
     stepping_optimizer,
 )
@@ -178,6 +179,14 @@ def optimizer_bytes(
     trained = None if params is None else {id(param) for param in params}
     optimizer = stepping_optimizer(optimizer)
     name = type(optimizer).__name__
+    needed = needed_arguments(optimizer)
+    if needed:
+        msg = (
+            f"{name}.step() needs {', '.join(needed)}: a step that calls the model "
+            "itself, perhaps several times, cannot be planned. Use an optimizer whose "
+            "step() needs no closure"
+        )
+        raise CaptureError(msg)
     mode = FakeTensorMode()
     counter = StorageCounter(mode)
     try:
