@@ -292,6 +292,8 @@ class FittedModel:
             self._tell_of_buckets()
             self._renew_if_changed()
         runs_hooks = runs_hooks and has_forward_hooks(self.model)
+        # A described loss has the model's call traced again for what it returns.
+        is_called = runs_hooks or planner.loss is not None
         args, kwargs = _without_repetition(args, kwargs)
         planner.batch = (args, kwargs)
         known_count = planner.planned_count
@@ -299,7 +301,7 @@ class FittedModel:
         try:
             with (
                 _tracer_settings(),
-                self._own_forward() if runs_hooks else nullcontext(),
+                self._own_forward() if is_called else nullcontext(),
             ):
                 outputs = self._entry(runs_hooks=runs_hooks)(*args, **kwargs)
         except TRACE_ERRORS as error:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-_ROOT = re.compile(r"\AL\['\w+'\]")
+_ROOT = re.compile(r"\AL\['\w+'\](?:\.__self__)?")
 _ITEM = re.compile(r"(?:\._modules)?\[['\"]?([^'\"\]]+)['\"]?\]")
 
 
@@ -48,6 +48,8 @@ def _path(stack: Mapping[Any, tuple[str, Any]] | None) -> str:
     'blocks.0'
     >>> _path({"a": ("L['self']._modules['blocks']._modules['0']", None)})
     'blocks.0'
+    >>> _path({"a": ("L['run'].__self__._modules['blocks']", None)})
+    'blocks'
     >>> _path({"a": ("L['model']", None)}), _path(None)
     ('', '')
     """

@@ -278,10 +278,15 @@ def raise_capture_error(error: Exception, failure: RematError | None) -> NoRetur
     inner = getattr(error, "inner_exception", None)
     if inner is not None or not isinstance(error, TorchDynamoException):
         inner = inner or error
+        line = _line_behind(inner)
+        remedy = (
+            "Leave that operation out of the model, or compute it with others"
+            if line
+            else "If that is not of code of yours, such as a hook, please report it"
+        )
         msg = (
             f"the traced step could not be compiled: {type(inner).__name__}: "
-            f"{_first_sentence(str(inner))}; at {_line_behind(inner)}. Leave that "
-            "operation out of the model, or compute it with others"
+            f"{_first_sentence(str(inner))}; at {line or _UNKNOWN_LINE}. {remedy}"
         )
         raise CaptureError(msg) from error
     text = str(error)
@@ -415,11 +420,11 @@ def _source_line(text: str) -> tuple[str, str]:
 
 
 def _line_behind(error: BaseException) -> str:
-    """Return the user's line of the innermost node that an error was raised about."""
+    """Return the user's line of the innermost node that an error is about, if any."""
     found, frame = "", error.__traceback__
     while frame is not None:
         for value in frame.tb_frame.f_locals.values():
             if isinstance(value, fx.Node):
                 found = user_source_line(value) or found
         frame = frame.tb_next
-    return found or _UNKNOWN_LINE
+    return found
