@@ -209,3 +209,9 @@ def test_meta_tensors_are_refused_as_by_fit(is_model_on_meta: bool) -> None:
 def test_number_of_timed_steps_is_checked(repeats: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=r"^repeats is "):
         remat.verify(nn.Linear(3, 3), torch.randn(2, 3), budget="1 GB", repeats=repeats)
+
+
+def test_nothing_is_announced(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+    remat.verify(model, torch.randn(64, 16), budget="100%", repeats=1)
+    assert not [record for record in caplog.records if record.name == "remat"]

@@ -421,7 +421,8 @@ class FittedModel:
     ) -> None:
         """Say that a step was planned in the middle of training, in one line."""
         plan = self.planner.latest
-        if plan is None:
+        # While a plan is verified it is not installed, and nobody trains.
+        if plan is None or fitted_on(self.model) is not self:
             return
         logger.warning(
             "planned a new kind of step of %s in %.1f s: %s; peak %s of %s, %+.1f %% time",
