@@ -164,7 +164,8 @@ from tests.instances import INSTANCES
 graph = INSTANCES[sys.argv[2]]().graph
 for budget in budgets_between(graph, 3):
     problem = Problem(graph=graph, platform=single_device(budget))
-    print(solve(problem, SOLVERS[sys.argv[1]]()).schedule)
+    schedule = solve(problem, SOLVERS[sys.argv[1]]()).schedule
+    print(schedule and schedule.steps)
 """
 
 
