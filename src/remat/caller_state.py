@@ -2,8 +2,8 @@
 
 Planning works on fake tensors and on copies, so nothing should differ. That it does not
 is checked all the same, because an optimizer, a module or a hook is code that nobody
-here has seen. The check reads no tensor: it compares which objects there are, and how
-often each tensor was written.
+here has seen. The check reads no tensor but the random state: it compares which objects
+there are, and how often each tensor was written.
 """
 
 from collections.abc import Callable, Generator, Iterator
