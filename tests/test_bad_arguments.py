@@ -57,7 +57,8 @@ from remat.platform import (
     single_device,
 )
 from remat.problem import Limits, Objective, Problem, Proposal, Status
-from remat.schedule import Schedule
+from remat.schedule import Boundary, Compute, Copy, Discard, Schedule
+from remat.simulator import simulate
 from remat.solvers import SOLVERS, DeviceSearch, GreedyEviction, StoreAll
 from remat.solvers.backends.mathopt import MipSolver
 from remat.solvers.frontier_model import Rows
@@ -78,6 +79,7 @@ NO_INTEGERS: tuple[Any, ...] = (
 NO_FLAGS: tuple[Any, ...] = (*NEVER, None, 0, 1, 2, 1.0, "yes", "", np.True_)
 NO_WORDS: tuple[Any, ...] = (*NEVER, None, 0, True, 1.5, "", "overlap", "foo")
 NO_TEXT: tuple[Any, ...] = (*NEVER, None, 0, True, 1.5)
+NO_NAMES = (*NO_TEXT, "")
 NO_LISTS: tuple[Any, ...] = (NAN, object(), 1j, b"x", 3, True, 1.5, "12")
 NO_SHARES: tuple[Any, ...] = (*NEVER, None, "1", True, -0.1, 1.1, 2, 10**400)
 NO_EXPONENTS: tuple[Any, ...] = (*NEVER, None, "1", True, -0.1, 9.0, 10**400)
@@ -183,7 +185,7 @@ def records() -> Iterator[CASES]:
         DeviceKind,
         {"name": "a", "runs_on": "cpu", "flops_per_s": 1, "bytes_per_s": 1},
         {
-            "name": NO_TEXT,
+            "name": NO_NAMES,
             "runs_on": (NAN, 0, True, object()),
             "computes": NO_FLAGS,
             "time_percent": integers(1, TOTAL),
@@ -193,7 +195,7 @@ def records() -> Iterator[CASES]:
         },
     )
     budget = integers(1, 2**62, optional=True)
-    yield Device, {}, {"name": NO_TEXT, "kind": NO_TEXT, "budget_bytes": budget}
+    yield Device, {}, {"name": NO_NAMES, "kind": NO_TEXT, "budget_bytes": budget}
     yield single_device, {}, {"budget_bytes": budget, "kind": NO_TEXT}
     yield (
         Link,
@@ -230,6 +232,26 @@ def records() -> Iterator[CASES]:
             "copies_wait": NO_FLAGS,
             "costs": (NAN, 3, "x", ()),
         },
+    )
+    numbers = (*NO_INTEGERS, None)
+    steps = [
+        *(
+            kind(*pair)
+            for kind in (Compute, Discard)
+            for n in numbers
+            for pair in [(n, 0), (0, n)]
+        ),
+        *(Copy(*[0] * at, n, *[0] * (2 - at)) for n in numbers for at in range(3)),
+    ]
+    yield (
+        Schedule,
+        {"steps": (Compute(0), Boundary())},
+        {"steps": (*NO_LISTS, (1,), (None,), *((step,) for step in steps))},
+    )
+    yield (
+        simulate,
+        {"graph": GRAPH, "platform": single_device(), "schedule": Schedule(())},
+        dict.fromkeys(("graph", "platform", "schedule"), WRONG_TYPES),
     )
     yield (
         Problem,
@@ -511,6 +533,16 @@ def lower_set_cases() -> Iterator[CASES]:
             "charge_last": NO_FLAGS,
         },
     )
+    size = integers(0)
+    yield (
+        lower_sets.Segmentation,
+        {"segment_of": (0, 1), "overhead": 0, "peak_bytes": 1, "cached_bytes": 1},
+        {
+            "segment_of": lists(size),
+            **dict.fromkeys(("overhead", "peak_bytes", "cached_bytes"), size),
+            "is_optimal": NO_FLAGS,
+        },
+    )
     family = {f.name: getattr(FAMILY, f.name) for f in dataclasses.fields(FAMILY)}
     yield (
         families.Family,
@@ -644,8 +676,10 @@ def planning_cases() -> Iterator[CASES]:
         {"graph": GRAPH, "budget": 100, "solver": "store-all"},
         {
             "graph": WRONG_TYPES,
-            "budget": (*sizes, "", "12 Gib"),
+            "budget": (*sizes, "", "12 Gib", {"gpu": 100}, {"cpu": 100, "gpu": 100}),
             "platform": (NAN, 3, "x", ()),
+            "fingerprint": NO_TEXT,
+            "progress": (*WRONG_TYPES,),
             "objective": NO_WORDS,
             **planned,
         },
@@ -685,7 +719,7 @@ OPTIONS = {
     "effort": WRONG_TYPES,
     "candidates": integers(1),
     "thresholds": lists(integers(0, 100)),
-    "allowance_percents": lists(integers(0, 100)),
+    "allowance_percents": (*lists(integers(0, 100)), ()),
     "sweeps": (*(b for b in lists(SOME)), (1,), (1, 2, 3), (-1, -1), (1, 0), (1, 1.0)),
     "default_time_limit_s": (*NO_SECONDS, None),
     "program_time_limit_s": (*NO_SECONDS, None),
@@ -709,7 +743,7 @@ def solver_cases() -> Iterator[CASES]:
             usual = NO_FLAGS if is_flag else SOME
             bad[field.name] = OPTIONS.get(field.name, usual)
         if make is GreedyEviction:
-            bad["candidates"] = (*NO_LISTS, (1,), (None,))
+            bad["candidates"] = (*NO_LISTS, (), (1,), (None,))
         yield make, {}, bad
 
 
@@ -866,8 +900,8 @@ def test_the_words_of_options_are_taken_for_their_members() -> None:
 @pytest.mark.parametrize("package", [chains, lower_sets, solver_table])
 def test_everything_public_is_given_bad_arguments(package: ModuleType) -> None:
     driven = {name for name, *_ in every_case()}
-    # Answers, what has no argument, and what the names of solvers are checked by.
-    apart = {"Segmentation", "ChenSqrt", "StoreAll", "chosen_solvers", "solver_name"}
+    # What has no argument, and what the names of solvers are checked by.
+    apart = {"ChenSqrt", "StoreAll", "chosen_solvers", "solver_name"}
     assert public(package) - driven - apart == set()
 
 

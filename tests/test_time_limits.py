@@ -1,8 +1,9 @@
 """A time limit is kept: by shares of it, and by what is built within them."""
 
+import gc
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -232,6 +233,19 @@ def test_the_native_core_asks_for_the_deadline(
     assert next(ticks) < 1000
 
 
+@pytest.fixture
+def no_garbage_of_others() -> Iterator[None]:
+    """Leave out of the collector's walks what the tests before have left behind.
+
+    In a process that has run thousands of tests, a walk takes a second.
+    """
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("no_garbage_of_others")
 @pytest.mark.parametrize("name", sorted(SOLVERS))
 def test_with_no_time_at_all_every_solver_ends_at_once(name: str):
     graph = transformer_like(12).graph
@@ -252,6 +266,7 @@ def replay_s(problem: Problem) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_garbage_of_others")
 @pytest.mark.parametrize("solver", ["auto", "greedy-eviction", "rotor", "checkmate"])
 @pytest.mark.parametrize(
     "make", [lambda: transformer_like(200), lambda: mlp_chain(900)]

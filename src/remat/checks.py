@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import SupportsIndex, TypeVar, cast
 
+T = TypeVar("T")
 W = TypeVar("W", bound=StrEnum)
 
 LARGEST = 2**63 - 1
@@ -130,6 +131,16 @@ def checked_integers(
     )
 
 
+def checked_nonempty(
+    label: str, values: tuple[T, ...], *, error: type[ValueError] = ValueError
+) -> tuple[T, ...]:
+    """Return a list that has an entry, or raise ``error``."""
+    if not values:
+        msg = f"{label} is empty; give at least one"
+        raise error(msg)
+    return values
+
+
 def entries_of(given: object) -> tuple[object, ...] | None:
     """Return the entries of a list of any kind; ``None`` for what is none."""
     if type(given) is tuple:
@@ -163,7 +174,8 @@ def checked_records(
     """Return the entries of a list that holds instances of ``kind`` only."""
     found = checked_list(label, values, error=error)
     for index, value in enumerate(found):
-        checked_record(f"entry {index} of {label}", value, kind, error=error)
+        if not isinstance(value, kind):  # As a rule it is, and there are very many.
+            checked_record(f"entry {index} of {label}", value, kind, error=error)
     return found
 
 
@@ -196,10 +208,10 @@ def checked_number(
     """
     number = _float_of(value)
     if number is None or not math.isfinite(number) or not least <= number <= most:
-        bounds = f"of at least {least:g}"
+        bounds = "" if least == -math.inf else f" of at least {least:g}"
         if most < math.inf:
-            bounds += f" and at most {most:g}"
-        msg = f"{label} is {shown(value)}; it must be a finite number {bounds}"
+            bounds += f"{' and' if bounds else ' of'} at most {most:g}"
+        msg = f"{label} is {shown(value)}; it must be a finite number{bounds}"
         raise error(msg)
     return number
 
@@ -225,13 +237,25 @@ def checked_flag(
 
 
 def checked_text(
-    label: str, value: object, *, error: type[ValueError] = ValueError
+    label: str,
+    value: object,
+    *,
+    may_be_empty: bool = True,
+    error: type[ValueError] = ValueError,
 ) -> str:
     """Return ``value`` if it is text."""
-    if not isinstance(value, str):
-        msg = f"{label} is {shown(value)}; it must be text"
+    if not isinstance(value, str) or not (value or may_be_empty):
+        needed = "text" if may_be_empty else "text, and not empty"
+        msg = f"{label} is {shown(value)}; it must be {needed}"
         raise error(msg)
     return value
+
+
+def checked_callable(label: str, value: object) -> None:
+    """Refuse what cannot be called."""
+    if not callable(value):
+        msg = f"{label} is {shown(value)}; it must be a function"
+        raise TypeError(msg)
 
 
 def checked_word(

@@ -5,7 +5,14 @@ from dataclasses import replace
 from typing import Any, NoReturn, cast
 
 from remat.bounds import cost_bound_ns
-from remat.checks import checked_integer, checked_record, checked_word, entries_of
+from remat.checks import (
+    checked_callable,
+    checked_integer,
+    checked_record,
+    checked_text,
+    checked_word,
+    entries_of,
+)
 from remat.contributors import contributors, largest
 from remat.device_graph import arrange, home_of, place_graph, place_of
 from remat.device_planning import (
@@ -101,6 +108,8 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
     """
     check_time_limit(time_limit)
     checked_record("graph", graph, TrainingGraph)
+    checked_text("fingerprint", fingerprint)
+    checked_callable("progress", progress)
     if platform is not None:
         checked_record("platform", platform, Platform)
     objective = checked_word("objective", objective, Objective)
@@ -121,7 +130,7 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
             settings=settings,
         )
     _check_runs_alone(graph)
-    budget = one_budget(budget, platform)
+    budget = one_budget(budget, platform, kind=graph.device_kinds[0])
     is_share = is_percentage(budget)
     whole_bytes = plain_peak_bytes(graph) if is_share else ANY_WHOLE_BYTES
     budget_bytes = parse_budget(budget, whole_bytes=whole_bytes)
@@ -240,8 +249,19 @@ def several_budgets(
     return budget
 
 
-def one_budget(budget: Budget | None, platform: Platform | None = None) -> int | str:
+def one_budget(
+    budget: Budget | None, platform: Platform | None = None, *, kind: str | None = None
+) -> int | str:
     """Return the budget of one device.
+
+    Parameters
+    ----------
+    budget
+        One, or a mapping of one by the device's name.
+    platform
+        The device; ``None`` where it is not described.
+    kind
+        Its kind, where that is all that is known of it.
 
     Raises
     ------
@@ -260,6 +280,12 @@ def one_budget(budget: Budget | None, platform: Platform | None = None) -> int |
             raise InvalidPlatformError(msg)
         if platform is not None:
             check_budgets(platform, budget)
+        elif kind is not None and names[0].split(":")[0] != kind.split(":")[0]:
+            msg = (
+                f"a budget is given for {names[0]!r}, but the graph is for {kind!r}; "
+                f"give budget={budget[names[0]]!r}, or a platform with {names[0]!r}"
+            )
+            raise InvalidPlatformError(msg)
         budget = budget[names[0]]
     if budget is None and platform is not None:
         budget = platform.devices[0].budget_bytes

@@ -57,7 +57,12 @@ class DeviceKind:
     launch_ns: int = 0
 
     def __post_init__(self) -> None:
-        checked_text("the name of a device kind", self.name, error=InvalidPlatformError)
+        checked_text(
+            "the name of a device kind",
+            self.name,
+            may_be_empty=False,
+            error=InvalidPlatformError,
+        )
         of = f"device kind {self.name!r}"
         if self.runs_on is not None:
             checked_text(f"runs_on of {of}", self.runs_on, error=InvalidPlatformError)
@@ -135,7 +140,12 @@ class Device:
     budget_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        checked_text("the name of a device", self.name, error=InvalidPlatformError)
+        checked_text(
+            "the name of a device",
+            self.name,
+            may_be_empty=False,
+            error=InvalidPlatformError,
+        )
         of = f"device {self.name!r}"
         checked_text(f"kind of {of}", self.kind, error=InvalidPlatformError)
         keep_integers(

@@ -1,7 +1,9 @@
 """Schedules: a training step as a list of steps from a closed vocabulary."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from remat.checks import checked_integer, checked_records
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,34 @@ class Boundary:
 
 Step = Compute | Discard | Copy | Boundary
 
+_NUMBERS: dict[type, tuple[str, ...]] = {
+    kind: tuple(field.name for field in fields(kind))
+    for kind in (Compute, Discard, Copy, Boundary)
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """An ordered list of steps; what it means is defined by :mod:`remat.simulator`."""
+    """An ordered list of steps; what it means is defined by :mod:`remat.simulator`.
+
+    It need not be valid: numbers of ops, storages and devices may be any integers.
+
+    Raises
+    ------
+    ValueError
+        If the steps are no list, an entry is no step, or a number no integer.
+    """
 
     steps: tuple[Step, ...]
+
+    def __post_init__(self) -> None:
+        steps = checked_records("steps of a schedule", self.steps, tuple(_NUMBERS))
+        object.__setattr__(self, "steps", steps)
+        for index, step in enumerate(self.steps):
+            for name in _NUMBERS[type(step)]:
+                # Asked first, as a schedule may have very many steps.
+                if type(number := getattr(step, name)) is not int:
+                    checked_integer(f"{name} of step {index} of a schedule", number)
 
     def __repr__(self) -> str:
         runs = self.computes

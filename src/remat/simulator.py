@@ -20,6 +20,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NoReturn, assert_never
 
+from remat.checks import checked_record
 from remat.errors import InvalidPlatformError
 from remat.graph import Op, Phase, TrainingGraph
 from remat.platform import Platform
@@ -571,6 +572,8 @@ def simulate(graph: TrainingGraph, platform: Platform, schedule: Schedule) -> Tr
         If the graph has no costs for a device's kind.
     InvalidPlatformError
         If a storage's home is not a device of the platform.
+    ValueError
+        If an argument is of another type.
 
     Notes
     -----
@@ -582,6 +585,9 @@ def simulate(graph: TrainingGraph, platform: Platform, schedule: Schedule) -> Tr
     issued before the boundary and the forward outputs have arrived. Where copies wait,
     see :attr:`remat.platform.Platform.copies_wait`.
     """
+    checked_record("graph", graph, TrainingGraph)
+    checked_record("platform", platform, Platform)
+    checked_record("schedule", schedule, Schedule)
     check_platform(graph, platform)
     replay = _Replay(graph, platform)
     violation: Violation | None = None

@@ -26,6 +26,8 @@ from remat.checks import (
     checked_record,
     checked_records,
     checked_word,
+    keep_flags,
+    keep_integers,
 )
 from remat.errors import BudgetError
 from remat.lower_sets.choice import approximate_family
@@ -104,6 +106,11 @@ class Segmentation:
         Whether it is the best of the family that was asked for, rather than the best
         known when time ran out. Only in a family of all lower sets is the best of the
         family the best there is.
+
+    Raises
+    ------
+    ValueError
+        If a field is of another type, or negative.
     """
 
     segment_of: tuple[int, ...]
@@ -111,6 +118,13 @@ class Segmentation:
     peak_bytes: int
     cached_bytes: int
     is_optimal: bool = True
+
+    def __post_init__(self) -> None:
+        of = "a segmentation"
+        segments = checked_integers(f"segment_of of {of}", self.segment_of, least=0)
+        object.__setattr__(self, "segment_of", segments)
+        keep_integers(self, "overhead", "peak_bytes", "cached_bytes", of=of, least=0)
+        keep_flags(self, "is_optimal", of=of)
 
     @property
     def segment_count(self) -> int:

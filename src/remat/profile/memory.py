@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from remat.checks import checked_integer, checked_list
 from remat.errors import ProfileError
 from remat.profile.allocations import (
     Allocation,
@@ -130,21 +131,23 @@ def measure(
     Raises
     ------
     ProfileError
-        If a torch profiler is already recording, if ``warmup`` or ``repeats`` is
-        negative, or if an entry of ``resident`` holds no tensors that can be found.
+        If a torch profiler is already recording, or if an entry of ``resident`` holds
+        no tensors that can be found.
     TypeError
         If ``step`` cannot be called.
+    ValueError
+        If ``warmup`` or ``repeats`` is no integer of at least 0, or ``resident`` is no
+        list.
     """
     if not callable(step):
         msg = f"step is {step!r}; it must be a function that runs one training step"
         raise TypeError(msg)
-    if warmup < 0 or repeats < 0:
-        msg = f"warmup={warmup} and repeats={repeats} must both be 0 or more"
-        raise ProfileError(msg)
+    warmup = checked_integer("warmup", warmup, least=0)
+    repeats = checked_integer("repeats", repeats, least=0)
     place = _device(device)
     if resident is not None:
         # Wrong entries are refused before anything runs.
-        tensors_of(resident)
+        tensors_of(checked_list("resident", resident))
     if place.type == "cuda":
         memory = _measure_cuda(step, warmup, place, resident)
     elif place.type == "cpu":

@@ -39,6 +39,7 @@ from typing import ClassVar
 
 from remat.checks import (
     checked_integers,
+    checked_nonempty,
     keep_flags,
     keep_integers,
     keep_seconds,
@@ -443,7 +444,7 @@ class CheckmateLpRounding:
     rows, backward_ops_per_stage, mip_solver, default_time_limit_s
         As for :class:`Checkmate`; CP-SAT solves no linear programs.
     thresholds
-        Percentages, each rounds once.
+        Percentages, each rounds once; without any there is a bound only.
     allowance_percents
         How much of the transient budget the relaxation does without, one after the
         other until a rounded schedule fits; the paper has 10.
@@ -478,6 +479,9 @@ class CheckmateLpRounding:
             label = f"{name} of CheckmateLpRounding"
             numbers = checked_integers(label, getattr(self, name), least=0, most=100)
             object.__setattr__(self, name, numbers)
+        checked_nonempty(
+            "allowance_percents of CheckmateLpRounding", self.allowance_percents
+        )
         keep_seconds(self, "default_time_limit_s", of=type(self).__name__)
 
     def solve(

@@ -19,7 +19,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from remat.checks import checked_record, checked_records, keep_flags, keep_integers
+from remat.checks import (
+    checked_nonempty,
+    checked_record,
+    checked_records,
+    keep_flags,
+    keep_integers,
+)
 from remat.eviction import EvictionRule, evicting_order
 from remat.graph import TrainingGraph
 from remat.liveness import BOUNDARY
@@ -133,6 +139,7 @@ class GreedyEviction:
     def __post_init__(self) -> None:
         of = type(self).__name__
         candidates = checked_records(f"candidates of {of}", self.candidates, Candidate)
+        checked_nonempty(f"candidates of {of}", candidates)
         object.__setattr__(self, "candidates", candidates)
         keep_integers(self, "runs_per_op", of=of, least=0)
         keep_flags(self, "starts_from_segments", of=of)
