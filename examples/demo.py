@@ -22,11 +22,11 @@ from torch import Tensor
 
 import remat
 from examples.workloads import TASKS, TrainingTask
+from remat.core.units import format_bytes, format_ns, parse_budget
+from remat.planning.plan import Plan
 from remat.report.figures import compare_timelines, save_figure
 from remat.report.progress import progress_bar
 from remat.report.timelines import measured_timeline
-from remat.training_plan import Plan
-from remat.units import format_bytes, format_ns, parse_budget
 
 WARM_UP_STEPS = 2
 BUDGETS = {"gpt": "60%", "resnet": "70%"}

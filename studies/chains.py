@@ -16,18 +16,22 @@ from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
-from remat.chains import level_tables, rotor_tables
-from remat.chains.blocks import Block, block_stage
-from remat.chains.conventions import IN_PLACE, STRICT, MemoryConvention
-from remat.chains.joins import plan_join, plan_join_by_branch
-from remat.chains.levels import StorageLevel, plan_disk_revolve, plan_hrevolve
-from remat.chains.reexecution import plan_two_turns
-from remat.chains.revolve import chain_forwards, plan_chain
-from remat.chains.rotor import chain_numbers, plan_rotor, slot_size
-from remat.chains.stage_joins import StageJoin, plan_stage_join
-from remat.chains.stages import Stage, StageChain, StageOption
+from remat.algorithms.chains import level_tables, rotor_tables
+from remat.algorithms.chains.blocks import Block, block_stage
+from remat.algorithms.chains.conventions import IN_PLACE, STRICT, MemoryConvention
+from remat.algorithms.chains.joins import plan_join, plan_join_by_branch
+from remat.algorithms.chains.levels import (
+    StorageLevel,
+    plan_disk_revolve,
+    plan_hrevolve,
+)
+from remat.algorithms.chains.reexecution import plan_two_turns
+from remat.algorithms.chains.revolve import chain_forwards, plan_chain
+from remat.algorithms.chains.rotor import chain_numbers, plan_rotor, slot_size
+from remat.algorithms.chains.stage_joins import StageJoin, plan_stage_join
+from remat.algorithms.chains.stages import Stage, StageChain, StageOption
+from remat.core.units import floor_slots
 from remat.testing.chain_oracles import best_chain, best_stage_join
-from remat.units import floor_slots
 from studies.record import RESULTS, ROOT, append, environment
 
 PAPERS = ROOT.parent / "shared" / "papers"

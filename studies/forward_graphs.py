@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from remat.lower_sets.forward_graph import ForwardGraph
+from remat.algorithms.lower_sets.forward_graph import ForwardGraph
 
 PUBLISHED = ("vgg19", "unet", "resnet50", "pspnet", "googlenet")
 """The networks of which the authors' graphs exist."""

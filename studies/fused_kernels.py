@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from remat.errors import BudgetError
-from remat.fitted_model import FittedModel
-from remat.training_plan import Plan
-from remat.verification import compare
+from remat.core.errors import BudgetError
+from remat.planning.plan import Plan
+from remat.training.fitted_model import FittedModel
+from remat.training.verification import compare
 from studies.fresh_process import STEADY_ALLOCATION, run_module
 from studies.models import MODELS, Options
 from studies.pages import fill_place

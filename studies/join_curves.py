@@ -8,18 +8,18 @@ from collections.abc import Iterator, Sequence
 from itertools import permutations, product
 from typing import Any
 
-from remat.chains.operations import Backward, Forward, Operation, Turn
-from remat.chains.rotor import ChainPlan, least_budget, plan_rotor
-from remat.chains.stage_joins import StageJoin, plan_stage_join
-from remat.chains.stages import StageChain
-from remat.floor import smallest_budget
-from remat.graph import TrainingGraph
-from remat.graph_planning import plain_peak_bytes
-from remat.planning import solve
-from remat.platform import single_device
-from remat.problem import Limits, Problem
+from remat.algorithms.chains.operations import Backward, Forward, Operation, Turn
+from remat.algorithms.chains.rotor import ChainPlan, least_budget, plan_rotor
+from remat.algorithms.chains.stage_joins import StageJoin, plan_stage_join
+from remat.algorithms.chains.stages import StageChain
+from remat.core.graph import TrainingGraph
+from remat.core.platform import single_device
+from remat.core.problem import Limits, Problem
+from remat.planning.one_device import plain_peak_bytes
+from remat.planning.portfolio import solve
+from remat.planning.smallest_budget import smallest_budget
 from remat.reductions.joins import JoinOfStages, reduce_to_join
-from remat.retention import RetentionTable
+from remat.search.retention import RetentionTable
 from remat.solvers.join import Join
 from remat.solvers.order_search import geometric_budgets
 from studies.join_networks import JOINS

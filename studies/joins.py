@@ -23,9 +23,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
-from remat.errors import BudgetError
-from remat.fitted_model import FittedModel
-from remat.verification import Outcome, TrainingStep, compare
+from remat.core.errors import BudgetError
+from remat.training.fitted_model import FittedModel
+from remat.training.verification import Outcome, TrainingStep, compare
 from studies.fresh_process import STEADY_ALLOCATION
 from studies.join_curves import study_curves
 from studies.join_networks import CHAINS, JOINS

@@ -22,13 +22,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from remat import native
-from remat.liveness import insert_discards
-from remat.lower_sets.canonical import canonical_schedule, implied_training_graph
-from remat.lower_sets.chen import chen_segmentation
-from remat.lower_sets.choice import DEFAULT_CAP, approximate_family, choose_family
-from remat.lower_sets.families import Family, all_lower_sets, ancestor_sets
-from remat.lower_sets.forward_graph import ForwardGraph
-from remat.lower_sets.programs import (
+from remat.algorithms.lower_sets.canonical import (
+    canonical_schedule,
+    implied_training_graph,
+)
+from remat.algorithms.lower_sets.chen import chen_segmentation
+from remat.algorithms.lower_sets.choice import (
+    DEFAULT_CAP,
+    approximate_family,
+    choose_family,
+)
+from remat.algorithms.lower_sets.families import Family, all_lower_sets, ancestor_sets
+from remat.algorithms.lower_sets.forward_graph import ForwardGraph
+from remat.algorithms.lower_sets.programs import (
     Objective,
     Query,
     Segmentation,
@@ -36,9 +42,10 @@ from remat.lower_sets.programs import (
     solve,
     sweep,
 )
-from remat.lower_sets.recurrences import Found, solve_lower_sets
-from remat.platform import single_device
-from remat.simulator import simulate
+from remat.algorithms.lower_sets.recurrences import Found, solve_lower_sets
+from remat.core.liveness import insert_discards
+from remat.core.platform import single_device
+from remat.core.simulator import simulate
 from studies.forward_graphs import (
     densenet161,
     published_file,

@@ -29,15 +29,15 @@ from typing import Any
 
 import torch
 
-from remat.errors import SolverUnsuitableError
-from remat.fitting import PlanRequest
-from remat.floor import smallest_budget
-from remat.graph import TrainingGraph
-from remat.planning import solve
-from remat.platform import single_device
-from remat.problem import Limits, Problem
+from remat.core.errors import SolverUnsuitableError
+from remat.core.graph import TrainingGraph
+from remat.core.platform import single_device
+from remat.core.problem import Limits, Problem
+from remat.planning.portfolio import solve
+from remat.planning.smallest_budget import smallest_budget
 from remat.solvers import SOLVERS, chosen_solvers
-from remat.verification import Outcome, TrainingStep, compare
+from remat.training.fitting import PlanRequest
+from remat.training.verification import Outcome, TrainingStep, compare
 from studies.fresh_process import STEADY_ALLOCATION, run_module
 from studies.models import MODELS, Options, Workload
 from studies.peers import PeerStep, exactness, longest_chain, make_peer

@@ -10,10 +10,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import remat
-from remat.graph import TrainingGraph
-from remat.graph_planning import plan_graph
-from remat.lower_sets.families import all_lower_sets
-from remat.lower_sets.programs import Objective, Query, smallest_budget, solve
+from remat.algorithms.lower_sets.families import all_lower_sets
+from remat.algorithms.lower_sets.programs import (
+    Objective,
+    Query,
+    smallest_budget,
+    solve,
+)
+from remat.core.graph import TrainingGraph
+from remat.planning.one_device import plan_graph
 from remat.reductions.forward_values import reduce_to_forward_values
 from remat.report.figures import compare_timelines, save_figure
 from remat.report.segments import segments_figure

@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from remat.bounds import cost_bound_ns, peak_bound_bytes
-from remat.graph import Op, Phase, Storage, TrainingGraph
-from remat.planning import solve
-from remat.platform import single_device
-from remat.problem import Limits, Problem
+from remat.core.bounds import cost_bound_ns, peak_bound_bytes
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.platform import single_device
+from remat.core.problem import Limits, Problem
+from remat.planning.portfolio import solve
 from remat.solvers.base import Solver
 from remat.solvers.checkmate import Checkmate, CheckmateLpRounding
 from remat.solvers.frontier_model import Rows

@@ -30,18 +30,18 @@ from torch import nn
 from torch.nn import functional
 
 import remat
-from remat.bounds import peak_bound_bytes
-from remat.device_memory import device_peaks
-from remat.errors import BudgetError
-from remat.fitted_model import FittedModel
-from remat.floor import smallest_budget
-from remat.plan_request import PlanRequest
-from remat.platform import Device, DeviceKind, Platform
+from remat.core.bounds import peak_bound_bytes
+from remat.core.errors import BudgetError
+from remat.core.platform import Device, DeviceKind, Platform
+from remat.core.units import format_bytes, format_ns
+from remat.planning.plan import Plan
+from remat.planning.smallest_budget import smallest_budget
 from remat.profile.cache import CostCache
 from remat.profile.links import measured_platform
-from remat.training_plan import Plan
-from remat.units import format_bytes, format_ns
-from remat.verification import TrainingStep, compare
+from remat.training.device_memory import device_peaks
+from remat.training.fitted_model import FittedModel
+from remat.training.request import PlanRequest
+from remat.training.verification import TrainingStep, compare
 from studies.record import RESULTS, ForeignLoad, append, environment, source_digest
 
 

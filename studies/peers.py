@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from remat.verification import Outcome, TrainingStep, compare
+from remat.training.verification import Outcome, TrainingStep, compare
 from studies.models import MODELS, Options
 from studies.networks import (
     Bottleneck,

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from remat.errors import BudgetError
-from remat.fitted_model import FittedModel
-from remat.plan_request import PlanRequest
-from remat.training_plan import Plan
-from remat.verification import Outcome, TrainingStep, compare
+from remat.core.errors import BudgetError
+from remat.planning.plan import Plan
+from remat.training.fitted_model import FittedModel
+from remat.training.request import PlanRequest
+from remat.training.verification import Outcome, TrainingStep, compare
 from studies.models import MODELS, Options, Workload
 from studies.record import ForeignLoad
 

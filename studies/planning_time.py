@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from remat.fitting import plan
+from remat.training.fitting import plan
 from studies.fresh_process import run_module
 from studies.models import MODELS, Options
 from studies.pages import fill_place

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import remat
-from remat.bounds import cost_bound_ns, peak_bound_bytes
-from remat.graph import TrainingGraph
-from remat.planning import solve_portfolio
-from remat.platform import single_device
-from remat.problem import Problem
+from remat.core.bounds import cost_bound_ns, peak_bound_bytes
+from remat.core.graph import TrainingGraph
+from remat.core.platform import single_device
+from remat.core.problem import Problem
+from remat.planning.portfolio import solve_portfolio
 from remat.solvers import chosen_solvers
 from remat.testing import store_all_peak_bytes
 from studies.models import MODELS, Options

@@ -24,10 +24,10 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
-from remat.graph import TrainingGraph
-from remat.planning import solve
-from remat.platform import Device, Link, Platform, single_device
-from remat.problem import Limits, Problem, Result, Status
+from remat.core.graph import TrainingGraph
+from remat.core.platform import Device, Link, Platform, single_device
+from remat.core.problem import Limits, Problem, Result, Status
+from remat.planning.portfolio import solve
 from remat.solvers.backends import mathopt
 from remat.solvers.base import Solver
 from remat.solvers.checkmate import Checkmate

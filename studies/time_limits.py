@@ -18,12 +18,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from remat.bounds import peak_bound_bytes
-from remat.errors import BudgetError, SolverUnsuitableError
-from remat.graph import Op, Phase, Storage, TrainingGraph
-from remat.graph_planning import plain_peak_bytes, plan_graph
+from remat.core.bounds import peak_bound_bytes
+from remat.core.errors import BudgetError, SolverUnsuitableError
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.simulator import simulate
 from remat.native import core
-from remat.simulator import simulate
+from remat.planning.one_device import plain_peak_bytes, plan_graph
 from studies.pages import fill_place
 from studies.record import RESULTS, ROOT, ForeignLoad, append, environment, read
 from studies.tables import table

@@ -32,12 +32,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import remat
-from remat.floor import smallest_budget
-from remat.graph import TrainingGraph
-from remat.planning import solve_portfolio
-from remat.platform import Device, DeviceKind, Link, Platform, single_device
-from remat.problem import Limits, Objective, Problem, Result
-from remat.schedule import Copy
+from remat.core.graph import TrainingGraph
+from remat.core.platform import Device, DeviceKind, Link, Platform, single_device
+from remat.core.problem import Limits, Objective, Problem, Result
+from remat.core.schedule import Copy
+from remat.planning.portfolio import solve_portfolio
+from remat.planning.smallest_budget import smallest_budget
 from remat.solvers import GreedyEviction, MinCutRetention, StoreAll
 from remat.solvers.device_search import DeviceSearch
 from remat.testing import store_all_peak_bytes

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 
 import remat
-from remat.device_graph import fully_linked
-from remat.errors import BudgetError
-from remat.floor import smallest_budget
-from remat.graph import TrainingGraph
-from remat.platform import Device, Platform
-from remat.problem import Limits
+from remat.core.device_graph import fully_linked
+from remat.core.errors import BudgetError
+from remat.core.graph import TrainingGraph
+from remat.core.platform import Device, Platform
+from remat.core.problem import Limits
+from remat.planning.smallest_budget import smallest_budget
 from remat.testing import store_all_peak_bytes
 from studies.record import RESULTS, append, environment, read
 from studies.two_devices import (

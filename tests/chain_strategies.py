@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from remat.chains.stages import Stage, StageChain, StageOption
+from remat.algorithms.chains.stages import Stage, StageChain, StageOption
 
 sizes = st.integers(0, 4)
 times = st.integers(0, 9)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from remat.chains.conventions import MemoryConvention
+from remat.algorithms.chains.conventions import MemoryConvention
 
 _SHARED = Path(__file__).parents[2] / "shared" / "papers"
 

@@ -23,8 +23,8 @@ def _print_fields(value: Any, printer: Any, _cycle: bool) -> None:
 
 
 # Their own text is a summary; an example that fails a test is to be copied out of it.
-pretty.for_type_by_name("remat.graph", "TrainingGraph", _print_fields)
-pretty.for_type_by_name("remat.schedule", "Schedule", _print_fields)
+pretty.for_type_by_name("remat.core.graph", "TrainingGraph", _print_fields)
+pretty.for_type_by_name("remat.core.schedule", "Schedule", _print_fields)
 
 
 def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:

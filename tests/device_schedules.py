@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from remat.capture.joint_program import JointProgram
-from remat.device_graph import CostColumn as Column
-from remat.device_graph import arrange, fully_linked, with_columns
-from remat.fitted_model import FittedModel
-from remat.graph import TrainingGraph
-from remat.liveness import BOUNDARY, insert_discards, store_all_order
-from remat.plan_request import PlanRequest
-from remat.platform import Device, DeviceKind, Platform
-from remat.problem import Limits, Problem, Proposal, Status
-from remat.schedule import Boundary, Compute, Copy, Schedule, Step
-from remat.simulator import Trace, simulate
+from remat.core.device_graph import CostColumn as Column
+from remat.core.device_graph import arrange, fully_linked, with_columns
+from remat.core.graph import TrainingGraph
+from remat.core.liveness import BOUNDARY, insert_discards, store_all_order
+from remat.core.platform import Device, DeviceKind, Platform
+from remat.core.problem import Limits, Problem, Proposal, Status
+from remat.core.schedule import Boundary, Compute, Copy, Schedule, Step
+from remat.core.simulator import Trace, simulate
+from remat.planning.plan import Plan
 from remat.solvers.base import ProgressCallback
-from remat.training_plan import Plan
+from remat.training.fitted_model import FittedModel
+from remat.training.request import PlanRequest
 from tests.modules import Case
 
 SLOW = DeviceKind(name="slow", runs_on="cpu", time_percent=300)

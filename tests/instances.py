@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from remat.graph import Op, Phase, Role, Storage, TrainingGraph
+from remat.core.graph import Op, Phase, Role, Storage, TrainingGraph
 
 KIB = 1024
 RNG_REASON = "it draws the state of the random number generator"

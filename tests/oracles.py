@@ -1,6 +1,6 @@
 """Second opinions, written from the definitions and as slowly as they read.
 
-:func:`replay` says what a schedule does, as :mod:`remat.simulator` does, but keeps no
+:func:`replay` says what a schedule does, as :mod:`remat.core.simulator` does, but keeps no
 state from step to step: whatever it needs it finds by looking back over the whole
 prefix of the schedule. :func:`brute_force_best` and :func:`brute_force_smallest_budget`
 search all schedules of one device.
@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from remat.graph import Op, Phase, TrainingGraph
-from remat.platform import Platform
-from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
-from remat.simulator import Rule
+from remat.core.graph import Op, Phase, TrainingGraph
+from remat.core.platform import Platform
+from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
+from remat.core.simulator import Rule
 
 FOREVER = 1 << 80
 
@@ -26,7 +26,7 @@ def is_effect(op: Op) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
-    """What :func:`replay` found, in the words of :class:`remat.simulator.Trace`."""
+    """What :func:`replay` found, in the words of :class:`remat.core.simulator.Trace`."""
 
     peak_bytes: tuple[int, ...]
     serial_ns: int

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from remat.graph import Op, Phase, Storage, TrainingGraph
-from remat.liveness import insert_discards
-from remat.platform import Device, Link, Platform
-from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.liveness import insert_discards
+from remat.core.platform import Device, Link, Platform
+from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
 
 KINDS = ("cpu", "gpu")
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional
 
 import remat
-from remat.errors import CaptureError
-from remat.training_plan import Plan
+from remat.core.errors import CaptureError
+from remat.planning.plan import Plan
 
 Call = Callable[..., Any]
 X, TARGET = torch.randn(16, 8), torch.zeros(16, dtype=torch.long)

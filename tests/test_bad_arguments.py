@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from remat import chains, lower_sets, platform
 from remat import solvers as solver_table
-from remat.chains import (
+from remat.algorithms import chains, lower_sets
+from remat.algorithms.chains import (
     blocks,
     conventions,
     joins,
@@ -37,17 +37,16 @@ from remat.chains import (
     stage_joins,
     stages,
 )
-from remat.chains.plans import Piece
-from remat.device_trade_off import trade_off_on_devices
-from remat.errors import SolverUnsuitableError
-from remat.eviction import EvictionRule
-from remat.graph import Op, Phase, Storage, TrainingGraph
-from remat.graph_planning import plan_graph, trade_off
-from remat.lower_sets import chen, choice, families, formula, programs
-from remat.lower_sets.canonical import canonical_schedule, implied_training_graph
-from remat.multidevice.execution import ExecutionRule
-from remat.planning import solve_portfolio
-from remat.platform import (
+from remat.algorithms.chains.plans import Piece
+from remat.algorithms.lower_sets import chen, choice, families, formula, programs
+from remat.algorithms.lower_sets.canonical import (
+    canonical_schedule,
+    implied_training_graph,
+)
+from remat.core import platform
+from remat.core.errors import SolverUnsuitableError
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.platform import (
     Device,
     DeviceKind,
     Link,
@@ -56,15 +55,20 @@ from remat.platform import (
     Platform,
     single_device,
 )
-from remat.problem import Limits, Objective, Problem, Proposal, Status
-from remat.schedule import Boundary, Compute, Copy, Discard, Schedule
-from remat.simulator import simulate
+from remat.core.problem import Limits, Objective, Problem, Proposal, Status
+from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule
+from remat.core.simulator import simulate
+from remat.core.units import ceil_slots, floor_slots, parse_budget, round_up
+from remat.planning.device_curve import trade_off_on_devices
+from remat.planning.one_device import plan_graph, trade_off
+from remat.planning.portfolio import solve_portfolio
+from remat.search.device_execution import ExecutionRule
+from remat.search.eviction import EvictionRule
 from remat.solvers import SOLVERS, DeviceSearch, GreedyEviction, StoreAll
 from remat.solvers.backends.mathopt import MipSolver
 from remat.solvers.frontier_model import Rows
 from remat.solvers.greedy_eviction import Candidate
 from remat.solvers.lower_sets import LowerSetsEffort
-from remat.units import ceil_slots, floor_slots, parse_budget, round_up
 
 ROOT = Path(__file__).parents[1]
 NAN, INF = math.nan, math.inf

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.bounds import cost_bound_ns, peak_bound_bytes, required_ops
-from remat.graph import Op, Phase, Storage, TrainingGraph
-from remat.liveness import schedule_from_order, store_all_order
-from remat.platform import Device, Platform, single_device
-from remat.problem import Problem
-from remat.simulator import simulate
+from remat.core.bounds import cost_bound_ns, peak_bound_bytes, required_ops
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.liveness import schedule_from_order, store_all_order
+from remat.core.platform import Device, Platform, single_device
+from remat.core.problem import Problem
+from remat.core.simulator import simulate
 from tests.instances import INSTANCES
 from tests.oracles import brute_force_best, brute_force_smallest_budget
 from tests.strategies import graphs

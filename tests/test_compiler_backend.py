@@ -12,8 +12,8 @@ from torch.nn import functional
 
 import remat
 from remat.capture.example_batch import example_batch
-from remat.errors import BudgetError, CaptureError, PlanWarning, UnitError
-from remat.step_planning import CompilerPlanner
+from remat.core.errors import BudgetError, CaptureError, PlanWarning, UnitError
+from remat.training.step_planning import CompilerPlanner
 from tests.modules import make_case
 
 

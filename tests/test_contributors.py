@@ -2,10 +2,16 @@
 
 import pytest
 
-from remat.contributors import contributors, labelled, largest, layer_of, operator_in
-from remat.graph import Op, Phase, Role, Storage, TrainingGraph
-from remat.liveness import schedule_from_order, store_all_order
-from remat.schedule import Compute
+from remat.core.contributors import (
+    contributors,
+    labelled,
+    largest,
+    layer_of,
+    operator_in,
+)
+from remat.core.graph import Op, Phase, Role, Storage, TrainingGraph
+from remat.core.liveness import schedule_from_order, store_all_order
+from remat.core.schedule import Compute
 
 
 def graph_of(

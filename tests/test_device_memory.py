@@ -8,11 +8,11 @@ from torch import nn
 
 import remat
 from remat import solvers
-from remat.device_memory import DevicePeak, charged_peaks, measure_devices
-from remat.errors import ProfileError
-from remat.platform import Device, DeviceKind, Platform
+from remat.core.errors import ProfileError
+from remat.core.platform import Device, DeviceKind, Platform
 from remat.profile.allocations import Allocation, Recording
-from remat.verification import VerifyReport
+from remat.training.device_memory import DevicePeak, charged_peaks, measure_devices
+from remat.training.verification import VerifyReport
 from tests.device_schedules import HandMade, HandMadeSplit
 from tests.modules import Case, make_case
 from tests.test_fitting import mean_square

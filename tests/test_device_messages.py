@@ -15,12 +15,12 @@ from torch import nn
 
 import remat
 from remat import cli
-from remat.errors import BudgetError, InvalidPlatformError, UnitError
-from remat.graph import TrainingGraph
-from remat.graph_planning import plan_graph
-from remat.platform import Device, DeviceKind, Link, Platform, single_device
-from remat.serialisation import save_graph, save_platform
-from remat.training_plan import loss_hint
+from remat.core.errors import BudgetError, InvalidPlatformError, UnitError
+from remat.core.graph import TrainingGraph
+from remat.core.platform import Device, DeviceKind, Link, Platform, single_device
+from remat.files.serialisation import save_graph, save_platform
+from remat.planning.one_device import plan_graph
+from remat.planning.plan import loss_hint
 from tests.device_schedules import logical
 from tests.instances import mlp_chain
 from tests.test_device_planning import one_way_graph

@@ -9,9 +9,8 @@ from torch import nn
 
 import remat
 from remat import solvers
-from remat.device_graph import arrange, fully_linked, place_graph
-from remat.device_planning import budget_of
-from remat.errors import (
+from remat.core.device_graph import arrange, fully_linked, place_graph
+from remat.core.errors import (
     BudgetError,
     ExecutionError,
     FileFormatError,
@@ -20,16 +19,17 @@ from remat.errors import (
     SolverUnsuitableError,
     UnitError,
 )
-from remat.fitted_model import FittedModel
-from remat.floor import smallest_budget
-from remat.graph import Op, Phase, Storage, TrainingGraph
-from remat.graph_planning import plan_graph
-from remat.plan_request import PlanRequest
-from remat.platform import Device, DeviceKind, Link, Platform, single_device
-from remat.problem import Status
-from remat.schedule import Compute, Copy
-from remat.serialisation import save_platform
-from remat.simulator import simulate
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.platform import Device, DeviceKind, Link, Platform, single_device
+from remat.core.problem import Status
+from remat.core.schedule import Compute, Copy
+from remat.core.simulator import simulate
+from remat.files.serialisation import save_platform
+from remat.planning.one_device import plan_graph
+from remat.planning.several_devices import budget_of
+from remat.planning.smallest_budget import smallest_budget
+from remat.training.fitted_model import FittedModel
+from remat.training.request import PlanRequest
 from tests.device_schedules import HandMade, HandMadeSplit, logical, offloading
 from tests.instances import mlp_chain, resnet_like
 from tests.test_fitting import assert_same, conv_net, mean_square, steps

@@ -5,10 +5,10 @@ from functools import cache
 
 import pytest
 
-from remat.device_trade_off import trade_off_on_devices
-from remat.errors import InvalidPlatformError, SolverUnsuitableError, UnitError
-from remat.graph_planning import plain_peak_bytes, trade_off
-from remat.training_plan import Plan
+from remat.core.errors import InvalidPlatformError, SolverUnsuitableError, UnitError
+from remat.planning.device_curve import trade_off_on_devices
+from remat.planning.one_device import plain_peak_bytes, trade_off
+from remat.planning.plan import Plan
 from tests.device_schedules import logical, placed
 from tests.instances import mlp_chain
 

@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
-from remat import errors
-from remat.errors import BudgetError, RematError
+from remat.core import errors
+from remat.core.errors import BudgetError, RematError
 
 ALL = [
     value

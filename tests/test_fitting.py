@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import remat
-from remat.errors import (
+from remat.core.errors import (
     BudgetError,
     CaptureError,
     InvalidPlatformError,
@@ -24,9 +24,9 @@ from remat.errors import (
     SolverUnsuitableError,
     UnitError,
 )
-from remat.fitted_model import FittedModel
-from remat.platform import Device, Platform
-from remat.schedule import Boundary, Discard
+from remat.core.platform import Device, Platform
+from remat.core.schedule import Boundary, Discard
+from remat.training.fitted_model import FittedModel
 from tests.modules import ConvNet, LossInside
 
 

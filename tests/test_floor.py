@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.bounds import peak_bound_bytes
-from remat.errors import SolverFault
-from remat.floor import FLOOR_SOLVERS, smallest_budget
-from remat.graph import TrainingGraph
-from remat.platform import single_device
-from remat.problem import Limits, Problem, Proposal, Status
-from remat.schedule import Schedule
-from remat.simulator import simulate
+from remat.core.bounds import peak_bound_bytes
+from remat.core.errors import SolverFault
+from remat.core.graph import TrainingGraph
+from remat.core.platform import single_device
+from remat.core.problem import Limits, Problem, Proposal, Status
+from remat.core.schedule import Schedule
+from remat.core.simulator import simulate
+from remat.planning.smallest_budget import FLOOR_SOLVERS, smallest_budget
 from remat.solvers import ChenGreedy, ChenSqrt, StoreAll
 from remat.solvers.base import ProgressCallback, ignore_progress
 from remat.testing import store_all_peak_bytes

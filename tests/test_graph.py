@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remat.errors import InvalidGraphError
-from remat.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.errors import InvalidGraphError
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
 from tests.strategies import graphs
 
 

@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.errors import BudgetError, SolverUnsuitableError, UnitError
-from remat.floor import smallest_budget
-from remat.graph_planning import (
+from remat.core.errors import BudgetError, SolverUnsuitableError, UnitError
+from remat.core.problem import Status
+from remat.planning.one_device import (
     plain_peak_bytes,
     plan_graph,
     spread_budgets,
     trade_off,
 )
-from remat.problem import Status
+from remat.planning.smallest_budget import smallest_budget
 from remat.solvers import AUTO, SOLVERS, chosen_solvers
 from tests.instances import mlp_chain, resnet_like
 

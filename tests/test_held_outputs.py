@@ -8,27 +8,27 @@ from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
 from remat import solvers
-from remat.chains.paging import Bandwidth, page
-from remat.errors import FileFormatError, PlanMismatchError, SolverFault
-from remat.graph import Op, Phase, Storage, TrainingGraph
-from remat.graph_planning import plan_graph
-from remat.liveness import schedule_from_order, store_all_order
-from remat.multidevice.execution import execute
-from remat.multidevice.feasibility import infeasible_reason
-from remat.multidevice.instance import DeviceInstance
-from remat.paging import paged
-from remat.planning import solve
-from remat.platform import Device, Link, Platform
-from remat.problem import Limits, Problem, Proposal, Status
-from remat.schedule import Boundary, Compute, Copy, Discard, Schedule
-from remat.serialisation import load_graph, save_graph
-from remat.simulator import Rule, simulate
+from remat.algorithms.chains.paging import Bandwidth, page
+from remat.core.errors import FileFormatError, PlanMismatchError, SolverFault
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.liveness import schedule_from_order, store_all_order
+from remat.core.platform import Device, Link, Platform
+from remat.core.problem import Limits, Problem, Proposal, Status
+from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule
+from remat.core.simulator import Rule, simulate
+from remat.files.serialisation import load_graph, save_graph
+from remat.planning.one_device import plan_graph
+from remat.planning.plan import Plan, load_plan
+from remat.planning.portfolio import solve
+from remat.search.device_execution import execute
+from remat.search.device_feasibility import infeasible_reason
+from remat.search.device_instance import DeviceInstance
+from remat.search.paging import paged
 from remat.solvers import DeviceSearch, XEngine
 from remat.solvers.backends.mathopt import Settings
 from remat.solvers.base import ProgressCallback, Solver
 from remat.solvers.devices.relaxation import relaxed_placement
 from remat.testing.device_oracles import best_on_devices
-from remat.training_plan import Plan, load_plan
 from tests.device_schedules import HandMade
 from tests.oracles import brute_force_schedule, brute_force_smallest_budget, replay
 from tests.solvers.test_xengine import check_against, problems

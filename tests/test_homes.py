@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from remat import cli
-from remat.device_trade_off import trade_off_on_devices
-from remat.errors import BudgetError, InvalidPlatformError
-from remat.graph import TrainingGraph
-from remat.graph_planning import plain_peak_bytes, plan_graph
-from remat.platform import Platform
-from remat.serialisation import save_graph, save_platform
+from remat.core.errors import BudgetError, InvalidPlatformError
+from remat.core.graph import TrainingGraph
+from remat.core.platform import Platform
+from remat.files.serialisation import save_graph, save_platform
+from remat.planning.device_curve import trade_off_on_devices
+from remat.planning.one_device import plain_peak_bytes, plan_graph
 from tests.device_schedules import logical
 from tests.instances import mlp_chain
 

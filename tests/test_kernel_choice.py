@@ -13,18 +13,18 @@ from torch._inductor import cpp_builder
 from torch._inductor.exc import InvalidCxxCompiler
 
 import remat
-from remat import kernel_choice
 from remat.capture.fused_kernel import FusedKernel
 from remat.capture.norm_parts import BATCH_NORM
-from remat.errors import BudgetError, MissingDependencyError
-from remat.fitted_model import FittedModel
+from remat.core.errors import BudgetError, MissingDependencyError
+from remat.profile import kernel_choice
 from remat.profile.operators import (
     OperatorCall,
     OperatorCost,
     profile_operators,
     result_layouts,
 )
-from remat.step_planning import CompilerPlanner
+from remat.training.fitted_model import FittedModel
+from remat.training.step_planning import CompilerPlanner
 
 
 class Block(nn.Module):

@@ -5,16 +5,16 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.graph import Op, Phase, Storage, TrainingGraph
-from remat.liveness import (
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.liveness import (
     BOUNDARY,
     insert_discards,
     schedule_from_order,
     store_all_order,
 )
-from remat.platform import single_device
-from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
-from remat.simulator import simulate
+from remat.core.platform import single_device
+from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
+from remat.core.simulator import simulate
 from tests.strategies import Case, cases, graphs, without_budgets
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import remat
-from remat.errors import BudgetError, CaptureError, UnitError
+from remat.core.errors import BudgetError, CaptureError, UnitError
 
 
 class Cell(nn.Module):

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remat.device_planning import plan_on_devices
-from remat.graph import TrainingGraph
-from remat.graph_planning import plain_peak_bytes, plan_graph
-from remat.notebook import memory_picture
-from remat.planning import solve
-from remat.platform import Device, Link, MeasuredCosts, Platform
-from remat.problem import Problem
+from remat.core.graph import TrainingGraph
+from remat.core.platform import Device, Link, MeasuredCosts, Platform
+from remat.core.problem import Problem
+from remat.core.timelines import Timeline, replayed_timeline
+from remat.core.units import format_bytes
+from remat.planning.notebook import memory_picture
+from remat.planning.one_device import plain_peak_bytes, plan_graph
+from remat.planning.plan import Plan
+from remat.planning.portfolio import solve
+from remat.planning.several_devices import plan_on_devices
 from remat.profile.memory import Measurement
 from remat.solvers import StoreAll
-from remat.timelines import Timeline, replayed_timeline
-from remat.training_plan import Plan
-from remat.units import format_bytes
 from tests.instances import mlp_chain, transformer_like
 
 SVG = "{http://www.w3.org/2000/svg}"

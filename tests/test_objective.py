@@ -10,14 +10,14 @@ from torch import nn
 
 import remat
 from remat.cli import main
-from remat.device_graph import fully_linked
-from remat.errors import SolverUnsuitableError
-from remat.graph import Op, Phase, Storage, TrainingGraph
-from remat.graph_planning import plan_graph
-from remat.platform import Device, DeviceKind, Platform
-from remat.problem import Objective
-from remat.serialisation import save_graph, save_platform
-from remat.training_plan import load_plan, objective_of
+from remat.core.device_graph import fully_linked
+from remat.core.errors import SolverUnsuitableError
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.platform import Device, DeviceKind, Platform
+from remat.core.problem import Objective
+from remat.files.serialisation import save_graph, save_platform
+from remat.planning.one_device import plan_graph
+from remat.planning.plan import load_plan, objective_of
 
 READS = [(), (0,), (0,), (1,), (2,), (3, 4)]
 BUDGETS = {"a": 20, "b": 20}

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from remat.device_graph import arrange, place_graph
-from remat.overlapping import overlapping
-from remat.platform import Platform
-from remat.schedule import Compute, Copy
-from remat.simulator import simulate
+from remat.core.device_graph import arrange, place_graph
+from remat.core.platform import Platform
+from remat.core.schedule import Compute, Copy
+from remat.core.simulator import simulate
+from remat.search.overlapping import overlapping
 from tests.device_schedules import logical, offloading
 from tests.instances import mlp_chain
 from tests.strategies import Case, cases

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.bounds import peak_bound_bytes
-from remat.device_graph import arrange, place_graph
-from remat.floor import smallest_budget
-from remat.graph import TrainingGraph
-from remat.graph_planning import plain_peak_bytes
-from remat.paging import paged, smallest_paged
-from remat.platform import Platform
-from remat.schedule import Compute, Copy
+from remat.core.bounds import peak_bound_bytes
+from remat.core.device_graph import arrange, place_graph
+from remat.core.graph import TrainingGraph
+from remat.core.platform import Platform
+from remat.core.schedule import Compute, Copy
+from remat.planning.one_device import plain_peak_bytes
+from remat.planning.smallest_budget import smallest_budget
+from remat.search.paging import paged, smallest_paged
 from tests.device_schedules import logical
 from tests.instances import mlp_chain, resnet_like
 

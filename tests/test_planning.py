@@ -6,15 +6,15 @@ from typing import ClassVar
 
 import pytest
 
-from remat.bounds import cost_bound_ns
-from remat.errors import SolverFault, SolverUnsuitableError
-from remat.graph import TrainingGraph
-from remat.liveness import schedule_from_order, store_all_order
-from remat.planning import judge, solve, solve_portfolio
-from remat.platform import Device, Link, Platform, single_device
-from remat.problem import Limits, Problem, Proposal, Status
-from remat.schedule import Boundary, Compute, Discard, Schedule
-from remat.simulator import simulate
+from remat.core.bounds import cost_bound_ns
+from remat.core.errors import SolverFault, SolverUnsuitableError
+from remat.core.graph import TrainingGraph
+from remat.core.liveness import schedule_from_order, store_all_order
+from remat.core.platform import Device, Link, Platform, single_device
+from remat.core.problem import Limits, Problem, Proposal, Status
+from remat.core.schedule import Boundary, Compute, Discard, Schedule
+from remat.core.simulator import simulate
+from remat.planning.portfolio import judge, solve, solve_portfolio
 from remat.solvers import SOLVERS, ChenGreedy, ChenSqrt, GreedyEviction, StoreAll
 from remat.solvers.base import ProgressCallback
 from remat.testing import store_all_peak_bytes

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remat.errors import InvalidPlatformError
-from remat.platform import Device, Link, MeasuredCost, Platform, single_device
+from remat.core.errors import InvalidPlatformError
+from remat.core.platform import Device, Link, MeasuredCost, Platform, single_device
 
 TWO = (Device(name="host"), Device(name="card", kind="cuda", budget_bytes=10))
 

@@ -11,20 +11,21 @@ import torch
 from torch import nn
 
 import remat
-from remat import cli, costing, platform_profile
-from remat.device_graph import fully_linked
-from remat.errors import ExecutionError, FileFormatError, InvalidPlatformError
-from remat.fitted_model import FittedModel
-from remat.platform import (
+from remat import cli
+from remat.core.device_graph import fully_linked
+from remat.core.errors import ExecutionError, FileFormatError, InvalidPlatformError
+from remat.core.platform import (
     Device,
     DeviceKind,
     MeasuredCost,
     MeasuredCosts,
     Platform,
 )
-from remat.platform_profile import merged, with_measured_costs
-from remat.profile import arguments, known, operators
-from remat.serialisation import load_platform, save_platform
+from remat.files.serialisation import load_platform, save_platform
+from remat.profile import arguments, costing, known, operators
+from remat.training import platform_profile
+from remat.training.fitted_model import FittedModel
+from remat.training.platform_profile import merged, with_measured_costs
 from tests.device_schedules import logical
 
 SCRIPT = str(Path(__file__).parent / "cli" / "workloads.py")

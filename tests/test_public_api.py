@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import remat
-from remat import errors
+from remat.core import errors
 
 ROOT = Path(__file__).parents[1]
 IMPORT_LIMIT_S = 0.3  # of processor time; more than ten times what it takes
@@ -83,10 +83,10 @@ def test_planning_works_without_torch() -> None:
         """
         import sys
         sys.modules["torch"] = None
-        from remat.graph import Op, Phase, Storage, TrainingGraph
-        from remat.planning import solve
-        from remat.platform import single_device
-        from remat.problem import Problem
+        from remat.core.graph import Op, Phase, Storage, TrainingGraph
+        from remat.planning.portfolio import solve
+        from remat.core.platform import single_device
+        from remat.core.problem import Problem
         from remat.solvers import SOLVERS
 
         def op(name, reads, writes, phase):

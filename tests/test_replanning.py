@@ -5,12 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from remat.graph import Role, TrainingGraph
-from remat.graph_planning import plain_peak_bytes, plan_graph
-from remat.problem import Limits
-from remat.replanning import TOLERATED_OVERHEAD, equal_plan, replan, with_gradients
-from remat.simulator import simulate
-from remat.training_plan import Plan
+from remat.core.graph import Role, TrainingGraph
+from remat.core.problem import Limits
+from remat.core.simulator import simulate
+from remat.planning.one_device import plain_peak_bytes, plan_graph
+from remat.planning.plan import Plan
+from remat.planning.replanning import (
+    TOLERATED_OVERHEAD,
+    equal_plan,
+    replan,
+    with_gradients,
+)
 from tests.instances import Instance, resnet_like, transformer_like
 
 

@@ -18,7 +18,8 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import remat
-from remat import errors, solvers
+from remat import solvers
+from remat.core import errors
 from remat.solvers import SOLVERS
 
 ROOT = Path(__file__).parents[1]

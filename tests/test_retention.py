@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remat.graph import Op, Phase, Storage, TrainingGraph
-from remat.liveness import BOUNDARY, schedule_from_order, store_all_order
-from remat.platform import single_device
-from remat.problem import Limits
-from remat.retention import RetentionTable, improve_order
-from remat.simulator import Trace, simulate
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.liveness import BOUNDARY, schedule_from_order, store_all_order
+from remat.core.platform import single_device
+from remat.core.problem import Limits
+from remat.core.simulator import Trace, simulate
+from remat.search.retention import RetentionTable, improve_order
 from remat.solvers.chen import greedy_starts, segment_order
 from tests.instances import INSTANCES
 from tests.strategies import graphs

@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from remat.schedule import Boundary, Compute, Copy, Discard, Schedule
+from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule
 
 SCHEDULE = Schedule(
     (

@@ -12,7 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.documents import (
+from remat.core.errors import FileFormatError, RematError
+from remat.core.graph import Op, Phase, Role, Storage, TrainingGraph
+from remat.core.platform import Device, DeviceKind, Link, Platform
+from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule
+from remat.files.documents import (
     VERSION,
     document_kind,
     format_document,
@@ -27,11 +31,7 @@ from remat.documents import (
     write_bytes,
     write_document,
 )
-from remat.errors import FileFormatError, RematError
-from remat.graph import Op, Phase, Role, Storage, TrainingGraph
-from remat.platform import Device, DeviceKind, Link, Platform
-from remat.schedule import Boundary, Compute, Copy, Discard, Schedule
-from remat.serialisation import (
+from remat.files.serialisation import (
     graph_from_json,
     graph_to_json,
     load_graph,

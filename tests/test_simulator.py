@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.errors import InvalidGraphError, InvalidPlatformError
-from remat.graph import Op, Phase, Storage, TrainingGraph
-from remat.platform import Device, Link, Platform, single_device
-from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
-from remat.simulator import Rule, Trace, simulate
+from remat.core.errors import InvalidGraphError, InvalidPlatformError
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.platform import Device, Link, Platform, single_device
+from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
+from remat.core.simulator import Rule, Trace, simulate
 from tests.oracles import replay
 from tests.strategies import Case, cases
 

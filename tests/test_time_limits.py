@@ -10,16 +10,16 @@ from typing import ClassVar
 
 import pytest
 
-from remat.bounds import peak_bound_bytes
-from remat.deadline import TimeIsUpError, check_time, in_time
-from remat.errors import BudgetError, SolverUnsuitableError
-from remat.floor import Floor, smallest_budget
-from remat.graph import TrainingGraph
-from remat.graph_planning import plain_peak_bytes, plan_graph, raise_budget_error
+from remat.core.bounds import peak_bound_bytes
+from remat.core.deadline import TimeIsUpError, check_time, in_time
+from remat.core.errors import BudgetError, SolverUnsuitableError
+from remat.core.graph import TrainingGraph
+from remat.core.platform import single_device
+from remat.core.problem import Limits, Problem, Proposal, Result, Status, StopReason
 from remat.native import core
-from remat.planning import solve, solve_portfolio
-from remat.platform import single_device
-from remat.problem import Limits, Problem, Proposal, Result, Status, StopReason
+from remat.planning.one_device import plain_peak_bytes, plan_graph, raise_budget_error
+from remat.planning.portfolio import solve, solve_portfolio
+from remat.planning.smallest_budget import Floor, smallest_budget
 from remat.solvers import (
     AUTO,
     AUTO_IN_TIME,

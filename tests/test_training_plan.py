@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from remat.errors import FileFormatError, PlanMismatchError
-from remat.graph_planning import plain_peak_bytes, plan_graph
-from remat.problem import Status
-from remat.schedule import Schedule
-from remat.simulator import simulate
-from remat.training_plan import Plan, contributors, load_plan
-from remat.units import format_ns
+from remat.core.errors import FileFormatError, PlanMismatchError
+from remat.core.problem import Status
+from remat.core.schedule import Schedule
+from remat.core.simulator import simulate
+from remat.core.units import format_ns
+from remat.planning.one_device import plain_peak_bytes, plan_graph
+from remat.planning.plan import Plan, contributors, load_plan
 from tests.instances import mlp_chain, transformer_like
 
 
@@ -113,7 +113,7 @@ def test_a_file_with_a_broken_schedule_is_refused(plan: Plan, tmp_path: Path) ->
 
 
 def test_a_graph_is_no_plan(tmp_path: Path) -> None:
-    from remat.serialisation import save_graph  # noqa: PLC0415
+    from remat.files.serialisation import save_graph  # noqa: PLC0415
 
     path = tmp_path / "graph.json"
     save_graph(path, mlp_chain().graph)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remat.errors import UnitError
-from remat.units import (
+from remat.core.errors import UnitError
+from remat.core.units import (
     LARGEST_BUDGET,
     ceil_slots,
     floor_slots,

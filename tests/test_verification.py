@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import remat
-from remat.verification import TrainingStep, compare, default_loss
+from remat.training.verification import TrainingStep, compare, default_loss
 from tests.modules import make_case
 
 

@@ -7,36 +7,36 @@ is loaded at first use.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from remat.errors import BudgetError as BudgetError
-from remat.errors import CaptureError as CaptureError
-from remat.errors import PlanMismatchError as PlanMismatchError
-from remat.errors import RematError as RematError
+from remat.core.errors import BudgetError as BudgetError
+from remat.core.errors import CaptureError as CaptureError
+from remat.core.errors import PlanMismatchError as PlanMismatchError
+from remat.core.errors import RematError as RematError
 
 if TYPE_CHECKING:
-    from remat.fitting import backend as backend
-    from remat.fitting import fit as fit
-    from remat.fitting import plan as plan
-    from remat.fitting import release as release
+    from remat.planning.plan import Plan as Plan
+    from remat.planning.plan import load_plan as load_plan
     from remat.profile.memory import Measurement as Measurement
     from remat.profile.memory import measure as measure
-    from remat.training_plan import Plan as Plan
-    from remat.training_plan import load_plan as load_plan
-    from remat.verification import VerifyReport as VerifyReport
-    from remat.verification import verify as verify
+    from remat.training.fitting import backend as backend
+    from remat.training.fitting import fit as fit
+    from remat.training.fitting import plan as plan
+    from remat.training.fitting import release as release
+    from remat.training.verification import VerifyReport as VerifyReport
+    from remat.training.verification import verify as verify
 
 __version__ = "0.1.0"
 
 _HOME_OF = {
     "Measurement": "remat.profile.memory",
-    "Plan": "remat.training_plan",
-    "VerifyReport": "remat.verification",
-    "backend": "remat.fitting",
-    "fit": "remat.fitting",
-    "load_plan": "remat.training_plan",
+    "Plan": "remat.planning.plan",
+    "VerifyReport": "remat.training.verification",
+    "backend": "remat.training.fitting",
+    "fit": "remat.training.fitting",
+    "load_plan": "remat.planning.plan",
     "measure": "remat.profile.memory",
-    "plan": "remat.fitting",
-    "release": "remat.fitting",
-    "verify": "remat.verification",
+    "plan": "remat.training.fitting",
+    "release": "remat.training.fitting",
+    "verify": "remat.training.verification",
 }
 
 

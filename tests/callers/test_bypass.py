@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import remat
-from remat.errors import CaptureError, PlanWarning
-from remat.fitted_model import fitted_on
+from remat.core.errors import CaptureError, PlanWarning
+from remat.training.fitted_model import fitted_on
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 

@@ -13,11 +13,11 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 
 import remat
-from remat.caller_state import unchanged
-from remat.errors import CaptureError, StateChangedError
-from remat.fitted_model import fitted_on
-from remat.platform_profile import with_measured_costs
+from remat.core.errors import CaptureError, StateChangedError
 from remat.profile import optimizer_bytes
+from remat.training.caller_state import unchanged
+from remat.training.fitted_model import fitted_on
+from remat.training.platform_profile import with_measured_costs
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -342,6 +342,6 @@ def test_measured_platforms_leave_the_model_as_it_is() -> None:
     optimizer = OPTIMIZERS["AdamW"](model)
     stepped(model, optimizer)
     before = state_of(model, optimizer)
-    platform = remat.platform.single_device(None)
+    platform = remat.core.platform.single_device(None)
     with_measured_costs(platform, model, x)
     assert_same(before, state_of(model, optimizer))

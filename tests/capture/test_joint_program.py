@@ -16,13 +16,13 @@ from remat.capture.surroundings import (
     describe_input,
 )
 from remat.capture.tracing import compiled_entry
-from remat.errors import CaptureError
-from remat.graph import Op, Phase, Role
-from remat.liveness import schedule_from_order, store_all_order
-from remat.platform import single_device
+from remat.core.errors import CaptureError
+from remat.core.graph import Op, Phase, Role
+from remat.core.liveness import schedule_from_order, store_all_order
+from remat.core.platform import single_device
+from remat.core.schedule import Schedule
+from remat.core.simulator import simulate
 from remat.runtime.backend import PlannedBackend, StoppedBeforeRunningError
-from remat.schedule import Schedule
-from remat.simulator import simulate
 
 
 def trace(model: nn.Module, *args: Any) -> JointProgram:

@@ -6,9 +6,9 @@ from tests.modules import Attention
 from torch import Tensor, nn
 
 import remat
-from remat.contributors import layer_of
-from remat.graph import Role
-from remat.training_plan import Plan, load_plan
+from remat.core.contributors import layer_of
+from remat.core.graph import Role
+from remat.planning.plan import Plan, load_plan
 
 
 class Block(nn.Module):

@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn import functional
 
 import remat
-import remat.step_planning
+import remat.training.step_planning
 from remat.capture.outputs import fake_output, fake_outputs
 from remat.capture.returned import Returned, note_returned
 from remat.capture.tracing import compiled_entry
-from remat.errors import PlanWarning
+from remat.core.errors import PlanWarning
 
 WIDTH = 32
 assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
@@ -236,12 +236,12 @@ def test_a_described_loss_of_one_tensor_takes_no_second_trace(
         traced.append(args)
         return real(*args)
 
-    monkeypatch.setattr(remat.step_planning, "fake_outputs", again)
+    monkeypatch.setattr(remat.training.step_planning, "fake_outputs", again)
     assert plan().peak_bytes == once.peak_bytes
     assert not traced
     # As if the tensor had not been noted.
     monkeypatch.setattr(
-        remat.step_planning, "fake_output", lambda _: again(model, (x,), {})
+        remat.training.step_planning, "fake_output", lambda _: again(model, (x,), {})
     )
     twice = plan()
     assert traced

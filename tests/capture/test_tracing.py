@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import remat
 from remat.capture.tracing import check_is_no_wrapper
-from remat.errors import CaptureError
+from remat.core.errors import CaptureError
 
 assert_equal = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from tests.chain_strategies import stage_chains, stages
 from tests.chain_tables import oracle_table
 
-from remat.chains.blocks import Block, BlockGraph, block_stage
-from remat.chains.operations import Turn
-from remat.chains.rotor import ChainPlan, plan_rotor
-from remat.chains.stage_graph import StageGraph
-from remat.chains.stages import Stage, StageChain, StageOption
-from remat.errors import InvalidGraphError
-from remat.platform import single_device
-from remat.simulator import simulate
+from remat.algorithms.chains.blocks import Block, BlockGraph, block_stage
+from remat.algorithms.chains.operations import Turn
+from remat.algorithms.chains.rotor import ChainPlan, plan_rotor
+from remat.algorithms.chains.stage_graph import StageGraph
+from remat.algorithms.chains.stages import Stage, StageChain, StageOption
+from remat.core.errors import InvalidGraphError
+from remat.core.platform import single_device
+from remat.core.simulator import simulate
 
 UNIT = Stage(
     forward_ns=1,

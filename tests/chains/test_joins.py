@@ -7,24 +7,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.chain_tables import CONVENTIONS, label, oracle_table
 
-from remat.chains.conventions import (
+from remat.algorithms.chains.conventions import (
     CHECKPOINTS_ONLY,
     IN_PLACE,
     STRICT,
     MemoryConvention,
 )
-from remat.chains.joins import (
+from remat.algorithms.chains.joins import (
     join_table_bytes,
     plan_join,
     plan_join_by_branch,
     smallest_units,
 )
-from remat.chains.plans import UnitPlan
-from remat.chains.revolve import chain_forwards
-from remat.chains.unit_graph import UnitGraph
-from remat.errors import InvalidGraphError, SolverUnsuitableError
-from remat.platform import single_device
-from remat.simulator import simulate
+from remat.algorithms.chains.plans import UnitPlan
+from remat.algorithms.chains.revolve import chain_forwards
+from remat.algorithms.chains.unit_graph import UnitGraph
+from remat.core.errors import InvalidGraphError, SolverUnsuitableError
+from remat.core.platform import single_device
+from remat.core.simulator import simulate
 from remat.testing.chain_oracles import best_join
 
 conventions = st.sampled_from(CONVENTIONS)

@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.chains.conventions import CHECKPOINTS_ONLY
-from remat.chains.levels import (
+from remat.algorithms.chains.conventions import CHECKPOINTS_ONLY
+from remat.algorithms.chains.levels import (
     LevelPlan,
     StorageLevel,
     plan_disk_revolve,
     plan_hrevolve,
 )
-from remat.chains.revolve import revolve_forwards
-from remat.chains.unit_graph import UnitGraph, level_platform
-from remat.errors import InvalidGraphError, SolverUnsuitableError
-from remat.simulator import simulate
+from remat.algorithms.chains.revolve import revolve_forwards
+from remat.algorithms.chains.unit_graph import UnitGraph, level_platform
+from remat.core.errors import InvalidGraphError, SolverUnsuitableError
+from remat.core.simulator import simulate
 from remat.testing.chain_oracles import cheapest
 
 LevelState = tuple[int, int | None, tuple[frozenset[int], ...]]

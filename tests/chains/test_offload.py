@@ -7,15 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.chain_strategies import stage_chains
 
-from remat.chains.offload import OffloadPlan, plan_offload
-from remat.chains.paging import Bandwidth, page
-from remat.chains.rotor import plan_rotor
-from remat.chains.stages import Stage, StageChain, StageOption
-from remat.errors import InvalidGraphError
-from remat.graph import Op, Phase, Storage, TrainingGraph
-from remat.platform import Device, Link, Platform
-from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
-from remat.simulator import simulate
+from remat.algorithms.chains.offload import OffloadPlan, plan_offload
+from remat.algorithms.chains.paging import Bandwidth, page
+from remat.algorithms.chains.rotor import plan_rotor
+from remat.algorithms.chains.stages import Stage, StageChain, StageOption
+from remat.core.errors import InvalidGraphError
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.platform import Device, Link, Platform
+from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
+from remat.core.simulator import simulate
 
 GIGA = 10**9
 EARLIER, LATER = 10**6, 10**7

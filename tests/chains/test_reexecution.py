@@ -3,14 +3,14 @@
 import pytest
 from tests.chain_tables import CONVENTIONS, label, oracle_table
 
-from remat.chains.conventions import IN_PLACE, STRICT, MemoryConvention
-from remat.chains.joins import plan_join
-from remat.chains.operations import Turn
-from remat.chains.reexecution import plan_join_any_turns, plan_two_turns
-from remat.chains.unit_graph import UnitGraph
-from remat.errors import SolverUnsuitableError
-from remat.platform import single_device
-from remat.simulator import simulate
+from remat.algorithms.chains.conventions import IN_PLACE, STRICT, MemoryConvention
+from remat.algorithms.chains.joins import plan_join
+from remat.algorithms.chains.operations import Turn
+from remat.algorithms.chains.reexecution import plan_join_any_turns, plan_two_turns
+from remat.algorithms.chains.unit_graph import UnitGraph
+from remat.core.errors import SolverUnsuitableError
+from remat.core.platform import single_device
+from remat.core.simulator import simulate
 from remat.testing.chain_oracles import best_join_of_turns
 
 

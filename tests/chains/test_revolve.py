@@ -7,24 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.chain_tables import CONVENTIONS, label, oracle_table
 
-from remat.chains.conventions import (
+from remat.algorithms.chains.conventions import (
     CHECKPOINTS_ONLY,
     IN_PLACE,
     STRICT,
     MemoryConvention,
 )
-from remat.chains.plans import UnitPlan
-from remat.chains.revolve import (
+from remat.algorithms.chains.plans import UnitPlan
+from remat.algorithms.chains.revolve import (
     chain_forwards,
     extra_forwards,
     first_checkpoint,
     plan_chain,
     revolve_forwards,
 )
-from remat.chains.unit_graph import UnitGraph
-from remat.errors import InvalidGraphError
-from remat.platform import single_device
-from remat.simulator import simulate
+from remat.algorithms.chains.unit_graph import UnitGraph
+from remat.core.errors import InvalidGraphError
+from remat.core.platform import single_device
+from remat.core.simulator import simulate
 from remat.testing.chain_oracles import best_join
 
 CLOSED = [c for c in CONVENTIONS if c.counts_gradients or c.overwrites_inputs]

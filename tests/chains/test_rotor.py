@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from tests.chain_strategies import stage_chains
 from tests.chain_tables import oracle_table
 
-from remat.chains.operations import Backward, Forward, Turn
-from remat.chains.rotor import ChainPlan, plan_rotor, slot_size, table_bytes
-from remat.chains.stage_graph import StageGraph
-from remat.chains.stages import Stage, StageChain, StageOption
-from remat.errors import InvalidGraphError, SolverUnsuitableError
-from remat.platform import single_device
-from remat.simulator import simulate
+from remat.algorithms.chains.operations import Backward, Forward, Turn
+from remat.algorithms.chains.rotor import ChainPlan, plan_rotor, slot_size, table_bytes
+from remat.algorithms.chains.stage_graph import StageGraph
+from remat.algorithms.chains.stages import Stage, StageChain, StageOption
+from remat.core.errors import InvalidGraphError, SolverUnsuitableError
+from remat.core.platform import single_device
+from remat.core.simulator import simulate
 from remat.testing.chain_oracles import best_chain
 
 

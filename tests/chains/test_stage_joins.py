@@ -7,20 +7,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.chain_strategies import stage_chains
 
-from remat.chains.conventions import STRICT
-from remat.chains.joins import plan_join
-from remat.chains.rotor import plan_rotor
-from remat.chains.stage_graph import StageGraph
-from remat.chains.stage_joins import (
+from remat.algorithms.chains.conventions import STRICT
+from remat.algorithms.chains.joins import plan_join
+from remat.algorithms.chains.rotor import plan_rotor
+from remat.algorithms.chains.stage_graph import StageGraph
+from remat.algorithms.chains.stage_joins import (
     StageJoin,
     StageJoinPlan,
     plan_stage_join,
     stage_join_table_bytes,
 )
-from remat.chains.stages import Stage, StageChain, StageOption
-from remat.errors import InvalidGraphError, SolverUnsuitableError
-from remat.platform import single_device
-from remat.simulator import simulate
+from remat.algorithms.chains.stages import Stage, StageChain, StageOption
+from remat.core.errors import InvalidGraphError, SolverUnsuitableError
+from remat.core.platform import single_device
+from remat.core.simulator import simulate
 from remat.testing.chain_oracles import best_stage_join
 
 

@@ -16,12 +16,17 @@ from remat.cli import main
 from remat.cli.commands import COMMANDS
 from remat.cli.commands.fit import Trained
 from remat.cli.entry import make_parser
-from remat.errors import SolverFault, UnitError
-from remat.graph_planning import plan_graph
-from remat.serialisation import load_graph, load_schedule, save_graph, save_schedule
+from remat.core.errors import SolverFault, UnitError
+from remat.files.serialisation import (
+    load_graph,
+    load_schedule,
+    save_graph,
+    save_schedule,
+)
+from remat.planning.one_device import plan_graph
+from remat.planning.plan import load_plan
 from remat.solvers import SOLVERS
-from remat.training_plan import load_plan
-from remat.verification import VerifyReport
+from remat.training.verification import VerifyReport
 
 SCRIPT = str(Path(__file__).parent / "workloads.py")
 GRAPH = mlp_chain(4).graph

@@ -11,9 +11,9 @@ from tests.instances import mlp_chain
 
 from remat import solvers
 from remat.cli import main
-from remat.serialisation import load_platform, save_graph, save_platform
-from remat.training_plan import load_plan
-from remat.units import format_bytes
+from remat.core.units import format_bytes
+from remat.files.serialisation import load_platform, save_graph, save_platform
+from remat.planning.plan import load_plan
 
 SCRIPT = str(Path(__file__).parent / "workloads.py")
 BUDGETS = ["--budget", "cpu=1MB", "--budget", "cpu:1=none"]

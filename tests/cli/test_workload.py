@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from remat.cli.workload import load_workload, split_factory
-from remat.errors import UsageError
+from remat.core.errors import UsageError
 
 SCRIPT = str(Path(__file__).parent / "workloads.py")
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tests.instances import INSTANCES, mlp_chain
 from tests.strategies import graphs
 
-from remat.bounds import peak_bound_bytes
-from remat.errors import SolverFault
-from remat.graph import TrainingGraph
-from remat.problem import Limits, Problem, Proposal, Status
-from remat.schedule import Compute, Copy
+from remat.core.bounds import peak_bound_bytes
+from remat.core.errors import SolverFault
+from remat.core.graph import TrainingGraph
+from remat.core.problem import Limits, Problem, Proposal, Status
+from remat.core.schedule import Compute, Copy
 from remat.solvers import SOLVERS, DeviceSearch, GreedyEviction, XEngine
 from remat.solvers.base import ProgressCallback, Solver, ignore_progress
 from remat.testing import SolverContract, budgets_between, store_all_peak_bytes

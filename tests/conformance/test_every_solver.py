@@ -13,15 +13,15 @@ from tests.instances import INSTANCES
 from tests.oracles import brute_force_best
 from tests.strategies import graphs
 
-from remat.bounds import peak_bound_bytes
-from remat.errors import SolverUnsuitableError
-from remat.graph import TrainingGraph
-from remat.liveness import insert_discards, schedule_from_order, store_all_order
-from remat.planning import solve
-from remat.platform import single_device
-from remat.problem import Problem
-from remat.schedule import Discard, Step
-from remat.simulator import simulate
+from remat.core.bounds import peak_bound_bytes
+from remat.core.errors import SolverUnsuitableError
+from remat.core.graph import TrainingGraph
+from remat.core.liveness import insert_discards, schedule_from_order, store_all_order
+from remat.core.platform import single_device
+from remat.core.problem import Problem
+from remat.core.schedule import Discard, Step
+from remat.core.simulator import simulate
+from remat.planning.portfolio import solve
 from remat.solvers import SOLVERS, Checkmate, CheckmateLpRounding, Moccasin
 from remat.solvers.base import Solver
 from remat.testing import SolverContract, budgets_between, scale_graph
@@ -155,9 +155,9 @@ def test_answers_are_valid_on_any_graph(solver: str, graph: TrainingGraph):
 
 PRINT_SCHEDULE = """
 import sys
-from remat.planning import solve
-from remat.platform import single_device
-from remat.problem import Problem
+from remat.planning.portfolio import solve
+from remat.core.platform import single_device
+from remat.core.problem import Problem
 from remat.solvers import SOLVERS
 from remat.testing import budgets_between
 from tests.instances import INSTANCES

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
-from remat.lower_sets.forward_graph import ForwardGraph, Owed
+from remat.algorithms.lower_sets.forward_graph import ForwardGraph, Owed
 
 
 @dataclass(frozen=True, slots=True)

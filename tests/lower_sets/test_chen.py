@@ -10,15 +10,18 @@ from studies.forward_graphs import (
 )
 from tests.lower_sets.brute_force import Sequences, lower_sets, random_graph
 
-from remat.liveness import insert_discards
-from remat.lower_sets.canonical import canonical_schedule, implied_training_graph
-from remat.lower_sets.chen import chen_candidates, chen_segmentation
-from remat.lower_sets.choice import approximate_family
-from remat.lower_sets.families import Family, all_lower_sets
-from remat.lower_sets.formula import check_segmentation
-from remat.lower_sets.forward_graph import ForwardGraph
-from remat.platform import single_device
-from remat.simulator import simulate
+from remat.algorithms.lower_sets.canonical import (
+    canonical_schedule,
+    implied_training_graph,
+)
+from remat.algorithms.lower_sets.chen import chen_candidates, chen_segmentation
+from remat.algorithms.lower_sets.choice import approximate_family
+from remat.algorithms.lower_sets.families import Family, all_lower_sets
+from remat.algorithms.lower_sets.formula import check_segmentation
+from remat.algorithms.lower_sets.forward_graph import ForwardGraph
+from remat.core.liveness import insert_discards
+from remat.core.platform import single_device
+from remat.core.simulator import simulate
 
 # Peaks in GB by the formula, and after a liveness pass, of the published program.
 PUBLISHED = {

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from remat.lower_sets.choice import approximate_family
-from remat.lower_sets.families import (
+from remat.algorithms.lower_sets.choice import approximate_family
+from remat.algorithms.lower_sets.families import (
     Family,
     all_lower_sets,
     ancestor_sets,
@@ -20,9 +20,9 @@ from remat.lower_sets.families import (
     family_of_masks,
     prefixes,
 )
-from remat.lower_sets.forward_graph import ForwardGraph
-from remat.lower_sets.narrowest import narrowest_sets
-from remat.lower_sets.orders import (
+from remat.algorithms.lower_sets.forward_graph import ForwardGraph
+from remat.algorithms.lower_sets.narrowest import narrowest_sets
+from remat.algorithms.lower_sets.orders import (
     breadth_first,
     by_depth,
     depth_first,
@@ -30,7 +30,7 @@ from remat.lower_sets.orders import (
     from_end,
     narrow_first,
 )
-from remat.lower_sets.programs import Query, smallest_budget, solve
+from remat.algorithms.lower_sets.programs import Query, smallest_budget, solve
 
 RULES = (breadth_first, depth_first, by_depth, narrow_first)
 

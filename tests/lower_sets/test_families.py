@@ -9,8 +9,12 @@ import pytest
 from studies.forward_graphs import densenet161, resnet50, resnet152, towers
 from tests.lower_sets.brute_force import lower_sets, random_graph
 
-from remat.lower_sets.choice import DEFAULT_CAP, approximate_family, choose_family
-from remat.lower_sets.families import (
+from remat.algorithms.lower_sets.choice import (
+    DEFAULT_CAP,
+    approximate_family,
+    choose_family,
+)
+from remat.algorithms.lower_sets.families import (
     Family,
     all_lower_sets,
     ancestor_sets,
@@ -23,9 +27,9 @@ from remat.lower_sets.families import (
     prefixes,
     rows_of_masks,
 )
-from remat.lower_sets.forward_graph import ForwardGraph
-from remat.lower_sets.narrowest import narrowest_lower_sets, narrowest_sets
-from remat.lower_sets.orders import (
+from remat.algorithms.lower_sets.forward_graph import ForwardGraph
+from remat.algorithms.lower_sets.narrowest import narrowest_lower_sets, narrowest_sets
+from remat.algorithms.lower_sets.orders import (
     breadth_first,
     by_depth,
     depth_first,

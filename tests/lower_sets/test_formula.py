@@ -3,19 +3,22 @@
 import pytest
 from tests.lower_sets.brute_force import random_graph
 
-from remat.liveness import insert_discards
-from remat.lower_sets.canonical import canonical_schedule, implied_training_graph
-from remat.lower_sets.formula import (
+from remat.algorithms.lower_sets.canonical import (
+    canonical_schedule,
+    implied_training_graph,
+)
+from remat.algorithms.lower_sets.formula import (
     cached_values,
     check_segmentation,
     overhead,
     peak_bytes,
     segment_peaks_bytes,
 )
-from remat.lower_sets.forward_graph import ForwardGraph, Owed
-from remat.platform import single_device
-from remat.schedule import Boundary, Compute, Discard, Schedule, Step
-from remat.simulator import simulate
+from remat.algorithms.lower_sets.forward_graph import ForwardGraph, Owed
+from remat.core.liveness import insert_discards
+from remat.core.platform import single_device
+from remat.core.schedule import Boundary, Compute, Discard, Schedule, Step
+from remat.core.simulator import simulate
 
 DIAMOND = ForwardGraph(
     memory_bytes=(2, 3, 5, 1),

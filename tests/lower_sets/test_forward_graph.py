@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from remat.errors import InvalidGraphError
-from remat.lower_sets.forward_graph import MOST_TOTAL, ForwardGraph, Owed
+from remat.algorithms.lower_sets.forward_graph import MOST_TOTAL, ForwardGraph, Owed
+from remat.core.errors import InvalidGraphError
 
 DIAMOND = ForwardGraph(
     memory_bytes=(2, 3, 5, 1),

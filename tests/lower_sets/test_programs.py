@@ -28,20 +28,22 @@ from tests.lower_sets.brute_force import (
     random_graph,
 )
 
-from remat.errors import BudgetError
-from remat.lower_sets import programs
-from remat.lower_sets.canonical import canonical_schedule, implied_training_graph
-from remat.lower_sets.choice import approximate_family, choose_family
-from remat.lower_sets.families import (
+from remat.algorithms.lower_sets import programs
+from remat.algorithms.lower_sets.canonical import (
+    canonical_schedule,
+    implied_training_graph,
+)
+from remat.algorithms.lower_sets.choice import approximate_family, choose_family
+from remat.algorithms.lower_sets.families import (
     Family,
     all_lower_sets,
     ancestor_sets,
     family_of_masks,
     prefixes,
 )
-from remat.lower_sets.formula import check_segmentation, overhead, peak_bytes
-from remat.lower_sets.forward_graph import ForwardGraph
-from remat.lower_sets.programs import (
+from remat.algorithms.lower_sets.formula import check_segmentation, overhead, peak_bytes
+from remat.algorithms.lower_sets.forward_graph import ForwardGraph
+from remat.algorithms.lower_sets.programs import (
     Objective,
     Query,
     Segmentation,
@@ -51,8 +53,9 @@ from remat.lower_sets.programs import (
     solve,
     sweep,
 )
-from remat.platform import single_device
-from remat.simulator import simulate
+from remat.core.errors import BudgetError
+from remat.core.platform import single_device
+from remat.core.simulator import simulate
 
 MOST_SEQUENCES = 2_000
 GRAPHS_PER_PART = 150

@@ -14,9 +14,9 @@ from studies.lower_sets_graphs_tables import (
 )
 from studies.lower_sets_references import REFERENCES
 
-from remat.lower_sets.families import all_lower_sets
-from remat.lower_sets.forward_graph import ForwardGraph
-from remat.lower_sets.programs import smallest_budget
+from remat.algorithms.lower_sets.families import all_lower_sets
+from remat.algorithms.lower_sets.forward_graph import ForwardGraph
+from remat.algorithms.lower_sets.programs import smallest_budget
 from studies import lower_sets_graphs as study
 
 

@@ -8,17 +8,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.strategies import graphs
 
-from remat.bounds import required_ops
-from remat.graph import Op, Phase, Storage, TrainingGraph
-from remat.liveness import insert_discards
-from remat.multidevice.execution import ExecutionRule, execute
-from remat.multidevice.feasibility import infeasible_reason
-from remat.multidevice.instance import DeviceInstance
-from remat.multidevice.placements import Placements
-from remat.platform import Device, Link, Platform
-from remat.problem import Problem
-from remat.schedule import Boundary, Compute, Copy, Step
-from remat.simulator import simulate
+from remat.core.bounds import required_ops
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.liveness import insert_discards
+from remat.core.platform import Device, Link, Platform
+from remat.core.problem import Problem
+from remat.core.schedule import Boundary, Compute, Copy, Step
+from remat.core.simulator import simulate
+from remat.search.device_execution import ExecutionRule, execute
+from remat.search.device_feasibility import infeasible_reason
+from remat.search.device_instance import DeviceInstance
+from remat.search.device_placements import Placements
 from remat.solvers.backends.mathopt import Settings
 from remat.solvers.devices.relaxation import relaxed_placement
 from remat.testing.device_oracles import best_on_devices

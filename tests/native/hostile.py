@@ -19,26 +19,32 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-
-from remat import eviction
-from remat.chains.join_tables import join_plan, join_plan_by_branch
-from remat.chains.level_tables import disk_revolve_plan, hrevolve_plan
-from remat.chains.rotor_tables import rotor_plan
-from remat.chains.stage_join_tables import stage_join_plan
-from remat.graph import TrainingGraph
-from remat.liveness import store_all_order
-from remat.lower_sets.canonical import implied_training_graph
-from remat.lower_sets.families import enumerate_lower_sets, neighbouring_lower_sets
-from remat.lower_sets.forward_graph import ForwardGraph
-from remat.lower_sets.narrowest import narrowest_lower_sets
-from remat.lower_sets.recurrences import smallest_lower_set_budget, solve_lower_sets
 from remat.multidevice import execution
-from remat.multidevice.instance import DeviceInstance
+
+from remat.algorithms.chains.join_tables import join_plan, join_plan_by_branch
+from remat.algorithms.chains.level_tables import disk_revolve_plan, hrevolve_plan
+from remat.algorithms.chains.rotor_tables import rotor_plan
+from remat.algorithms.chains.stage_join_tables import stage_join_plan
+from remat.algorithms.lower_sets.canonical import implied_training_graph
+from remat.algorithms.lower_sets.families import (
+    enumerate_lower_sets,
+    neighbouring_lower_sets,
+)
+from remat.algorithms.lower_sets.forward_graph import ForwardGraph
+from remat.algorithms.lower_sets.narrowest import narrowest_lower_sets
+from remat.algorithms.lower_sets.recurrences import (
+    smallest_lower_set_budget,
+    solve_lower_sets,
+)
+from remat.core.graph import TrainingGraph
+from remat.core.liveness import store_all_order
+from remat.core.platform import Device, Link, Platform
+from remat.core.problem import Problem
 from remat.native import core
-from remat.plain_numbers import plain_numbers
-from remat.platform import Device, Link, Platform
-from remat.problem import Problem
-from remat.retention_table import (
+from remat.search import eviction
+from remat.search.device_instance import DeviceInstance
+from remat.search.plain_numbers import plain_numbers
+from remat.search.retention_table import (
     improve_retention,
     weigh_order,
     without_unread_runs,

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.chains.join_tables import join_plan, join_plan_by_branch
-from remat.chains.level_tables import disk_revolve_plan, hrevolve_plan
-from remat.chains.rotor_tables import rotor_plan
-from remat.chains.stage_join_tables import stage_join_plan
+from remat.algorithms.chains.join_tables import join_plan, join_plan_by_branch
+from remat.algorithms.chains.level_tables import disk_revolve_plan, hrevolve_plan
+from remat.algorithms.chains.rotor_tables import rotor_plan
+from remat.algorithms.chains.stage_join_tables import stage_join_plan
 
 costs = st.integers(0, 9)
 sizes = st.integers(0, 40)

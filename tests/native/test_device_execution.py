@@ -4,18 +4,18 @@ import inspect
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from remat.multidevice import execution
 from tests.strategies import graphs
 
-from remat.liveness import insert_discards
-from remat.multidevice import execution
-from remat.multidevice.execution import ExecutionRule, Executor
-from remat.multidevice.execution_run import run_on_devices
-from remat.multidevice.feasibility import infeasible_reason
-from remat.multidevice.instance import DeviceInstance
-from remat.multidevice.placements import Placements
-from remat.platform import Device, Link, Platform
-from remat.problem import Problem
-from remat.simulator import simulate
+from remat.core.liveness import insert_discards
+from remat.core.platform import Device, Link, Platform
+from remat.core.problem import Problem
+from remat.core.simulator import simulate
+from remat.search.device_execution import ExecutionRule, Executor
+from remat.search.device_execution_run import run_on_devices
+from remat.search.device_feasibility import infeasible_reason
+from remat.search.device_instance import DeviceInstance
+from remat.search.device_placements import Placements
 
 LINKS = [(0, 1), (1, 0), (1, 2), (2, 1), (0, 2), (2, 0)]
 

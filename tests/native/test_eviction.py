@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.strategies import graphs
 
-import remat.eviction
-from remat.eviction import EvictionRule, evicting_order
-from remat.eviction_run import run_evicting
-from remat.graph import TrainingGraph
-from remat.liveness import schedule_from_order, store_all_order
-from remat.platform import single_device
-from remat.simulator import simulate
+import remat.search.eviction
+from remat.core.graph import TrainingGraph
+from remat.core.liveness import schedule_from_order, store_all_order
+from remat.core.platform import single_device
+from remat.core.simulator import simulate
+from remat.search.eviction import EvictionRule, evicting_order
+from remat.search.eviction_run import run_evicting
 
 shares = st.sampled_from([0.0, 0.3, 0.5, 1.0])
 rules = st.builds(
@@ -47,13 +47,16 @@ def test_run_evicting(
         given_arguments.append(arguments)
         return run_evicting(*arguments)  # pyright: ignore[reportArgumentType]
 
-    remat.eviction.run_evicting, before = note, remat.eviction.run_evicting
+    remat.search.eviction.run_evicting, before = (
+        note,
+        remat.search.eviction.run_evicting,
+    )
     try:
         order = evicting_order(
             graph, limit_bytes, rule=rule, runs_per_op=runs_per_op, saved=saved
         )
     finally:
-        remat.eviction.run_evicting = before
+        remat.search.eviction.run_evicting = before
     (arguments,) = given_arguments
     assert order == inspect.unwrap(run_evicting)(*arguments)
     assert order is None or peak_bytes(graph, order) <= limit_bytes

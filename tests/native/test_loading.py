@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from remat import native
-from remat.errors import MissingDependencyError
+from remat.core.errors import MissingDependencyError
 
 SAY = "from remat import native; core = native.core(); print(core and core.__file__)"
 

@@ -14,8 +14,8 @@ from studies.forward_graphs import towers
 from tests.interrupts import begun_when_working, interrupted
 
 from remat import native
-from remat.lower_sets.choice import approximate_family
-from remat.lower_sets.families import (
+from remat.algorithms.lower_sets.choice import approximate_family
+from remat.algorithms.lower_sets.families import (
     Family,
     all_lower_sets,
     ancestor_sets,
@@ -23,9 +23,9 @@ from remat.lower_sets.families import (
     family_of_masks,
     neighbouring_lower_sets,
 )
-from remat.lower_sets.forward_graph import ForwardGraph, Owed
-from remat.lower_sets.narrowest import narrowest_lower_sets
-from remat.lower_sets.recurrences import (
+from remat.algorithms.lower_sets.forward_graph import ForwardGraph, Owed
+from remat.algorithms.lower_sets.narrowest import narrowest_lower_sets
+from remat.algorithms.lower_sets.recurrences import (
     Found,
     Goal,
     GraphArrays,

@@ -10,10 +10,10 @@ from tests.instances import INSTANCES
 from tests.strategies import graphs
 from tests.test_retention import with_repeats
 
-from remat.graph import TrainingGraph
-from remat.liveness import BOUNDARY, store_all_order
-from remat.plain_numbers import plain_numbers
-from remat.retention_table import (
+from remat.core.graph import TrainingGraph
+from remat.core.liveness import BOUNDARY, store_all_order
+from remat.search.plain_numbers import plain_numbers
+from remat.search.retention_table import (
     Numbers,
     improve_retention,
     weigh_order,

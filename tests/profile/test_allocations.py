@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from remat.errors import ProfileError
+from remat.core.errors import ProfileError
 from remat.profile.allocations import AllocationRecorder, record_allocations
 
 

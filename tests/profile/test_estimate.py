@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from remat.errors import ProfileError
+from remat.core.errors import ProfileError
 from remat.profile import (
     CostCache,
     OperatorCall,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from remat.errors import InvalidPlatformError, ProfileError
+from remat.core.errors import InvalidPlatformError, ProfileError
 from remat.profile import links
 from remat.profile.cache import CostCache
 from remat.profile.links import (

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from remat.errors import ProfileError
+from remat.core.errors import ProfileError
 from remat.profile import Measurement, measure, memory_growth
 from remat.profile.allocations import Allocation, Recording
 from remat.profile.memory import _replay, live_storages, tensors_of

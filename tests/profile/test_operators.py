@@ -8,7 +8,7 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from remat.errors import ProfileError
+from remat.core.errors import ProfileError
 from remat.profile import CostCache, OperatorCall, OperatorCost, profile_operators
 from remat.profile.operators import _undisturbed
 

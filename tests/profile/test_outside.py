@@ -6,7 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from remat.errors import CaptureError
+from remat.core.errors import CaptureError
 from remat.profile import loss_bytes, memory_growth, optimizer_bytes
 from remat.profile.outside import assumed_loss_bytes
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from tests.instances import INSTANCES, Network
 from tests.strategies import graphs
 
-from remat.bounds import required_ops
-from remat.graph import Op, Phase, Storage, TrainingGraph
-from remat.liveness import schedule_from_order
-from remat.platform import single_device
+from remat.core.bounds import required_ops
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.liveness import schedule_from_order
+from remat.core.platform import single_device
+from remat.core.simulator import simulate
 from remat.reductions.forward_values import ForwardValues, reduce_to_forward_values
-from remat.simulator import simulate
 
 
 def reduced(graph: TrainingGraph, max_nodes: int = 256) -> ForwardValues:

@@ -6,12 +6,13 @@ from itertools import product
 import pytest
 from tests.instances import Network, joined_towers, mlp_chain, resnet_like
 
-from remat.chains.operations import Backward, Forward, Operation, Turn
-from remat.chains.rotor import plan_rotor
-from remat.chains.stage_joins import plan_stage_join
-from remat.graph import TrainingGraph
-from remat.liveness import BOUNDARY, schedule_from_order
-from remat.platform import single_device
+from remat.algorithms.chains.operations import Backward, Forward, Operation, Turn
+from remat.algorithms.chains.rotor import plan_rotor
+from remat.algorithms.chains.stage_joins import plan_stage_join
+from remat.core.graph import TrainingGraph
+from remat.core.liveness import BOUNDARY, schedule_from_order
+from remat.core.platform import single_device
+from remat.core.simulator import Trace, simulate
 from remat.reductions.join_structure import (
     Fork,
     ForwardStructure,
@@ -21,7 +22,6 @@ from remat.reductions.join_structure import (
 )
 from remat.reductions.joins import JoinOfStages, meet, reduce_to_join
 from remat.reductions.segments import SegmentedGraph
-from remat.simulator import Trace, simulate
 
 
 def forks(*widths: int) -> TrainingGraph:

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from tests.instances import INSTANCES
 from tests.strategies import graphs
 
-from remat.graph import Op, Phase, Storage, TrainingGraph
-from remat.liveness import BOUNDARY, schedule_from_order
-from remat.platform import single_device
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.liveness import BOUNDARY, schedule_from_order
+from remat.core.platform import single_device
+from remat.core.simulator import Trace, simulate
 from remat.reductions.segments import SegmentedGraph
-from remat.simulator import Trace, simulate
 
 
 def judged(graph: TrainingGraph, order: list[int]) -> Trace:

@@ -3,7 +3,7 @@
 import pytest
 from tests.instances import Network
 
-from remat.graph import TrainingGraph
+from remat.core.graph import TrainingGraph
 from remat.reductions.stage_parts import (
     StagePart,
     scratch_bytes,

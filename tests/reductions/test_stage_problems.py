@@ -7,13 +7,13 @@ import pytest
 from tests.instances import Network, resnet_like, transformer_like
 from tests.oracles import brute_force_best
 
-from remat.graph import TrainingGraph
-from remat.liveness import BOUNDARY, schedule_from_order, store_all_order
-from remat.problem import Limits, Problem
+from remat.core.graph import TrainingGraph
+from remat.core.liveness import BOUNDARY, schedule_from_order, store_all_order
+from remat.core.problem import Limits, Problem
+from remat.core.simulator import simulate
 from remat.reductions.stage_parts import scratch_bytes
 from remat.reductions.stage_problems import StageProblem, stage_problem
 from remat.reductions.stages import ChainOfStages, reduce_to_chain
-from remat.simulator import simulate
 from remat.solvers.stage_programs import solve_stage
 
 

@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 from tests.instances import INSTANCES, Network, mlp_chain, transformer_like
 
-from remat.chains.conventions import CHECKPOINTS_ONLY
-from remat.chains.operations import Backward, Forward, Operation, Store, Turn
-from remat.chains.revolve import plan_chain
-from remat.chains.rotor import plan_rotor
-from remat.graph import Op, Phase, TrainingGraph
-from remat.liveness import BOUNDARY, schedule_from_order
-from remat.platform import single_device
+from remat.algorithms.chains.conventions import CHECKPOINTS_ONLY
+from remat.algorithms.chains.operations import Backward, Forward, Operation, Store, Turn
+from remat.algorithms.chains.revolve import plan_chain
+from remat.algorithms.chains.rotor import plan_rotor
+from remat.core.graph import Op, Phase, TrainingGraph
+from remat.core.liveness import BOUNDARY, schedule_from_order
+from remat.core.platform import single_device
+from remat.core.simulator import Trace, simulate
 from remat.reductions.segments import SegmentedGraph
 from remat.reductions.stages import ChainOfStages, narrow_crossings, reduce_to_chain
-from remat.simulator import Trace, simulate
 
 
 def chain_of(graph: TrainingGraph, max_stages: int = 64) -> ChainOfStages:

@@ -11,8 +11,9 @@ from matplotlib.lines import Line2D
 from tests.device_schedules import logical
 from tests.instances import KIB, mlp_chain
 
-from remat.errors import FileFormatError, UsageError
-from remat.graph_planning import plan_graph, trade_off
+from remat.core.errors import FileFormatError, UsageError
+from remat.core.units import format_bytes
+from remat.planning.one_device import plan_graph, trade_off
 from remat.report.figures import (
     compare_timelines,
     device_timelines,
@@ -21,7 +22,6 @@ from remat.report.figures import (
     trade_off_curve,
 )
 from remat.report.timelines import Timeline, measured_timeline
-from remat.units import format_bytes
 
 GRAPH = mlp_chain(6).graph
 PLAN = plan_graph(GRAPH, budget="75%")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from remat.lower_sets.forward_graph import ForwardGraph
+from remat.algorithms.lower_sets.forward_graph import ForwardGraph
 from remat.report.figures import save_figure
 from remat.report.segments import places, segments_figure
 

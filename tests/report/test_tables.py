@@ -5,7 +5,8 @@ import io
 import pytest
 from tests.instances import mlp_chain
 
-from remat.graph_planning import plan_graph, trade_off
+from remat.core.units import format_bytes, format_ns
+from remat.planning.one_device import plan_graph, trade_off
 from remat.report.progress import progress_bar
 from remat.report.tables import (
     curve_table,
@@ -15,7 +16,6 @@ from remat.report.tables import (
     roles_table,
 )
 from remat.solvers.base import ignore_progress
-from remat.units import format_bytes, format_ns
 
 GRAPH = mlp_chain(6).graph
 

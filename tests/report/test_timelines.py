@@ -6,10 +6,12 @@ from hypothesis import given
 from tests.instances import mlp_chain
 from tests.strategies import graphs
 
-from remat.graph import Op, Phase, Storage, TrainingGraph
-from remat.graph_planning import plan_graph
-from remat.liveness import schedule_from_order, store_all_order
-from remat.platform import Device, Link, Platform, single_device
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.liveness import schedule_from_order, store_all_order
+from remat.core.platform import Device, Link, Platform, single_device
+from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule
+from remat.core.simulator import simulate
+from remat.planning.one_device import plan_graph
 from remat.report.timelines import (
     Timeline,
     measured_timeline,
@@ -18,8 +20,6 @@ from remat.report.timelines import (
     planned_timeline,
     replayed_timeline,
 )
-from remat.schedule import Boundary, Compute, Copy, Discard, Schedule
-from remat.simulator import simulate
 
 
 def op(name: str, reads, writes, phase: Phase, cost_ns: int, workspace: int = 0) -> Op:

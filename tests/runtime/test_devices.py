@@ -7,11 +7,11 @@ from tests.device_schedules import logical, run_by, scattered
 from tests.modules import CASES, make_case
 from tests.runtime.test_exactness import recompute_everything
 
-from remat.graph import TrainingGraph
-from remat.liveness import BOUNDARY
-from remat.platform import Platform
-from remat.schedule import Boundary, Compute, Copy, Schedule
-from remat.verification import TrainingStep, compare
+from remat.core.graph import TrainingGraph
+from remat.core.liveness import BOUNDARY
+from remat.core.platform import Platform
+from remat.core.schedule import Boundary, Compute, Copy, Schedule
+from remat.training.verification import TrainingStep, compare
 
 PAIR = logical("cpu", "cpu:1")
 WITH_HOST = logical("cpu", "host")

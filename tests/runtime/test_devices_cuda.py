@@ -10,8 +10,8 @@ from torch.nn import functional
 
 import remat
 from remat import solvers
-from remat.costing import place_name
-from remat.platform import Device, Link, Platform
+from remat.core.platform import Device, Link, Platform
+from remat.profile.costing import place_name
 from remat.profile.links import default_devices, measured_platform
 from remat.runtime.copies import (
     await_copy,
@@ -21,7 +21,7 @@ from remat.runtime.copies import (
     start_copy,
 )
 from remat.runtime.pinned import ACCOUNTS, pinned_block
-from remat.verification import VerifyReport
+from remat.training.verification import VerifyReport
 
 HOST = ("cuda:0", "host")
 BOTH = ("cuda:0", "cpu")

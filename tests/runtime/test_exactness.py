@@ -11,15 +11,15 @@ from tests.modules import CASES, Case, make_case
 
 import remat
 from remat.capture.joint_program import JointProgram
-from remat.errors import BudgetError
-from remat.fitted_model import FittedModel
-from remat.graph import TrainingGraph
-from remat.liveness import BOUNDARY, schedule_from_order
-from remat.plan_request import PlanRequest
-from remat.platform import single_device
-from remat.schedule import Schedule
-from remat.simulator import simulate
-from remat.verification import TrainingStep, compare, verify
+from remat.core.errors import BudgetError
+from remat.core.graph import TrainingGraph
+from remat.core.liveness import BOUNDARY, schedule_from_order
+from remat.core.platform import single_device
+from remat.core.schedule import Schedule
+from remat.core.simulator import simulate
+from remat.training.fitted_model import FittedModel
+from remat.training.request import PlanRequest
+from remat.training.verification import TrainingStep, compare, verify
 
 
 def recompute_everything(graph: TrainingGraph, *, is_repeated: bool) -> Schedule:

@@ -17,9 +17,11 @@ from torch import Tensor, fx, nn
 import remat
 from remat.capture.joint_program import JointProgram, is_view
 from remat.capture.tracing import compiled_entry
-from remat.graph import TrainingGraph
-from remat.liveness import schedule_from_order, store_all_order
-from remat.platform import single_device
+from remat.core.graph import TrainingGraph
+from remat.core.liveness import schedule_from_order, store_all_order
+from remat.core.platform import single_device
+from remat.core.schedule import Compute, Schedule
+from remat.core.simulator import simulate
 from remat.profile.allocations import record_allocations
 from remat.runtime.backend import PlannedBackend, StoppedBeforeRunningError
 from remat.runtime.lowering import lower
@@ -28,9 +30,7 @@ from remat.runtime.overwriting import (
     OverwritingVariant,
     overwritable_argument,
 )
-from remat.schedule import Compute, Schedule
-from remat.simulator import simulate
-from remat.verification import TrainingStep, compare
+from remat.training.verification import TrainingStep, compare
 
 aten = torch.ops.aten
 

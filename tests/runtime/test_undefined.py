@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.verification import compare
+from remat.training.verification import compare
 
 
 @pytest.fixture(autouse=True)

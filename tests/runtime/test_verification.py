@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from remat.verification import compare
+from remat.training.verification import compare
 
 
 def differs(one: Tensor, other: Tensor) -> bool:

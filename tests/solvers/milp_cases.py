@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from remat.graph import TrainingGraph
+from remat.core.graph import TrainingGraph
 from remat.testing.small_graphs import joint_graph
 
 ROOT = Path(__file__).parents[2]

@@ -14,14 +14,14 @@ from tests.oracles import brute_force_best
 from tests.solvers.milp_cases import graph_of, published, unit_linear
 from tests.strategies import graphs
 
-from remat.bounds import peak_bound_bytes
-from remat.errors import SolverUnsuitableError
-from remat.graph import TrainingGraph
-from remat.liveness import schedule_from_order, store_all_order
-from remat.planning import solve
-from remat.platform import single_device
-from remat.problem import Limits, Problem, Result, Status, StopReason
-from remat.simulator import simulate
+from remat.core.bounds import peak_bound_bytes
+from remat.core.errors import SolverUnsuitableError
+from remat.core.graph import TrainingGraph
+from remat.core.liveness import schedule_from_order, store_all_order
+from remat.core.platform import single_device
+from remat.core.problem import Limits, Problem, Result, Status, StopReason
+from remat.core.simulator import simulate
+from remat.planning.portfolio import solve
 from remat.solvers import checkmate
 from remat.solvers.backends import mathopt
 from remat.solvers.backends.mathopt import MipSolver

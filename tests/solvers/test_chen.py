@@ -6,12 +6,12 @@ from math import isqrt
 import pytest
 from tests.instances import INSTANCES, Network, transformer_like
 
-from remat.graph import Op, Phase, Storage, TrainingGraph
-from remat.liveness import BOUNDARY, schedule_from_order
-from remat.planning import solve
-from remat.platform import single_device
-from remat.problem import Limits, Problem, Status, StopReason
-from remat.simulator import Trace, simulate
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.liveness import BOUNDARY, schedule_from_order
+from remat.core.platform import single_device
+from remat.core.problem import Limits, Problem, Status, StopReason
+from remat.core.simulator import Trace, simulate
+from remat.planning.portfolio import solve
 from remat.solvers.chen import (
     ChenGreedy,
     ChenLowerSets,

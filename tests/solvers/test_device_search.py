@@ -6,12 +6,12 @@ import pytest
 from tests.instances import resnet_like, transformer_like
 from tests.solvers.test_xengine import chain, linked
 
-from remat.bounds import peak_bound_bytes, required_ops
-from remat.errors import MissingDependencyError, SolverUnsuitableError
-from remat.graph import TrainingGraph
-from remat.multidevice.execution import Executor
-from remat.planning import solve
-from remat.problem import Limits, Objective, Problem, Status, StopReason
+from remat.core.bounds import peak_bound_bytes, required_ops
+from remat.core.errors import MissingDependencyError, SolverUnsuitableError
+from remat.core.graph import TrainingGraph
+from remat.core.problem import Limits, Objective, Problem, Status, StopReason
+from remat.planning.portfolio import solve
+from remat.search.device_execution import Executor
 from remat.solvers import XEngine
 from remat.solvers.backends.mathopt import MipSolver
 from remat.solvers.base import ignore_progress

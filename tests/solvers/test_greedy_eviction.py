@@ -17,14 +17,14 @@ from tests.instances import (
 from tests.oracles import brute_force_best
 from tests.strategies import graphs
 
-from remat.bounds import peak_bound_bytes
-from remat.eviction import EvictionRule, evicting_order
-from remat.graph import Op, Phase, Storage, TrainingGraph
-from remat.liveness import BOUNDARY, schedule_from_order, store_all_order
-from remat.planning import solve
-from remat.platform import single_device
-from remat.problem import Limits, Problem, Result, Status, StopReason
-from remat.simulator import Trace, simulate
+from remat.core.bounds import peak_bound_bytes
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.liveness import BOUNDARY, schedule_from_order, store_all_order
+from remat.core.platform import single_device
+from remat.core.problem import Limits, Problem, Result, Status, StopReason
+from remat.core.simulator import Trace, simulate
+from remat.planning.portfolio import solve
+from remat.search.eviction import EvictionRule, evicting_order
 from remat.solvers.chen import ChenGreedy, segment_order
 from remat.solvers.greedy_eviction import CANDIDATES, Candidate, GreedyEviction
 from remat.testing import budgets_between, store_all_peak_bytes

@@ -6,11 +6,11 @@ import pytest
 from tests.instances import Instance, Network, joined_towers, mlp_chain, resnet_like
 from tests.oracles import brute_force_best
 
-from remat.errors import SolverUnsuitableError
-from remat.graph import TrainingGraph
-from remat.planning import solve
-from remat.platform import single_device
-from remat.problem import Limits, Problem, Result, Status, StopReason
+from remat.core.errors import SolverUnsuitableError
+from remat.core.graph import TrainingGraph
+from remat.core.platform import single_device
+from remat.core.problem import Limits, Problem, Result, Status, StopReason
+from remat.planning.portfolio import solve
 from remat.solvers import SOLVERS
 from remat.solvers.base import Solver
 from remat.solvers.join import Join

@@ -13,13 +13,13 @@ from tests.instances import (
     unet_like,
 )
 
-from remat.errors import BudgetError
-from remat.graph import TrainingGraph
-from remat.graph_planning import plan_graph
-from remat.lower_sets.choice import approximate_family
-from remat.planning import solve
-from remat.platform import single_device
-from remat.problem import Limits, Problem, Result, Status, StopReason
+from remat.algorithms.lower_sets.choice import approximate_family
+from remat.core.errors import BudgetError
+from remat.core.graph import TrainingGraph
+from remat.core.platform import single_device
+from remat.core.problem import Limits, Problem, Result, Status, StopReason
+from remat.planning.one_device import plan_graph
+from remat.planning.portfolio import solve
 from remat.reductions.forward_values import reduce_to_forward_values
 from remat.solvers.chen import ChenGreedy, ChenLowerSets
 from remat.solvers.lower_sets import (

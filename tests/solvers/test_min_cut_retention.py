@@ -18,14 +18,14 @@ from tests.instances import (
 from tests.oracles import brute_force_best
 from tests.strategies import graphs
 
-from remat.bounds import cost_bound_ns
-from remat.eviction import evicting_order
-from remat.graph import Op, Phase, Storage, TrainingGraph
-from remat.liveness import BOUNDARY, schedule_from_order, store_all_order
-from remat.planning import solve
-from remat.platform import single_device
-from remat.problem import Limits, Problem, Result, Status, StopReason
-from remat.simulator import Trace, simulate
+from remat.core.bounds import cost_bound_ns
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.liveness import BOUNDARY, schedule_from_order, store_all_order
+from remat.core.platform import single_device
+from remat.core.problem import Limits, Problem, Result, Status, StopReason
+from remat.core.simulator import Trace, simulate
+from remat.planning.portfolio import solve
+from remat.search.eviction import evicting_order
 from remat.solvers.backends.max_flow import FlowNetwork, min_cut_source_side
 from remat.solvers.chen import ChenGreedy
 from remat.solvers.min_cut_retention import MinCutRetention

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from tests.solvers.milp_cases import graph_of, published, unit_linear
 from tests.strategies import graphs
 
-from remat.errors import SolverUnsuitableError
-from remat.graph import TrainingGraph
-from remat.planning import solve
-from remat.platform import single_device
-from remat.problem import Limits, Problem, Result, Status
+from remat.core.errors import SolverUnsuitableError
+from remat.core.graph import TrainingGraph
+from remat.core.platform import single_device
+from remat.core.problem import Limits, Problem, Result, Status
+from remat.planning.portfolio import solve
 from remat.solvers import moccasin
 from remat.solvers.checkmate import Checkmate
 from remat.solvers.moccasin import Moccasin

@@ -2,10 +2,10 @@
 
 from tests.instances import joined_towers
 
-from remat.chains.rotor import ChainPlan
-from remat.chains.stage_joins import plan_stage_join
-from remat.platform import single_device
-from remat.problem import Limits, Problem
+from remat.algorithms.chains.rotor import ChainPlan
+from remat.algorithms.chains.stage_joins import plan_stage_join
+from remat.core.platform import single_device
+from remat.core.problem import Limits, Problem
 from remat.reductions.joins import reduce_to_join
 from remat.solvers.plan_search import PlanSearch
 from remat.testing import store_all_peak_bytes

@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 from tests.instances import INSTANCES, Network, joined_towers
 
-from remat.chains.paging import Bandwidth, page
-from remat.errors import SolverUnsuitableError
-from remat.graph import TrainingGraph
-from remat.liveness import schedule_from_order, store_all_order
-from remat.planning import solve
-from remat.platform import Device, Link, Platform
-from remat.problem import Limits, Problem, Result, Status, StopReason
-from remat.schedule import Copy
-from remat.simulator import simulate
+from remat.algorithms.chains.paging import Bandwidth, page
+from remat.core.errors import SolverUnsuitableError
+from remat.core.graph import TrainingGraph
+from remat.core.liveness import schedule_from_order, store_all_order
+from remat.core.platform import Device, Link, Platform
+from remat.core.problem import Limits, Problem, Result, Status, StopReason
+from remat.core.schedule import Copy
+from remat.core.simulator import simulate
+from remat.planning.portfolio import solve
 from remat.solvers.pofo import PoFo
 from remat.solvers.rotor import Rotor
 from remat.testing import store_all_peak_bytes

@@ -8,18 +8,18 @@ from types import SimpleNamespace
 import pytest
 from tests.instances import INSTANCES, Network, resnet_like, transformer_like
 
-import remat.deadline
-import remat.problem
-from remat.chains.rotor import plan_rotor
-from remat.chains.stages import StageOption
-from remat.graph import TrainingGraph
-from remat.liveness import BOUNDARY, schedule_from_order
-from remat.planning import solve
-from remat.platform import single_device
-from remat.problem import Limits, Problem, Result, Status, StopReason
+import remat.core.deadline
+import remat.core.problem
+from remat.algorithms.chains.rotor import plan_rotor
+from remat.algorithms.chains.stages import StageOption
+from remat.core.graph import TrainingGraph
+from remat.core.liveness import BOUNDARY, schedule_from_order
+from remat.core.platform import single_device
+from remat.core.problem import Limits, Problem, Result, Status, StopReason
+from remat.core.simulator import simulate
+from remat.planning.portfolio import solve
 from remat.reductions.stage_problems import stage_problem
 from remat.reductions.stages import ChainOfStages, reduce_to_chain
-from remat.simulator import simulate
 from remat.solvers import rockmate
 from remat.solvers.base import Solver
 from remat.solvers.checkmate import Checkmate
@@ -284,7 +284,7 @@ def test_the_limit_holds_for_everything_together(monkeypatch: pytest.MonkeyPatch
         return StageAnswer(order=None)
 
     clock = SimpleNamespace(monotonic=lambda: now_s)
-    for module in (remat.problem, remat.deadline):
+    for module in (remat.core.problem, remat.core.deadline):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(
         rockmate, "StagePrograms", lambda **kw: StagePrograms(program, **kw)

@@ -3,11 +3,11 @@
 import pytest
 from tests.instances import INSTANCES, Network
 
-from remat.errors import SolverUnsuitableError
-from remat.graph import TrainingGraph
-from remat.planning import solve
-from remat.platform import single_device
-from remat.problem import Limits, Problem, Result, Status, StopReason
+from remat.core.errors import SolverUnsuitableError
+from remat.core.graph import TrainingGraph
+from remat.core.platform import single_device
+from remat.core.problem import Limits, Problem, Result, Status, StopReason
+from remat.planning.portfolio import solve
 from remat.solvers.chen import ChenGreedy
 from remat.solvers.rockmate import Rockmate
 from remat.solvers.rotor import Revolve, Rotor

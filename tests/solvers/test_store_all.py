@@ -3,11 +3,11 @@
 import pytest
 from tests.instances import INSTANCES
 
-from remat.bounds import cost_bound_ns, required_ops
-from remat.graph import Op, Phase, Storage, TrainingGraph
-from remat.planning import solve
-from remat.platform import single_device
-from remat.problem import Problem, Status
+from remat.core.bounds import cost_bound_ns, required_ops
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.platform import single_device
+from remat.core.problem import Problem, Status
+from remat.planning.portfolio import solve
 from remat.solvers.store_all import StoreAll
 from remat.solvers.xengine import XEngine
 from remat.testing import store_all_peak_bytes

@@ -10,15 +10,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.strategies import graphs
 
-from remat.bounds import required_ops
-from remat.errors import SolverUnsuitableError
-from remat.graph import Op, Phase, Storage, TrainingGraph
-from remat.multidevice.instance import DeviceInstance
-from remat.planning import solve
-from remat.platform import Device, Link, Platform, single_device
-from remat.problem import Limits, Objective, Problem, Result, Status, StopReason
-from remat.schedule import Boundary, Compute, Copy, Schedule
-from remat.simulator import Rule, simulate
+from remat.core.bounds import required_ops
+from remat.core.errors import SolverUnsuitableError
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.platform import Device, Link, Platform, single_device
+from remat.core.problem import Limits, Objective, Problem, Result, Status, StopReason
+from remat.core.schedule import Boundary, Compute, Copy, Schedule
+from remat.core.simulator import Rule, simulate
+from remat.planning.portfolio import solve
+from remat.search.device_instance import DeviceInstance
 from remat.solvers import XEngine, XEnginePublished
 from remat.solvers.backends.mathopt import MipSolver, Outcome, Settings, Solution
 from remat.solvers.backends.mathopt import solve as solve_model

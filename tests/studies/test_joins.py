@@ -19,7 +19,7 @@ from studies.models import Options
 from tests.instances import joined_towers
 
 import remat
-from remat.chains.stage_joins import StageJoin, plan_stage_join
+from remat.algorithms.chains.stage_joins import StageJoin, plan_stage_join
 from remat.reductions.joins import JoinOfStages, reduce_to_join
 from studies import join_tables
 

@@ -39,7 +39,7 @@ from studies.peers import checkpointed, longest_chain
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from remat.bounds import peak_bound_bytes
+from remat.core.bounds import peak_bound_bytes
 from remat.solvers import SOLVERS
 from studies import lower_sets_networks, lower_sets_tables, peers, record
 

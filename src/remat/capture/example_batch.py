@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from remat.capture.surroundings import describe_input
-from remat.errors import CaptureError
-from remat.graph import Role
+from remat.core.errors import CaptureError
+from remat.core.graph import Role
 
 _POSITIONAL = re.compile(r"L\['args'\]\[(\d+)\]")
 _KEYWORD = re.compile(r"L\['kwargs'\]\['([^']+)'\]")

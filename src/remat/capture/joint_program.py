@@ -22,10 +22,10 @@ from remat.capture.fused_kernel import FusedKernel
 from remat.capture.gradient_layouts import spanned_bytes
 from remat.capture.layers import layer_name
 from remat.capture.returned import ReturnedTensor
-from remat.contributors import labelled
-from remat.errors import CaptureError
-from remat.graph import Op, Phase, Role, Storage, TrainingGraph
-from remat.platform import Platform
+from remat.core.contributors import labelled
+from remat.core.errors import CaptureError
+from remat.core.graph import Op, Phase, Role, Storage, TrainingGraph
+from remat.core.platform import Platform
 
 ALIASING_WITHOUT_SCHEMA = frozenset(
     {
@@ -128,7 +128,7 @@ class JointProgram:
     module
         The traced module; its graph is never changed.
     graph
-        The training graph; costs are zero until :mod:`remat.costing` sets them.
+        The training graph; costs are zero until :mod:`remat.profile.costing` sets them.
     op_nodes
         Per op the node that runs it; ``None`` for ops that no node runs (noting the
         generator's state, work outside the model).

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from remat.capture.captured import captured_tensors as captured_tensors
 from remat.capture.captured import plain_tensors as plain_tensors
 from remat.capture.joint_program import InputSpec, JointProgram
-from remat.graph import Op, Phase, Role, Storage
+from remat.core.graph import Op, Phase, Role, Storage
 
 SCALARS_BYTES = 512
 """Set aside for the loss and other scalars that the caller and autograd hold."""

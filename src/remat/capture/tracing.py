@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from remat.capture.first_call import prepare
 from remat.capture.joint_program import user_source_line
 from remat.capture.returned import Note, loss_in, note_nothing
-from remat.errors import CaptureError, RematError
+from remat.core.errors import CaptureError, RematError
 
 TRACE_ERRORS = (
     TorchDynamoException,

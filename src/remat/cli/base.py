@@ -9,14 +9,14 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Protocol
 
-from remat.device_planning import Budget, budgets_bytes
-from remat.documents import check_can_write
-from remat.errors import FileFormatError, UnitError, UsageError
-from remat.platform import Platform
-from remat.problem import check_time_limit
-from remat.serialisation import load_platform
+from remat.core.errors import FileFormatError, UnitError, UsageError
+from remat.core.platform import Platform
+from remat.core.problem import check_time_limit
+from remat.core.units import ANY_WHOLE_BYTES, parse_budget
+from remat.files.documents import check_can_write
+from remat.files.serialisation import load_platform
+from remat.planning.several_devices import Budget, budgets_bytes
 from remat.solvers import SOLVERS
-from remat.units import ANY_WHOLE_BYTES, parse_budget
 
 
 class ExitCode(IntEnum):

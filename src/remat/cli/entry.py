@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import remat
 from remat.cli.base import ExitCode, check_files, print_json
 from remat.cli.commands import COMMANDS
-from remat.errors import BudgetError, ExecutionError, RematError, SolverFault
+from remat.core.errors import BudgetError, ExecutionError, RematError, SolverFault
 
 _DESCRIPTION = "Train any PyTorch model within a byte budget."
 _EPILOG = """\

@@ -3,15 +3,15 @@
 import argparse
 
 import remat
-from remat.device_planning import Budget
-from remat.documents import document_kind
-from remat.errors import FileFormatError, UsageError
-from remat.graph import TrainingGraph
-from remat.platform import Platform
-from remat.problem import Objectives
+from remat.core.errors import FileFormatError, UsageError
+from remat.core.graph import TrainingGraph
+from remat.core.platform import Platform
+from remat.core.problem import Objectives
+from remat.files.documents import document_kind
+from remat.files.serialisation import load_graph
+from remat.planning.plan import Plan, load_plan
+from remat.planning.several_devices import Budget
 from remat.report.progress import progress_bar
-from remat.serialisation import load_graph
-from remat.training_plan import Plan, load_plan
 
 
 def check_source(options: argparse.Namespace) -> None:

@@ -18,8 +18,8 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
-from remat.errors import RematError, UsageError
-from remat.fitting import positional
+from remat.core.errors import RematError, UsageError
+from remat.training.fitting import positional
 
 DEFAULT_NAME = "remat_workload"
 _PARTS = ("model", "args", "kwargs", "optimizer", "loss")

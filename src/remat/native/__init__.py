@@ -29,8 +29,8 @@ from typing import Any, ParamSpec, TypeVar, cast, get_args, get_origin, get_type
 
 import numpy as np
 
-from remat.checks import integer_of, require, shown
-from remat.errors import MissingDependencyError
+from remat.core.checks import integer_of, require, shown
+from remat.core.errors import MissingDependencyError
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -1,4 +1,4 @@
-// Joins of unit-size chains: native twins of remat.chains.join_tables, which documents
+// Joins of unit-size chains: native twins of remat.algorithms.chains.join_tables, which documents
 // the recurrences and the order in which ties are broken.
 
 #include <nanobind/nanobind.h>
@@ -479,7 +479,7 @@ Convention convention_of(Index memory_units, const Numbers& numbers) {
   return {memory_units, gradient_units, transient_units, counts_inputs, move_needs_two};
 }
 
-// As remat.chains.join_tables.check_join.
+// As remat.algorithms.chains.join_tables.check_join.
 void check_join(const std::vector<std::vector<Cost>>& costs, Index memory_units,
                 const Numbers& convention) {
   require(memory_units >= 0 && memory_units <= kMostTotal,

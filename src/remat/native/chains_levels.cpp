@@ -1,4 +1,4 @@
-// Chains on several storage levels: native twins of remat.chains.level_tables, which
+// Chains on several storage levels: native twins of remat.algorithms.chains.level_tables, which
 // documents the recurrences, the actions, and the order in which ties are broken.
 
 #include <nanobind/nanobind.h>
@@ -168,7 +168,7 @@ class Levels {
   std::vector<Action> actions_;
 };
 
-// As remat.chains.level_tables.check_worst.
+// As remat.algorithms.chains.level_tables.check_worst.
 void check_worst(Index length, Cost forward_cost, Cost backward_cost, Capped copies) {
   const Capped stages = Capped(length) + Capped(1);
   const Capped worst =

@@ -1,4 +1,4 @@
-// The Rotor program: native twin of remat.chains.rotor_tables, which documents the
+// The Rotor program: native twin of remat.algorithms.chains.rotor_tables, which documents the
 // recurrences and the order in which ties are broken.
 
 #include <nanobind/nanobind.h>

@@ -1,5 +1,5 @@
-// The Rotor program on one chain: what remat.chains.rotor_tables documents, for the
-// native twins of that module and of remat.chains.stage_join_tables.
+// The Rotor program on one chain: what remat.algorithms.chains.rotor_tables documents, for the
+// native twins of that module and of remat.algorithms.chains.stage_join_tables.
 #pragma once
 
 #include <cstddef>
@@ -37,7 +37,7 @@ struct Saving {
   Index need_held;     // slots of the backward, without it
 };
 
-// What is asked of a chain, as remat.chains.rotor_tables.check_chain.
+// What is asked of a chain, as remat.algorithms.chains.rotor_tables.check_chain.
 struct Checked {
   Capped bytes;   // all sizes together
   Capped worst;   // no schedule without needless work takes longer

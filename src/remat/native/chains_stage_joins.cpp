@@ -1,4 +1,4 @@
-// Joins of chains of unequal stages: native twin of remat.chains.stage_join_tables,
+// Joins of chains of unequal stages: native twin of remat.algorithms.chains.stage_join_tables,
 // which documents the recurrence and the order in which ties are broken.
 
 #include <nanobind/nanobind.h>
@@ -27,7 +27,7 @@ using rotor::Rotor;
 using Run = std::tuple<Index, Index, Index, Index>;
 using Answer = std::tuple<Cost, Cost, std::vector<Run>>;
 
-// All orders of which are tried; as remat.chains.stage_join_tables.MAX_BRANCHES.
+// All orders of which are tried; as remat.algorithms.chains.stage_join_tables.MAX_BRANCHES.
 constexpr std::size_t most_branches = 6;
 
 std::size_t at(Index index) { return static_cast<std::size_t>(index); }

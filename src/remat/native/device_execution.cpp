@@ -1,5 +1,5 @@
 // Execution of a graph on several devices within their budgets: native twin of
-// remat.multidevice.execution_run, which says what each step means. Both do the same
+// remat.search.device_execution_run, which says what each step means. Both do the same
 // arithmetic in the same order.
 
 #include "device_execution.hpp"
@@ -537,7 +537,7 @@ class DeviceExecution {
   Index callers_end_ = -1;
 };
 
-// As remat.multidevice.execution_run.check_execution.
+// As remat.search.device_execution_run.check_execution.
 void check_ops(const Ops& ops, std::size_t storages, std::size_t devices) {
   const auto& [reads, writes, is_recomputable, is_external, is_forward, costs, workspaces] =
       ops;

@@ -1,4 +1,4 @@
-// Native twin of remat.multidevice.execution_run.
+// Native twin of remat.search.device_execution_run.
 #pragma once
 
 #include <nanobind/nanobind.h>

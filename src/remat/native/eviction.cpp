@@ -1,4 +1,4 @@
-// Execution of a graph within a limit: native twin of remat.eviction_run, which says
+// Execution of a graph within a limit: native twin of remat.search.eviction_run, which says
 // what each step means. Both do the same arithmetic in the same order.
 
 #include "eviction.hpp"
@@ -495,7 +495,7 @@ class Execution {
   std::size_t boundary_step_ = 0;
 };
 
-// As remat.eviction_run.check_execution.
+// As remat.search.eviction_run.check_execution.
 void check_execution(const Indices& steps, const Ops& ops, const Blocks& blocks,
                      const Scores& scores, const Bounds& bounds,
                      const std::optional<Flags>& saved) {

@@ -1,4 +1,4 @@
-// Native twin of remat.eviction_run.
+// Native twin of remat.search.eviction_run.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -13,7 +13,7 @@
 namespace remat::lower_sets {
 namespace {
 
-// As remat.lower_sets.families.check_edges.
+// As remat.algorithms.lower_sets.families.check_edges.
 void check_edges(std::initializer_list<const Edges*> lists, std::size_t nodes) {
   std::vector<std::vector<std::size_t>> later(nodes);
   std::vector<std::size_t> waiting(nodes);

@@ -58,7 +58,7 @@ NewRows hand_over(std::vector<Word>&& words, std::size_t width) {
   return NewRows(kept->data(), {kept->size() / width, width}, owner);
 }
 
-// As remat.lower_sets.families.check_count.
+// As remat.algorithms.lower_sets.families.check_count.
 std::size_t checked_count(std::int64_t nodes) {
   require(nodes >= 1 && nodes <= kMostNodes, "a graph has 1 to 2**15 values");
   return static_cast<std::size_t>(nodes);

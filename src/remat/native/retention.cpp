@@ -1,4 +1,4 @@
-// How long copies stay, and keeping more of them: native twin of remat.retention_table,
+// How long copies stay, and keeping more of them: native twin of remat.search.retention_table,
 // which says what each step means. Both do the same arithmetic in the same order.
 
 #include "retention.hpp"

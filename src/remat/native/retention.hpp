@@ -1,4 +1,4 @@
-// Native twin of remat.retention_table.
+// Native twin of remat.search.retention_table.
 #pragma once
 
 #include <nanobind/nanobind.h>

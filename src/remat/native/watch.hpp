@@ -13,8 +13,8 @@
 
 namespace remat {
 
-// Raises remat.deadline.TimeIsUpError once the deadline of the caller has passed. Needs the GIL.
-inline void check_time() { nanobind::module_::import_("remat.deadline").attr("check_time")(); }
+// Raises remat.core.deadline.TimeIsUpError once the deadline of the caller has passed. Needs the GIL.
+inline void check_time() { nanobind::module_::import_("remat.core.deadline").attr("check_time")(); }
 
 // Thrown when the time is up; carries nothing, the caller knows its best answer.
 struct TimeUp {};

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from remat.errors import ProfileError
+from remat.core.errors import ProfileError
 
 _MARK = "remat: recorded region"
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch.utils._pytree import tree_leaves
 
-from remat.errors import ProfileError
+from remat.core.errors import ProfileError
 
 _POOL_COUNT = 1 << 16
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from remat.capture.outputs import FakeOutputs
-from remat.errors import CaptureError
+from remat.core.errors import CaptureError
 from remat.profile.outside import LossMemory, loss_bytes
 
 

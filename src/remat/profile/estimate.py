@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
-from remat.errors import ProfileError
+from remat.core.errors import ProfileError
 from remat.profile.arguments import (
     ArgumentMaker,
     describe,

@@ -11,8 +11,8 @@ from typing import NoReturn
 
 import torch
 
-from remat.errors import InvalidPlatformError, ProfileError
-from remat.platform import MeasuredCost, Platform
+from remat.core.errors import InvalidPlatformError, ProfileError
+from remat.core.platform import MeasuredCost, Platform
 from remat.profile.arguments import describe, target_name
 from remat.profile.cache import CostCache
 from remat.profile.operators import OperatorCall, OperatorCost, profile_operators

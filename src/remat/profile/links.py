@@ -13,9 +13,9 @@ from dataclasses import asdict
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from remat.device_graph import place_of
-from remat.errors import InvalidPlatformError, ProfileError
-from remat.platform import COMMON_KINDS, Device, Link, Platform
+from remat.core.device_graph import place_of
+from remat.core.errors import InvalidPlatformError, ProfileError
+from remat.core.platform import COMMON_KINDS, Device, Link, Platform
 from remat.profile.cache import CostCache
 
 _SMALL_BYTES = 1 << 10
@@ -26,7 +26,7 @@ _SAMPLES = 7
 def common_device(name: str) -> Device:
     """Return the device of this machine that a name stands for.
 
-    Names are those of :data:`remat.platform.COMMON_KINDS`, alone or with a number.
+    Names are those of :data:`remat.core.platform.COMMON_KINDS`, alone or with a number.
 
     Raises
     ------

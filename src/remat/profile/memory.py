@@ -31,8 +31,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from remat.checks import checked_integer, checked_list
-from remat.errors import ProfileError
+from remat.core.checks import checked_integer, checked_list
+from remat.core.errors import ProfileError
 from remat.profile.allocations import (
     Allocation,
     AllocationRecorder,

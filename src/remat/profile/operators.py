@@ -17,7 +17,7 @@ import torch
 from torch._dispatch.python import no_python_dispatcher
 from torch.utils._python_dispatch import _disable_current_modes
 
-from remat.errors import ProfileError
+from remat.core.errors import ProfileError
 from remat.profile.allocations import record_allocations
 from remat.profile.arguments import (
     FILLS,

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from remat.capture.gradient_layouts import gradient_format
 from remat.capture.outputs import FakeOutputs
-from remat.errors import CaptureError
+from remat.core.errors import CaptureError
 from remat.profile.arguments import tensors_in
 from remat.profile.estimate import estimate_excess, estimate_workspace
 from remat.profile.operators import OperatorCall

@@ -32,11 +32,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from remat.deadline import check_time
-from remat.graph import TrainingGraph
-from remat.lower_sets.forward_graph import ForwardGraph, Owed
+from remat.algorithms.lower_sets.forward_graph import ForwardGraph, Owed
+from remat.core.deadline import check_time
+from remat.core.graph import TrainingGraph
+from remat.core.units import ceil_slots
 from remat.reductions.segments import SegmentedGraph
-from remat.units import ceil_slots
 
 NEGLIGIBLE_SHARE = 4000
 """A node that costs less than the whole over this is merged if nothing is lost."""

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from remat.deadline import check_time
+from remat.core.deadline import check_time
 from remat.reductions.segments import SegmentedGraph
 from remat.reductions.stage_parts import cost_ns
 from remat.reductions.stages import (

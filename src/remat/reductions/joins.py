@@ -7,8 +7,8 @@ sum of what two branches add to the gradient of a shared parameter, the op belon
 the fork itself, and runs as soon as what it depends on has run.
 
 Two forms are made of the structure. If forward begins with a fork, all that follows it
-can be the turn of a join, which :func:`~remat.chains.stage_joins.plan_stage_join` takes
-as a whole. In any case forks can be stages of a series (:mod:`remat.chains.blocks`),
+can be the turn of a join, which :func:`~remat.algorithms.chains.stage_joins.plan_stage_join` takes
+as a whole. In any case forks can be stages of a series (:mod:`remat.algorithms.chains.blocks`),
 their insides planned first, so that stems, trunks and nested forks are allowed; that is
 a decomposition, not an exact program.
 
@@ -21,13 +21,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 
-from remat.chains.blocks import Block, BlockStage, block_stage
-from remat.chains.operations import Backward, Forward, Operation, Turn
-from remat.chains.stage_joins import MAX_BRANCHES, StageJoin
-from remat.chains.stages import Stage, StageChain
-from remat.deadline import check_time
-from remat.graph import TrainingGraph
-from remat.liveness import BOUNDARY
+from remat.algorithms.chains.blocks import Block, BlockStage, block_stage
+from remat.algorithms.chains.operations import Backward, Forward, Operation, Turn
+from remat.algorithms.chains.stage_joins import MAX_BRANCHES, StageJoin
+from remat.algorithms.chains.stages import Stage, StageChain
+from remat.core.deadline import check_time
+from remat.core.graph import TrainingGraph
+from remat.core.liveness import BOUNDARY
 from remat.reductions.join_structure import (
     Fork,
     ForwardStructure,
@@ -475,7 +475,7 @@ def reduce_to_join(
 ) -> JoinForms | None:
     """Return the forms of a graph whose forward pass has a fork; ``None`` without one.
 
-    A fork of more than :data:`~remat.chains.stage_joins.MAX_BRANCHES` branches counts
+    A fork of more than :data:`~remat.algorithms.chains.stage_joins.MAX_BRANCHES` branches counts
     as a stage like any other.
 
     Parameters

@@ -12,7 +12,7 @@ The paper's canonical strategy [1]_ is of this form; what differs here:
   only those are kept that a later segment reads;
 * only what backward goes on to use is recomputed;
 * outputs of ops that may run only once are kept wherever they lie;
-* freeing is that of :mod:`remat.liveness`, so memory is counted on true bytes.
+* freeing is that of :mod:`remat.core.liveness`, so memory is counted on true bytes.
 
 References
 ----------
@@ -24,9 +24,9 @@ References
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from remat.bounds import required_ops
-from remat.graph import TrainingGraph
-from remat.liveness import BOUNDARY
+from remat.core.bounds import required_ops
+from remat.core.graph import TrainingGraph
+from remat.core.liveness import BOUNDARY
 
 
 class SegmentedGraph:
@@ -91,7 +91,7 @@ class SegmentedGraph:
         Returns
         -------
         list[int]
-            Op indices and the boundary, for :func:`remat.liveness.schedule_from_order`.
+            Op indices and the boundary, for :func:`remat.core.liveness.schedule_from_order`.
             Ops that no output needs are left out.
 
         Notes

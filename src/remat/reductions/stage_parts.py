@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from remat.chains.stages import Stage, StageOption
-from remat.graph import TrainingGraph
+from remat.algorithms.chains.stages import Stage, StageOption
+from remat.core.graph import TrainingGraph
 
 DROPPED_SHARES = (0.1, 0.4)
 """A stage may drop what it takes this share of its forward to compute again."""

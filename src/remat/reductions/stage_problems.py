@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from remat.graph import Op, Phase, Storage, TrainingGraph
-from remat.liveness import BOUNDARY
-from remat.platform import single_device
-from remat.problem import Problem
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.liveness import BOUNDARY
+from remat.core.platform import single_device
+from remat.core.problem import Problem
 from remat.reductions.stage_parts import PartOption, StagePart, part_option
 
 _KIND = "stage"

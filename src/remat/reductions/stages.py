@@ -1,6 +1,6 @@
 """Stages: from a training graph to a chain of stages, and back.
 
-The dynamic programs on chains (:mod:`remat.chains`) plan stages through whose ends
+The dynamic programs on chains (:mod:`remat.algorithms.chains`) plan stages through whose ends
 everything goes. The reduction finds them: between two forward ops, in graph order, the
 pass can be cut where one storage alone crosses, that is, is written before and read by
 forward after. What is kept in any case does not count: outputs of ops that may run only
@@ -17,7 +17,7 @@ Gradients of parameters, which stay, count as scratch of the stage that makes th
 
 A plan of the chain is lifted op by op: the first forward of a stage runs all of it, a
 later one what its output, or its backward, needs. Freeing follows from what is read
-later (:mod:`remat.liveness`), so that a lifted order is always valid, and the judge
+later (:mod:`remat.core.liveness`), so that a lifted order is always valid, and the judge
 says what it takes.
 """
 
@@ -27,11 +27,11 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import pairwise
 
-from remat.chains.operations import Backward, Forward, Operation, Turn
-from remat.chains.stages import StageChain
-from remat.deadline import check_time
-from remat.graph import TrainingGraph
-from remat.liveness import BOUNDARY
+from remat.algorithms.chains.operations import Backward, Forward, Operation, Turn
+from remat.algorithms.chains.stages import StageChain
+from remat.core.deadline import check_time
+from remat.core.graph import TrainingGraph
+from remat.core.liveness import BOUNDARY
 from remat.reductions.segments import SegmentedGraph
 from remat.reductions.stage_parts import (
     PartOption,

@@ -2,7 +2,7 @@
 
 Every function draws on given axes, or on new ones, and returns them; nothing is shown
 or kept open. The numbers are computed in :mod:`remat.report.timelines` and by
-:class:`~remat.training_plan.Plan`.
+:class:`~remat.planning.plan.Plan`.
 """
 
 import os
@@ -14,10 +14,13 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from remat.documents import write_bytes
-from remat.errors import UsageError
-from remat.graph import TrainingGraph
-from remat.platform import Platform
+from remat.core.errors import UsageError
+from remat.core.graph import TrainingGraph
+from remat.core.platform import Platform
+from remat.core.schedule import Schedule
+from remat.core.units import format_bytes
+from remat.files.documents import write_bytes
+from remat.planning.plan import Plan
 from remat.report.timelines import (
     Timeline,
     plain_timeline,
@@ -25,9 +28,6 @@ from remat.report.timelines import (
     planned_timeline,
     replayed_timeline,
 )
-from remat.schedule import Schedule
-from remat.training_plan import Plan
-from remat.units import format_bytes
 
 # Okabe and Ito's palette, which people with any colour vision can tell apart. Line
 # styles differ too, so that figures survive printing in grey.

@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from remat.lower_sets.formula import cached_values, check_segmentation
-from remat.lower_sets.forward_graph import ForwardGraph
+from remat.algorithms.lower_sets.formula import cached_values, check_segmentation
+from remat.algorithms.lower_sets.forward_graph import ForwardGraph
 
 # Neighbouring segments are told apart by colour, and by the number beside the first.
 _COLOURS = ("#56b4e9", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#0072b2")
@@ -55,7 +55,7 @@ def segments_figure(
         The graph that is cut.
     segment_of
         Per value the index of its segment, such as
-        :attr:`remat.lower_sets.programs.Segmentation.segment_of`.
+        :attr:`remat.algorithms.lower_sets.programs.Segmentation.segment_of`.
     ax
         Where to draw; by default on a new figure, as large as the graph needs.
 

@@ -9,9 +9,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from remat.graph import TrainingGraph
-from remat.training_plan import Plan
-from remat.units import format_bytes, format_ns
+from remat.core.graph import TrainingGraph
+from remat.core.units import format_bytes, format_ns
+from remat.planning.plan import Plan
 
 _PLAIN_WIDTH = 100
 _TOP = 10

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from remat.timelines import Timeline as Timeline
-from remat.timelines import plain_timeline as plain_timeline
-from remat.timelines import plain_timelines as plain_timelines
-from remat.timelines import replayed_timeline as replayed_timeline
-from remat.training_plan import Plan
+from remat.core.timelines import Timeline as Timeline
+from remat.core.timelines import plain_timeline as plain_timeline
+from remat.core.timelines import plain_timelines as plain_timelines
+from remat.core.timelines import replayed_timeline as replayed_timeline
+from remat.planning.plan import Plan
 
 
 def measured_timeline(points: Sequence[tuple[int, int]]) -> Timeline:

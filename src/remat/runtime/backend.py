@@ -22,12 +22,12 @@ from remat.capture.returned import Returned
 from remat.capture.surroundings import describe_input
 from remat.capture.tracing import check_sizes
 from remat.capture.whole_operators import whole_operators
-from remat.errors import CaptureError, RematError
-from remat.graph import Role
-from remat.liveness import schedule_from_order, store_all_order
+from remat.core.errors import CaptureError, RematError
+from remat.core.graph import Role
+from remat.core.liveness import schedule_from_order, store_all_order
+from remat.core.schedule import Schedule
 from remat.runtime.lowering import lower
 from remat.runtime.undefined import DefinedTangents
-from remat.schedule import Schedule
 
 
 class StoppedBeforeRunningError(Exception):

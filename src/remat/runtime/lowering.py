@@ -21,9 +21,11 @@ import torch
 from torch import fx
 
 from remat.capture.joint_program import JointProgram, map_nodes, needed_arguments
-from remat.device_graph import place_of
-from remat.errors import ExecutionError
-from remat.platform import single_device
+from remat.core.device_graph import place_of
+from remat.core.errors import ExecutionError
+from remat.core.platform import single_device
+from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
+from remat.core.simulator import simulate
 from remat.runtime.copies import (
     await_copy,
     copied,
@@ -35,8 +37,6 @@ from remat.runtime.copies import (
 from remat.runtime.marks import mark_device
 from remat.runtime.overwriting import overwritable_argument
 from remat.runtime.random_state import note_state, replay
-from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
-from remat.simulator import simulate
 
 
 @dataclass(frozen=True, slots=True)

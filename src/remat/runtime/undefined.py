@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat.errors import PlanWarning
+from remat.core.errors import PlanWarning
 
 _COMPILED = "CompiledFunctionBackward"
 

@@ -16,9 +16,9 @@ from torch._dynamo.utils import preserve_rng_state
 from torch._guards import CompileContext
 
 from remat.capture.joint_program import InputSpec, JointProgram
-from remat.errors import PlanWarning
+from remat.core.errors import PlanWarning
+from remat.core.schedule import Schedule
 from remat.runtime.backend import PlannedBackend, sources_of
-from remat.schedule import Schedule
 
 
 @dataclass(frozen=True, eq=False)

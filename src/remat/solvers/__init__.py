@@ -1,7 +1,7 @@
 """Solvers, one file a method, and the explicit table of them."""
 
-from remat.errors import SolverUnsuitableError
-from remat.problem import Objective
+from remat.core.errors import SolverUnsuitableError
+from remat.core.problem import Objective
 from remat.solvers.base import Solver as Solver
 from remat.solvers.checkmate import Checkmate as Checkmate
 from remat.solvers.checkmate import CheckmateLpRounding as CheckmateLpRounding

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import ClassVar, Protocol
 
-from remat.deadline import TimeIsUpError, in_time
-from remat.errors import SolverUnsuitableError
-from remat.problem import Limits, Problem, Proposal, Status, StopReason
+from remat.core.deadline import TimeIsUpError, in_time
+from remat.core.errors import SolverUnsuitableError
+from remat.core.problem import Limits, Problem, Proposal, Status, StopReason
 
 ProgressCallback = Callable[[str, float], None]
 """Called with what is being done and the share of it that is done, 0 to 1."""
@@ -21,7 +21,7 @@ class Solver(Protocol):
     A solver is a frozen dataclass whose fields are its parameters. It never raises for
     a budget that is too small (it answers INFEASIBLE or UNKNOWN), never changes its
     input, prints nothing, and reads the clock only to respect its limits. What it
-    returns is judged by :func:`remat.planning.solve`; it need not be trusted.
+    returns is judged by :func:`remat.planning.portfolio.solve`; it need not be trusted.
 
     Attributes
     ----------
@@ -56,7 +56,7 @@ def solve_in_time(
     """Return what a solver proposes, and UNKNOWN if its time is over before its search.
 
     A solver whose time is over in the middle of its search answers with the best so
-    far; until then :func:`remat.deadline.check_time` ends what it builds.
+    far; until then :func:`remat.core.deadline.check_time` ends what it builds.
 
     Raises
     ------

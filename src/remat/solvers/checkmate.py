@@ -16,7 +16,7 @@ Departures from the paper [1]_:
 * the search starts from the best schedule of two heuristics and, for larger models, of
   Moccasin, which finds good schedules of large graphs early, and proves little;
 * what comes back is an order of computations: freeing is that of
-  :mod:`remat.liveness`, and memory left over is spent by :mod:`remat.retention`;
+  :mod:`remat.core.liveness`, and memory left over is spent by :mod:`remat.search.retention`;
 * rounding sweeps the threshold, at two budgets, instead of drawing at random.
 
 The paper's baselines are the solvers ``store-all``, ``chen-sqrt`` and ``chen-greedy``
@@ -37,7 +37,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from remat.checks import (
+from remat.core.checks import (
     checked_integers,
     checked_nonempty,
     keep_flags,
@@ -45,9 +45,10 @@ from remat.checks import (
     keep_seconds,
     keep_words,
 )
-from remat.deadline import TimeIsUpError, check_time, in_time
-from remat.errors import SolverUnsuitableError
-from remat.problem import Limits, Problem, Proposal, Status, StopReason
+from remat.core.deadline import TimeIsUpError, check_time, in_time
+from remat.core.errors import SolverUnsuitableError
+from remat.core.problem import Limits, Problem, Proposal, Status, StopReason
+from remat.core.units import ceil_slots, format_ns
 from remat.solvers.backends.mathopt import (
     MipSolver,
     Outcome,
@@ -67,7 +68,6 @@ from remat.solvers.frontier_search import (
     with_deadline,
 )
 from remat.solvers.moccasin import Moccasin
-from remat.units import ceil_slots, format_ns
 
 DIRECT_ROWS = 25_000
 """Up to this many rows a stage per op is tried at once, unless other is asked for."""

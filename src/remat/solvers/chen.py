@@ -13,7 +13,7 @@ Departures from the paper [1]_:
 * the last segment is kept, since backward starts in it;
 * outputs of ops that may run only once are saved wherever they lie, and whatever
   backward reads of a segment that only such an op could bring back;
-* freeing is that of :mod:`remat.liveness`, so memory is counted on true bytes;
+* freeing is that of :mod:`remat.core.liveness`, so memory is counted on true bytes;
 * :class:`ChenGreedy` judges every budget of its search by the true peak, where the
   paper uses an estimate (saved bytes plus the largest segment).
 
@@ -36,19 +36,19 @@ from itertools import accumulate
 from math import isqrt
 from typing import ClassVar
 
-from remat.bounds import cost_bound_ns, required_ops
-from remat.checks import keep_integers
-from remat.graph import TrainingGraph
-from remat.liveness import schedule_from_order, store_all_order
-from remat.lower_sets.chen import chen_segmentation
-from remat.lower_sets.choice import choose_family
-from remat.plain_numbers import plain_numbers
-from remat.problem import Limits, Problem, Proposal, Status, StopReason
+from remat.algorithms.lower_sets.chen import chen_segmentation
+from remat.algorithms.lower_sets.choice import choose_family
+from remat.core.bounds import cost_bound_ns, required_ops
+from remat.core.checks import keep_integers
+from remat.core.graph import TrainingGraph
+from remat.core.liveness import schedule_from_order, store_all_order
+from remat.core.problem import Limits, Problem, Proposal, Status, StopReason
+from remat.core.units import format_bytes
 from remat.reductions.forward_values import reduce_to_forward_values
 from remat.reductions.segments import SegmentedGraph
-from remat.retention_table import weigh_order
+from remat.search.plain_numbers import plain_numbers
+from remat.search.retention_table import weigh_order
 from remat.solvers.base import ProgressCallback, single_device_kind_index
-from remat.units import format_bytes
 
 
 def segment_order(graph: TrainingGraph, starts: Iterable[int]) -> list[int]:

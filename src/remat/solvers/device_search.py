@@ -1,7 +1,7 @@
 """DeviceSearch: place, keep, copy and recompute on several devices, at any size.
 
 Every candidate is made by executing the graph within the budgets (see
-:mod:`remat.multidevice.execution`) for some placement of the ops and some rule of
+:mod:`remat.search.device_execution`) for some placement of the ops and some rule of
 eviction, and judged. Placements to start from: the optimum without memory (an integer
 program that also proves a bound), the same with work priced away from each device,
 everything on one device, the graph cut in two at several points. Then a local search
@@ -17,14 +17,10 @@ from dataclasses import dataclass
 from itertools import product, tee
 from typing import ClassVar
 
-from remat.checks import keep_integers, keep_words
-from remat.deadline import TimeIsUpError, in_time
-from remat.errors import SolverUnsuitableError
-from remat.multidevice.execution import ExecutionRule, Placement
-from remat.multidevice.feasibility import infeasible_reason
-from remat.multidevice.instance import DeviceInstance
-from remat.multidevice.placements import Placements
-from remat.problem import (
+from remat.core.checks import keep_integers, keep_words
+from remat.core.deadline import TimeIsUpError, in_time
+from remat.core.errors import SolverUnsuitableError
+from remat.core.problem import (
     Limits,
     Objective,
     Problem,
@@ -32,6 +28,11 @@ from remat.problem import (
     Status,
     StopReason,
 )
+from remat.core.units import format_bytes, format_ns
+from remat.search.device_execution import ExecutionRule, Placement
+from remat.search.device_feasibility import infeasible_reason
+from remat.search.device_instance import DeviceInstance
+from remat.search.device_placements import Placements
 from remat.solvers.backends.mathopt import Settings
 from remat.solvers.base import ProgressCallback, solve_in_time
 from remat.solvers.devices.alone import answer_for_one_device
@@ -40,7 +41,6 @@ from remat.solvers.devices.search_run import DeviceSearchRun, Outcome
 from remat.solvers.devices.walk import Walk, changed_rule
 from remat.solvers.greedy_eviction import GreedyEviction
 from remat.solvers.min_cut_retention import MinCutRetention
-from remat.units import format_bytes, format_ns
 
 RULES = (
     ExecutionRule(),

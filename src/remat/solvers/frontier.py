@@ -14,12 +14,12 @@ the coarser stages: Shah et al., MONeT, ICLR 2021.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from remat.bounds import required_ops
-from remat.deadline import check_time
-from remat.graph import Phase
-from remat.liveness import BOUNDARY
-from remat.problem import Problem
-from remat.retention import RetentionTable
+from remat.core.bounds import required_ops
+from remat.core.deadline import check_time
+from remat.core.graph import Phase
+from remat.core.liveness import BOUNDARY
+from remat.core.problem import Problem
+from remat.search.retention import RetentionTable
 from remat.solvers.base import single_device_kind_index
 
 END = -2
@@ -33,7 +33,7 @@ class Node:
     Parameters
     ----------
     op
-        Index of the op, :data:`remat.liveness.BOUNDARY` or :data:`END`.
+        Index of the op, :data:`remat.core.liveness.BOUNDARY` or :data:`END`.
     reads, writes
         Items read, and items written that some node reads.
     cost_ns

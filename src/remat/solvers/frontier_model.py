@@ -23,10 +23,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from remat.deadline import check_time
+from remat.core.deadline import check_time
+from remat.core.units import ceil_slots, floor_slots
 from remat.solvers.backends.mathopt import Model
 from remat.solvers.frontier import Frontier
-from remat.units import ceil_slots, floor_slots
 
 ZERO, ONE = -1, -2
 """Stand for constants where others are indices of variables."""

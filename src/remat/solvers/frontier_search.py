@@ -7,11 +7,12 @@ answer is called optimal only if its cost meets the bound proved for those that 
 
 from dataclasses import dataclass, field
 
-from remat.bounds import cost_bound_ns, peak_bound_bytes
-from remat.liveness import BOUNDARY, schedule_from_order, store_all_order
-from remat.problem import Limits, Problem, Proposal, Status, StopReason
-from remat.retention import RetentionTable, improve_order
-from remat.schedule import Boundary, Compute, Schedule
+from remat.core.bounds import cost_bound_ns, peak_bound_bytes
+from remat.core.liveness import BOUNDARY, schedule_from_order, store_all_order
+from remat.core.problem import Limits, Problem, Proposal, Status, StopReason
+from remat.core.schedule import Boundary, Compute, Schedule
+from remat.core.units import format_bytes, format_ns
+from remat.search.retention import RetentionTable, improve_order
 from remat.solvers.backends.mathopt import Incumbent, IncumbentCallback
 from remat.solvers.backends.tolerances import RELATIVE_TOLERANCE
 from remat.solvers.base import (
@@ -22,7 +23,6 @@ from remat.solvers.base import (
 from remat.solvers.frontier import Frontier
 from remat.solvers.greedy_eviction import GreedyEviction
 from remat.solvers.min_cut_retention import MinCutRetention
-from remat.units import format_bytes, format_ns
 
 _KNOWN = ((GreedyEviction(), 0.1), (MinCutRetention(effort_ops=1_000_000), 0.15))
 """The heuristics that the search starts from, and the share of the time each gets."""

@@ -2,8 +2,8 @@
 
 Each candidate is made in two steps. First the graph is executed in its own order within
 a limit, and what is cheapest to lose is evicted when memory is short (see
-:mod:`remat.eviction`). Then the runs that the memory still free can do without are
-taken out of the resulting order, best value first (see :mod:`remat.retention`).
+:mod:`remat.search.eviction`). Then the runs that the memory still free can do without are
+taken out of the resulting order, best value first (see :mod:`remat.search.retention`).
 
 Several candidates are made, because no rule is best on every graph: eviction rules with
 different exponents; limits below the budget, since leaving room for the second step is
@@ -19,22 +19,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from remat.checks import (
+from remat.core.checks import (
     checked_nonempty,
     checked_record,
     checked_records,
     keep_flags,
     keep_integers,
 )
-from remat.eviction import EvictionRule, evicting_order
-from remat.graph import TrainingGraph
-from remat.liveness import BOUNDARY
-from remat.problem import Limits, Problem, Proposal
-from remat.schedule import Boundary, Compute, Schedule
+from remat.core.graph import TrainingGraph
+from remat.core.liveness import BOUNDARY
+from remat.core.problem import Limits, Problem, Proposal
+from remat.core.schedule import Boundary, Compute, Schedule
+from remat.core.units import floor_slots
+from remat.search.eviction import EvictionRule, evicting_order
 from remat.solvers.base import ProgressCallback, ignore_progress
 from remat.solvers.chen import ChenGreedy, narrow_cuts, saved_at
 from remat.solvers.order_search import OrderSearch
-from remat.units import floor_slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class GreedyEviction:
     storing everything, on any graph.
 
     **Complexity** about half a second for 2 000 ops and one budget; see
-    :func:`remat.eviction.evicting_order` and :func:`remat.retention.improve_order`.
+    :func:`remat.search.eviction.evicting_order` and :func:`remat.search.retention.improve_order`.
 
     Parameters
     ----------

@@ -4,11 +4,11 @@ The forward pass is taken apart into stages and forks of branches
 (:mod:`remat.reductions.joins`). A fork with which forward begins, and all that follows
 it as its turn, is planned as a whole: one dynamic program decides for all branches
 together what is kept, in which order they are reversed, and how often a stage runs
-(:mod:`remat.chains.stage_joins`, after [1]_). Where there is a stem or a trunk, the
+(:mod:`remat.algorithms.chains.stage_joins`, after [1]_). Where there is a stem or a trunk, the
 graph is also planned as a series in which a fork is a stage with several options, each
-planned inside by that program (:mod:`remat.chains.blocks`). Each plan is lifted to an
+planned inside by that program (:mod:`remat.algorithms.chains.blocks`). Each plan is lifted to an
 order of the real ops and weighed by its true bytes; the program's own budget is swept,
-and the cheapest orders that fit are improved (:mod:`remat.retention`).
+and the cheapest orders that fit are improved (:mod:`remat.search.retention`).
 
 References
 ----------
@@ -23,11 +23,11 @@ from functools import partial
 from math import prod
 from typing import ClassVar
 
-from remat.chains.rotor import plan_rotor
-from remat.chains.stage_joins import MAX_BRANCHES, StageJoin, plan_stage_join
-from remat.checks import keep_integers
-from remat.errors import SolverUnsuitableError
-from remat.problem import Limits, Problem, Proposal
+from remat.algorithms.chains.rotor import plan_rotor
+from remat.algorithms.chains.stage_joins import MAX_BRANCHES, StageJoin, plan_stage_join
+from remat.core.checks import keep_integers
+from remat.core.errors import SolverUnsuitableError
+from remat.core.problem import Limits, Problem, Proposal
 from remat.reductions.join_structure import NOTICEABLE_SHARE, most_branches
 from remat.reductions.joins import JoinForms, reduce_to_join
 from remat.reductions.segments import SegmentedGraph
@@ -48,7 +48,7 @@ class Join:
     **Guarantee** for each of its budgets the program's plan of a fork and its turn is
     the quickest of those that run the turn and every backward once and reverse what
     lies between two stored values of a branch at one go (see
-    :mod:`remat.chains.stage_joins`), on sizes rounded up. Of series with forks, and of
+    :mod:`remat.algorithms.chains.stage_joins`), on sizes rounded up. Of series with forks, and of
     the lifted order, nothing is proved beyond the judge's bytes and the bound on every
     schedule.
 
@@ -163,7 +163,7 @@ def _forms_of(search: PlanSearch, max_stages: int) -> JoinForms:
     ------
     SolverUnsuitableError
         If no two noticeable branches meet, or more than
-        :data:`~remat.chains.stage_joins.MAX_BRANCHES` wherever any do.
+        :data:`~remat.algorithms.chains.stage_joins.MAX_BRANCHES` wherever any do.
     """
     graph = search.graph
     forms = reduce_to_join(graph, kind_index=search.kind_index, max_stages=max_stages)

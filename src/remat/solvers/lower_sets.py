@@ -2,7 +2,7 @@
 
 Also known as canonical strategies, or the exact and the approximate dynamic program of
 Kusumoto et al. [1]_. The training graph is reduced to its forward values
-(:mod:`remat.reductions.forward_values`); the programs (:mod:`remat.lower_sets`) cut
+(:mod:`remat.reductions.forward_values`); the programs (:mod:`remat.algorithms.lower_sets`) cut
 those into segments, exactly over all lower sets or over a family of them; each answer
 is lifted to an order of the real ops (:mod:`remat.reductions.segments`).
 
@@ -11,10 +11,10 @@ gradients all at once, and knows no workspace. So the program's own budget is sw
 each objective, and every answer is weighed by the true bytes of its lifted order. Then
 
 * the cheapest that fit are improved: runs that the memory left over can do without are
-  taken out (:mod:`remat.retention`), which also keeps what is recomputed while it is
+  taken out (:mod:`remat.search.retention`), which also keeps what is recomputed while it is
   still live;
 * those closest to the budget are executed within it, forward keeping what they keep,
-  with eviction where that alone does not fit (:mod:`remat.eviction`), and improved.
+  with eviction where that alone does not fit (:mod:`remat.search.eviction`), and improved.
 
 Departures from the paper: the last segment is not recomputed; only what backward reads
 is; the objectives are three (least overhead, most overhead, fewest bytes kept); the
@@ -36,22 +36,26 @@ from dataclasses import dataclass, fields
 from itertools import product
 from typing import ClassVar
 
-from remat.checks import checked_integer, checked_record
-from remat.eviction import EvictionRule, evicting_order
-from remat.lower_sets.choice import DEFAULT_CAP, approximate_family, choose_family
-from remat.lower_sets.families import Family
-from remat.lower_sets.programs import (
+from remat.algorithms.lower_sets.choice import (
+    DEFAULT_CAP,
+    approximate_family,
+    choose_family,
+)
+from remat.algorithms.lower_sets.families import Family
+from remat.algorithms.lower_sets.programs import (
     Objective,
     Query,
     Segmentation,
     smallest_budget,
     sweep,
 )
-from remat.problem import Limits, Problem, Proposal
+from remat.core.checks import checked_integer, checked_record
+from remat.core.problem import Limits, Problem, Proposal
 from remat.reductions.forward_values import (
     ForwardValues,
     reduce_to_forward_values,
 )
+from remat.search.eviction import EvictionRule, evicting_order
 from remat.solvers.base import ProgressCallback
 from remat.solvers.order_search import Candidate, OrderSearch, geometric_budgets
 
@@ -291,7 +295,7 @@ class LowerSetsApprox:
     """Cut forward along a family of lower sets that is small for every graph.
 
     **Guarantee** the program is exact within the family:
-    :func:`remat.lower_sets.choice.approximate_family`. As for :class:`LowerSets`,
+    :func:`remat.algorithms.lower_sets.choice.approximate_family`. As for :class:`LowerSets`,
     nothing is proved of the lifted order.
 
     **Complexity** as for :class:`LowerSets`, with a few lower sets a forward value.

@@ -14,10 +14,10 @@ knows the budget:
    recomputing everything at once needs memory too;
 2. each cut becomes a schedule by :mod:`remat.solvers.recompute_order`, whose cost and
    peak are exact;
-3. an execution within the budget (:mod:`remat.eviction`) starts from what a cut keeps,
+3. an execution within the budget (:mod:`remat.search.eviction`) starts from what a cut keeps,
    with one of several rules, and evicts where the cut alone does not fit, second
    recomputations included; memory that is left over is spent on recomputing less
-   (:mod:`remat.retention`);
+   (:mod:`remat.search.retention`);
 4. with the effort that is left, what the best schedule keeps is changed a little at
    random, and step 3 repeated.
 """
@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from math import exp, inf
 from typing import ClassVar
 
-from remat.checks import keep_integers
-from remat.eviction import EvictionRule, evicting_order
-from remat.problem import Limits, Problem, Proposal
+from remat.core.checks import keep_integers
+from remat.core.problem import Limits, Problem, Proposal
+from remat.search.eviction import EvictionRule, evicting_order
 from remat.solvers.base import ProgressCallback
 from remat.solvers.order_search import Candidate, OrderSearch
 from remat.solvers.recompute_order import (

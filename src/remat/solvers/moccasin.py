@@ -28,10 +28,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from remat.checks import keep_flags, keep_integers, keep_seconds
-from remat.deadline import TimeIsUpError, in_time
-from remat.errors import SolverUnsuitableError
-from remat.problem import Limits, Problem, Proposal
+from remat.core.checks import keep_flags, keep_integers, keep_seconds
+from remat.core.deadline import TimeIsUpError, in_time
+from remat.core.errors import SolverUnsuitableError
+from remat.core.problem import Limits, Problem, Proposal
 from remat.solvers.backends.cp_sat import CpModel
 from remat.solvers.backends.highs_process import Settings
 from remat.solvers.backends.mathopt import NOTHING_IN_TIME, Outcome, Solution

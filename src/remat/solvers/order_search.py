@@ -7,18 +7,18 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from remat.bounds import cost_bound_ns, peak_bound_bytes
-from remat.deadline import TimeIsUpError, in_time
-from remat.liveness import schedule_from_order, store_all_order
-from remat.plain_numbers import plain_numbers
-from remat.problem import Limits, Problem, Proposal, Status, StopReason
-from remat.retention_table import (
+from remat.core.bounds import cost_bound_ns, peak_bound_bytes
+from remat.core.deadline import TimeIsUpError, in_time
+from remat.core.liveness import schedule_from_order, store_all_order
+from remat.core.problem import Limits, Problem, Proposal, Status, StopReason
+from remat.core.units import format_bytes
+from remat.search.plain_numbers import plain_numbers
+from remat.search.retention_table import (
     Answer,
     improve_retention,
     without_unread_runs,
 )
 from remat.solvers.base import ProgressCallback, single_device_kind_index
-from remat.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from remat.chains.operations import Operation
-from remat.chains.rotor import ChainPlan, least_budget
+from remat.algorithms.chains.operations import Operation
+from remat.algorithms.chains.rotor import ChainPlan, least_budget
 from remat.solvers.order_search import OrderSearch, geometric_budgets
 
 Program = Callable[[int], ChainPlan | None]

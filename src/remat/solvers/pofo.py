@@ -3,7 +3,7 @@
 For a platform of a device that computes and one that stores, with a link each way.
 The training graph is a chain of stages (:mod:`remat.reductions.stages`). Rotor plans it
 for *virtual* budgets between the real one and everything; each plan is lifted to an
-order of the real ops, and paging (:mod:`remat.chains.paging`) brings that order within
+order of the real ops, and paging (:mod:`remat.algorithms.chains.paging`) brings that order within
 the real budget: what lies idle longest is copied away while the device computes, and
 copied back in time. The judge says how long each takes, copies overlapping with
 computation; the quickest is the answer.
@@ -25,20 +25,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
-from remat.bounds import cost_bound_ns
-from remat.chains.paging import Bandwidth, page
-from remat.chains.rotor import least_budget, plan_rotor
-from remat.checks import keep_integers
-from remat.deadline import TimeIsUpError, check_time, in_time
-from remat.errors import SolverUnsuitableError
-from remat.graph import TrainingGraph
-from remat.liveness import schedule_from_order, store_all_order
-from remat.platform import Platform
-from remat.problem import Limits, Problem, Proposal, Status, StopReason
+from remat.algorithms.chains.paging import Bandwidth, page
+from remat.algorithms.chains.rotor import least_budget, plan_rotor
+from remat.core.bounds import cost_bound_ns
+from remat.core.checks import keep_integers
+from remat.core.deadline import TimeIsUpError, check_time, in_time
+from remat.core.errors import SolverUnsuitableError
+from remat.core.graph import TrainingGraph
+from remat.core.liveness import schedule_from_order, store_all_order
+from remat.core.platform import Platform
+from remat.core.problem import Limits, Problem, Proposal, Status, StopReason
+from remat.core.schedule import Schedule
+from remat.core.simulator import Trace, simulate
+from remat.core.units import format_bytes
 from remat.reductions.stages import ChainOfStages
-from remat.retention import RetentionTable, improve_order
-from remat.schedule import Schedule
-from remat.simulator import Trace, simulate
+from remat.search.retention import RetentionTable, improve_order
 from remat.solvers.base import (
     ProgressCallback,
     ignore_progress,
@@ -46,7 +47,6 @@ from remat.solvers.base import (
 )
 from remat.solvers.order_search import geometric_budgets
 from remat.solvers.rotor import Rotor, chain_of
-from remat.units import format_bytes
 
 _Judged = tuple[tuple[int, int], Schedule, Trace]
 """Overlapped and serial time, the schedule, and what the judge says."""

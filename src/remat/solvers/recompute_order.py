@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import add
 
-from remat.bounds import required_ops
-from remat.graph import TrainingGraph
-from remat.liveness import BOUNDARY
+from remat.core.bounds import required_ops
+from remat.core.graph import TrainingGraph
+from remat.core.liveness import BOUNDARY
 
 KEEP = 0
 RELEASE = 1
@@ -101,14 +101,14 @@ class Evaluation:
     Parameters
     ----------
     order
-        Op indices and the boundary, as :func:`remat.liveness.schedule_from_order`
+        Op indices and the boundary, as :func:`remat.core.liveness.schedule_from_order`
         takes them.
     positions
         Per step of ``order``, the position in the base order that it is done for.
     timeline_bytes
         Per step of ``order``, the bytes during it.
     cost_ns, peak_bytes
-        What :func:`remat.simulator.simulate` reports for the schedule of the order.
+        What :func:`remat.core.simulator.simulate` reports for the schedule of the order.
     """
 
     order: list[int]

@@ -29,10 +29,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from remat.chains.rotor import plan_rotor
-from remat.checks import keep_integers, keep_seconds
-from remat.deadline import TimeIsUpError
-from remat.problem import Limits, Problem, Proposal, StopReason
+from remat.algorithms.chains.rotor import plan_rotor
+from remat.core.checks import keep_integers, keep_seconds
+from remat.core.deadline import TimeIsUpError
+from remat.core.problem import Limits, Problem, Proposal, StopReason
 from remat.reductions.stage_parts import PartOption, StagePart, stage_option
 from remat.reductions.stage_problems import StageProblem, stage_problem
 from remat.reductions.stages import ChainOfStages
@@ -162,7 +162,7 @@ class Rockmate:
         Most seconds for one integer program.
     budget_count, bisection_count, improved_count, slots
         As for Rotor, on the chain with more options; there the program keeps what it
-        stores (:func:`remat.chains.rotor.plan_rotor`), so that many slots and options
+        stores (:func:`remat.algorithms.chains.rotor.plan_rotor`), so that many slots and options
         take little time.
 
     Raises

@@ -5,7 +5,7 @@ The training graph is cut where one value alone crosses
 run when, with what kept, and how often; Revolve [2]_ does so for stages that count as
 equal, within a number of stored values. Each answer is lifted to an order of the real
 ops and weighed by its true bytes; the program's own budget is swept, and the cheapest
-orders that fit are improved (:mod:`remat.retention`).
+orders that fit are improved (:mod:`remat.search.retention`).
 
 Unlike segments that are recomputed once, these run a stage as often as memory makes
 necessary, so that peaks fall well below that of one recomputation.
@@ -27,13 +27,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from remat.chains.conventions import CHECKPOINTS_ONLY
-from remat.chains.revolve import plan_chain
-from remat.chains.rotor import plan_rotor
-from remat.checks import keep_integers
-from remat.errors import SolverUnsuitableError
-from remat.graph import TrainingGraph
-from remat.problem import Limits, Problem, Proposal
+from remat.algorithms.chains.conventions import CHECKPOINTS_ONLY
+from remat.algorithms.chains.revolve import plan_chain
+from remat.algorithms.chains.rotor import plan_rotor
+from remat.core.checks import keep_integers
+from remat.core.errors import SolverUnsuitableError
+from remat.core.graph import TrainingGraph
+from remat.core.problem import Limits, Problem, Proposal
 from remat.reductions.joins import reduce_to_join
 from remat.reductions.segments import SegmentedGraph
 from remat.reductions.stages import ChainOfStages, reduce_to_chain, useful_crossings
@@ -108,7 +108,7 @@ class Rotor:
     """Run stages of unequal time and size as the dynamic program says.
 
     **Guarantee** for each of its budgets the program's plan is the quickest of the
-    persistent ones of the chain, or better (see :mod:`remat.chains.rotor`), on sizes
+    persistent ones of the chain, or better (see :mod:`remat.algorithms.chains.rotor`), on sizes
     rounded up. Of the lifted order nothing is proved beyond the judge's bytes and the
     bound on every schedule.
 

@@ -7,7 +7,7 @@ as well.
 
 from collections.abc import Sequence
 
-from remat.chains.stages import StageOption
+from remat.algorithms.chains.stages import StageOption
 
 _Measures = tuple[int, int, int, int, int]
 

@@ -13,12 +13,12 @@ than a chain's program takes in its stride, those go that cost least to do witho
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from remat.bounds import peak_bound_bytes
-from remat.graph import TrainingGraph
-from remat.liveness import BOUNDARY, store_all_order
-from remat.problem import Limits, Problem
+from remat.core.bounds import peak_bound_bytes
+from remat.core.graph import TrainingGraph
+from remat.core.liveness import BOUNDARY, store_all_order
+from remat.core.problem import Limits, Problem
 from remat.reductions.stage_problems import StageProblem
-from remat.retention import RetentionTable
+from remat.search.retention import RetentionTable
 from remat.solvers.backends.mathopt import Outcome, Settings
 from remat.solvers.backends.mathopt import solve as solve_model
 from remat.solvers.frontier import frontier

@@ -7,12 +7,12 @@ device; its peak is the budget above which nothing need be recomputed.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from remat.bounds import cost_bound_ns, required_ops
-from remat.liveness import schedule_from_order, store_all_order
-from remat.plain_numbers import plain_numbers
-from remat.problem import Limits, Problem, Proposal, Status
-from remat.retention_table import weigh_order
-from remat.simulator import simulate
+from remat.core.bounds import cost_bound_ns, required_ops
+from remat.core.liveness import schedule_from_order, store_all_order
+from remat.core.problem import Limits, Problem, Proposal, Status
+from remat.core.simulator import simulate
+from remat.search.plain_numbers import plain_numbers
+from remat.search.retention_table import weigh_order
 from remat.solvers.base import ProgressCallback
 
 

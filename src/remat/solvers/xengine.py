@@ -22,21 +22,22 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import ClassVar
 
-from remat.bounds import cost_bound_ns
-from remat.checks import (
+from remat.core.bounds import cost_bound_ns
+from remat.core.checks import (
     checked_integers,
     keep_flags,
     keep_integers,
     keep_seconds,
     keep_words,
 )
-from remat.deadline import TimeIsUpError, in_time
-from remat.errors import SolverUnsuitableError
-from remat.multidevice.feasibility import infeasible_reason
-from remat.multidevice.instance import DeviceInstance
-from remat.problem import Limits, Objective, Problem, Proposal, Status, StopReason
-from remat.schedule import Schedule
-from remat.simulator import Rule, Trace, simulate
+from remat.core.deadline import TimeIsUpError, in_time
+from remat.core.errors import SolverUnsuitableError
+from remat.core.problem import Limits, Objective, Problem, Proposal, Status, StopReason
+from remat.core.schedule import Schedule
+from remat.core.simulator import Rule, Trace, simulate
+from remat.core.units import format_bytes, format_ns
+from remat.search.device_feasibility import infeasible_reason
+from remat.search.device_instance import DeviceInstance
 from remat.solvers.backends.mathopt import (
     Incumbent,
     MipSolver,
@@ -57,7 +58,6 @@ from remat.solvers.devices.slots import (
     with_copies_anywhere,
 )
 from remat.solvers.devices.sweep_model import ModelOptions, SweepModel
-from remat.units import format_bytes, format_ns
 
 _OBJECTIVE_SCALE = 1e5
 _BYTES_SCALE = 1e4

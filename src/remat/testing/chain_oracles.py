@@ -1,6 +1,6 @@
 """Exhaustive searches for chains and joins, written from the definitions.
 
-They share no code with :mod:`remat.chains` but its data classes, and no idea: a state
+They share no code with :mod:`remat.algorithms.chains` but its data classes, and no idea: a state
 is what is live, an operation is tried wherever its inputs are, and anything may be
 discarded at any time.
 """
@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, product
 from typing import TypeVar
 
-from remat.chains.conventions import MemoryConvention
-from remat.chains.stage_joins import StageJoin
-from remat.chains.stages import StageChain
+from remat.algorithms.chains.conventions import MemoryConvention
+from remat.algorithms.chains.stage_joins import StageJoin
+from remat.algorithms.chains.stages import StageChain
 
 _State = TypeVar("_State")
 

@@ -18,13 +18,13 @@ from fractions import Fraction
 from itertools import permutations
 from typing import ClassVar
 
-from remat.bounds import cost_bound_ns, peak_bound_bytes
-from remat.errors import SolverUnsuitableError
-from remat.graph import Op, TrainingGraph
-from remat.planning import judge, solve
-from remat.platform import Device, Link, Platform, single_device
-from remat.problem import Limits, Problem, Proposal, Result, Status
-from remat.schedule import Compute, Copy, Step
+from remat.core.bounds import cost_bound_ns, peak_bound_bytes
+from remat.core.errors import SolverUnsuitableError
+from remat.core.graph import Op, TrainingGraph
+from remat.core.platform import Device, Link, Platform, single_device
+from remat.core.problem import Limits, Problem, Proposal, Result, Status
+from remat.core.schedule import Compute, Copy, Step
+from remat.planning.portfolio import judge, solve
 from remat.solvers.base import Solver
 from remat.solvers.store_all import StoreAll
 

@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, count
 
-from remat.bounds import required_ops
-from remat.graph import Op, Phase, TrainingGraph
-from remat.liveness import insert_discards
-from remat.platform import Platform
-from remat.schedule import Boundary, Compute, Copy, Schedule, Step
+from remat.core.bounds import required_ops
+from remat.core.graph import Op, Phase, TrainingGraph
+from remat.core.liveness import insert_discards
+from remat.core.platform import Platform
+from remat.core.schedule import Boundary, Compute, Copy, Schedule, Step
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 
-from remat.bounds import required_ops
-from remat.graph import Phase, TrainingGraph
+from remat.core.bounds import required_ops
+from remat.core.graph import Phase, TrainingGraph
 
 _BOUNDARY, _END = -1, -2
 

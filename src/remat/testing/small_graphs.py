@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import product
 
-from remat.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
 
 
 def joint_graph(

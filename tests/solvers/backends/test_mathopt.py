@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 from tests.interrupts import interrupted
 
-from remat.errors import MissingDependencyError, SolverFault
+from remat.core.errors import MissingDependencyError, SolverFault
 from remat.solvers.backends import highs_process, mathopt
 from remat.solvers.backends.highs_process import last_solution
 from remat.solvers.backends.mathopt import (

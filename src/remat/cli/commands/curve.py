@@ -19,15 +19,15 @@ from remat.cli.base import (
     print_json,
 )
 from remat.cli.planning import check_source, load_graph_of, plan_workload
-from remat.device_planning import DeviceBudgets
-from remat.device_trade_off import trade_off_on_devices
-from remat.errors import UsageError
-from remat.graph_planning import trade_off
-from remat.platform import Platform
+from remat.core.errors import UsageError
+from remat.core.platform import Platform
+from remat.planning.device_curve import trade_off_on_devices
+from remat.planning.one_device import trade_off
+from remat.planning.plan import Plan
+from remat.planning.several_devices import DeviceBudgets
 from remat.report.progress import progress_bar
 from remat.report.tables import curve_table, print_table
 from remat.solvers import chosen_solvers
-from remat.training_plan import Plan
 
 _POINTS = 7
 

@@ -25,14 +25,14 @@ from remat.cli.base import (
     print_json,
     warn,
 )
-from remat.errors import UsageError
+from remat.core.errors import UsageError
+from remat.core.units import format_bytes, format_ns
+from remat.planning.plan import Plan, load_plan
 from remat.report.progress import progress_bar
-from remat.training_plan import Plan, load_plan
-from remat.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
     from remat.cli.workload import Workload
-    from remat.device_memory import DevicePeak
+    from remat.training.device_memory import DevicePeak
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -142,8 +142,8 @@ def train(workload: "Workload", step_count: int, plan: Plan) -> Trained:
         plain_tensors,
         tensors_in,
     )
-    from remat.device_memory import device_peaks  # noqa: PLC0415
-    from remat.verification import default_loss  # noqa: PLC0415
+    from remat.training.device_memory import device_peaks  # noqa: PLC0415
+    from remat.training.verification import default_loss  # noqa: PLC0415
 
     model, optimizer = workload.model, workload.optimizer
     loss_of: Callable[[Any], Any] = workload.loss or default_loss

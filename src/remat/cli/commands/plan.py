@@ -18,11 +18,11 @@ from remat.cli.base import (
     print_json,
 )
 from remat.cli.planning import check_source, load_graph_of, plan_workload
-from remat.errors import UsageError
-from remat.graph_planning import plan_graph
-from remat.problem import Objective
+from remat.core.errors import UsageError
+from remat.core.problem import Objective
+from remat.files.serialisation import save_graph, save_schedule
+from remat.planning.one_device import plan_graph
 from remat.report.progress import progress_bar
-from remat.serialisation import save_graph, save_schedule
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,12 +15,12 @@ from remat.cli.base import (
     note,
     print_json,
 )
-from remat.device_planning import budgets_bytes
-from remat.errors import UsageError
-from remat.platform import DeviceKind, Platform
+from remat.core.errors import UsageError
+from remat.core.platform import DeviceKind, Platform
+from remat.core.units import format_bytes, format_ns
+from remat.files.serialisation import platform_to_json, save_platform
+from remat.planning.several_devices import budgets_bytes
 from remat.report.progress import progress_bar
-from remat.serialisation import platform_to_json, save_platform
-from remat.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
     from remat.profile.estimate import Rates
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> ExitCode:
         msg = f"--budget {budget} names no device; write for example cpu={budget}"
         raise UsageError(msg)
     # These import torch, which help and usage errors do without.
-    from remat.device_graph import place_of  # noqa: PLC0415
+    from remat.core.device_graph import place_of  # noqa: PLC0415
     from remat.profile.cache import CostCache  # noqa: PLC0415
     from remat.profile.estimate import measure_rates  # noqa: PLC0415
     from remat.profile.links import default_devices, measured_platform  # noqa: PLC0415
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> ExitCode:
             if place is not None
         }
         if workload is not None:
-            from remat.platform_profile import with_measured_costs  # noqa: PLC0415
+            from remat.training.platform_profile import with_measured_costs  # noqa: PLC0415
 
             platform = with_measured_costs(
                 platform,

@@ -3,25 +3,25 @@
 import argparse
 from collections import Counter
 
-from remat.bounds import peak_bound_bytes
 from remat.cli.base import Command, ExitCode, add_output, note, print_json
 from remat.cli.planning import load_graph_of
-from remat.documents import document_kind
-from remat.errors import FileFormatError, UsageError
-from remat.graph import Phase, TrainingGraph
-from remat.graph_planning import plain_peak_bytes
-from remat.platform import Platform, single_device
+from remat.core.bounds import peak_bound_bytes
+from remat.core.errors import FileFormatError, UsageError
+from remat.core.graph import Phase, TrainingGraph
+from remat.core.platform import Platform, single_device
+from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
+from remat.core.simulator import simulate
+from remat.core.units import format_bytes, format_ns
+from remat.files.documents import document_kind
+from remat.files.serialisation import load_graph, load_schedule
+from remat.planning.one_device import plain_peak_bytes
+from remat.planning.plan import Plan, contributors, load_plan
 from remat.report.tables import (
     operators_table,
     print_table,
     recomputed_table,
     roles_table,
 )
-from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
-from remat.serialisation import load_graph, load_schedule
-from remat.simulator import simulate
-from remat.training_plan import Plan, contributors, load_plan
-from remat.units import format_bytes, format_ns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,9 +17,9 @@ from remat.cli.base import (
     print_json,
     warn,
 )
-from remat.errors import UsageError
+from remat.core.errors import UsageError
+from remat.core.units import format_bytes
 from remat.report.progress import progress_bar
-from remat.units import format_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

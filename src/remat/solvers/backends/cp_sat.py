@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from remat.deadline import check_time
-from remat.errors import SolverFault
+from remat.core.deadline import check_time
+from remat.core.errors import SolverFault
 from remat.solvers.backends.highs_process import Settings
 from remat.solvers.backends.library import check_library
 from remat.solvers.backends.mathopt import (

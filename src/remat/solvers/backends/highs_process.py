@@ -22,7 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
-from remat.errors import SolverFault
+from remat.core.errors import SolverFault
 
 if TYPE_CHECKING:
     from ortools.math_opt import model_pb2

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from remat.errors import MissingDependencyError
+from remat.core.errors import MissingDependencyError
 
 
 def check_library(module: str) -> None:

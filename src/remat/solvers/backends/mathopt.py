@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from remat.deadline import check_time
-from remat.errors import MissingDependencyError, SolverFault
+from remat.core.deadline import check_time
+from remat.core.errors import MissingDependencyError, SolverFault
 from remat.solvers.backends.error_stream import HeldErrorStream
 from remat.solvers.backends.highs_process import Settings as Settings
 from remat.solvers.backends.highs_process import (

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from remat.bounds import required_ops
-from remat.errors import SolverUnsuitableError
-from remat.problem import Limits, Problem, Proposal, Status
+from remat.core.bounds import required_ops
+from remat.core.errors import SolverUnsuitableError
+from remat.core.problem import Limits, Problem, Proposal, Status
 from remat.solvers.base import ignore_progress
 from remat.solvers.store_all import StoreAll
 

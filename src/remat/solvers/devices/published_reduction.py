@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from remat.graph import Phase
-from remat.liveness import insert_discards
-from remat.multidevice.instance import DeviceInstance
-from remat.schedule import Boundary, Compute, Copy, Schedule, Step
+from remat.core.graph import Phase
+from remat.core.liveness import insert_discards
+from remat.core.schedule import Boundary, Compute, Copy, Schedule, Step
+from remat.search.device_instance import DeviceInstance
 from remat.solvers.devices.published import PublishedInstance
 
 _SCALE = 1e4

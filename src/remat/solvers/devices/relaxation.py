@@ -9,8 +9,8 @@ a lower bound on the serial time of every schedule. With ample memory it is the 
 
 from dataclasses import dataclass
 
-from remat.multidevice.feasibility import runnable_devices
-from remat.multidevice.instance import DeviceInstance
+from remat.search.device_feasibility import runnable_devices
+from remat.search.device_instance import DeviceInstance
 from remat.solvers.backends.mathopt import MipSolver, Settings, solve
 from remat.solvers.backends.tolerances import RELATIVE_TOLERANCE, safe_bound_ns
 from remat.solvers.devices.rows import ONE, ZERO, Program, Sum, term

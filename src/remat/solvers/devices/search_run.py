@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from remat.bounds import cost_bound_ns
-from remat.liveness import insert_discards
-from remat.multidevice.execution import Execution, ExecutionRule, Executor, Placement
-from remat.multidevice.instance import DeviceInstance
-from remat.problem import Limits, Objective, Problem
-from remat.schedule import Schedule
-from remat.simulator import Trace, simulate
+from remat.core.bounds import cost_bound_ns
+from remat.core.liveness import insert_discards
+from remat.core.problem import Limits, Objective, Problem
+from remat.core.schedule import Schedule
+from remat.core.simulator import Trace, simulate
+from remat.search.device_execution import Execution, ExecutionRule, Executor, Placement
+from remat.search.device_instance import DeviceInstance
 
 _RESERVES = 2
 

@@ -17,8 +17,8 @@ rematerialization for neural networks in heterogeneous environments. ACM TACO 20
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from remat.graph import Phase, TrainingGraph
-from remat.multidevice.instance import DeviceInstance
+from remat.core.graph import Phase, TrainingGraph
+from remat.search.device_instance import DeviceInstance
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,10 +32,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from remat.graph import Phase
-from remat.liveness import insert_discards
-from remat.multidevice.instance import DeviceInstance
-from remat.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
+from remat.core.graph import Phase
+from remat.core.liveness import insert_discards
+from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
+from remat.search.device_instance import DeviceInstance
 from remat.solvers.devices.clock_rows import ClockRows
 from remat.solvers.devices.rows import INFINITY, ONE, ZERO, Program, Sum, term
 from remat.solvers.devices.slots import (

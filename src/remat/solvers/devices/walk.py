@@ -13,8 +13,8 @@ Operational Research 258(1), 2017.
 import random
 from dataclasses import dataclass, replace
 
-from remat.multidevice.execution import ExecutionRule, Placement
-from remat.multidevice.placements import Placements
+from remat.search.device_execution import ExecutionRule, Placement
+from remat.search.device_placements import Placements
 
 _MEMORY = 50
 _PATIENCE = 1500

@@ -1,0 +1,113 @@
+"""Liveness: from an order of computations to a schedule that frees at the last use.
+
+A solver that has decided which ops run, and in which order, needs no more than this to
+obtain the schedule of least memory for that order: each storage is discarded right
+after its last use, and outputs that nobody reads before they are computed again are
+discarded right after the op.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import assert_never
+
+from remat.core.graph import TrainingGraph
+from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
+
+BOUNDARY = -1
+"""Marks the boundary in an order of computations."""
+
+
+def store_all_order(graph: TrainingGraph) -> list[int]:
+    """Return every op once, in graph order, with the boundary in its place."""
+    forward = graph.forward_count
+    return [*range(forward), BOUNDARY, *range(forward, len(graph.ops))]
+
+
+def schedule_from_order(
+    graph: TrainingGraph, order: Sequence[int], device: int = 0
+) -> Schedule:
+    """Return the single-device schedule that computes ``order`` and frees early.
+
+    Parameters
+    ----------
+    graph
+        The graph that the order is for.
+    order
+        Op indices, possibly repeated, and :data:`BOUNDARY` exactly once.
+    device
+        The device on which everything runs.
+
+    Returns
+    -------
+    Schedule
+        The computations of ``order`` with each storage discarded right after its last
+        read, or after the op that wrote it when nothing reads that copy.
+
+    Notes
+    -----
+    Time and memory O(total reads and writes of the order). A storage whose value is
+    still live when its op runs again keeps the fresh copy.
+    """
+    steps: list[Step] = [
+        Boundary() if op == BOUNDARY else Compute(op, device) for op in order
+    ]
+    return insert_discards(graph, steps)
+
+
+def insert_discards(graph: TrainingGraph, steps: Iterable[Step]) -> Schedule:
+    """Return ``steps`` with every discard moved to just after the last use.
+
+    Existing ``Discard`` steps are dropped first, so that the result computes and
+    copies the same things in the same order and never uses more memory.
+
+    Notes
+    -----
+    Walks backwards, keeping per device the storages that some later step reads.
+    """
+    kept = [step for step in steps if not isinstance(step, Discard)]
+    needed: defaultdict[int, set[int]] = defaultdict(set)
+    for storage in graph.final_outputs:
+        needed[graph.storages[storage].home].add(storage)
+    reversed_steps: list[Step] = []
+    for step in reversed(kept):
+        made, used = _made_and_used(graph, step)
+        for storage, device in made:
+            if storage not in needed[device]:
+                reversed_steps.append(Discard(storage, device))
+        for storage, device in made:
+            needed[device].discard(storage)
+        for storage, device in used:
+            block = graph.storages[storage]
+            is_kept = block.is_resident and block.home == device
+            if not is_kept and storage not in needed[device]:
+                needed[device].add(storage)
+                reversed_steps.append(Discard(storage, device))
+        reversed_steps.append(step)
+    return Schedule(tuple(reversed(reversed_steps)))
+
+
+_Places = list[tuple[int, int]]
+"""Pairs of a storage and a device."""
+
+
+def _made_and_used(graph: TrainingGraph, step: Step) -> tuple[_Places, _Places]:
+    """Return what ``step`` makes live, and what must be live for it."""
+    match step:
+        case Compute():
+            op = graph.ops[step.op]
+            return (
+                [(storage, step.device) for storage in op.writes],
+                [(storage, step.device) for storage in op.reads],
+            )
+        case Copy():
+            return [(step.storage, step.target)], [(step.storage, step.source)]
+        case Boundary():
+            homes = [storage.home for storage in graph.storages]
+            return (
+                [(storage, homes[storage]) for storage in graph.tangents],
+                [(storage, homes[storage]) for storage in graph.forward_outputs],
+            )
+        case Discard():
+            return [], []
+        case _:
+            assert_never(step)

@@ -1,1 +1,0 @@
-"""Planning for several devices: where ops run, what is copied, kept or run again."""

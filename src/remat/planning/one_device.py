@@ -1,0 +1,519 @@
+"""Plan a training graph within a budget, or within several; never imports torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn, cast
+
+from remat.core.bounds import cost_bound_ns
+from remat.core.checks import (
+    checked_callable,
+    checked_integer,
+    checked_record,
+    checked_text,
+    checked_word,
+    entries_of,
+)
+from remat.core.contributors import contributors, largest
+from remat.core.device_graph import arrange, home_of, place_graph, place_of
+from remat.core.errors import (
+    BudgetError,
+    InvalidPlatformError,
+    UnitError,
+)
+from remat.core.graph import TrainingGraph
+from remat.core.liveness import schedule_from_order, store_all_order
+from remat.core.platform import Platform, single_device
+from remat.core.problem import (
+    Limits,
+    Objective,
+    Problem,
+    Result,
+    Status,
+    StopReason,
+    check_time_limit,
+)
+from remat.core.simulator import simulate
+from remat.core.units import ANY_WHOLE_BYTES, format_bytes, is_percentage, parse_budget
+from remat.planning.plan import Plan, loss_hint, plan_settings
+from remat.planning.portfolio import solve, solve_portfolio
+from remat.planning.several_devices import (
+    Budget,
+    budgets_bytes,
+    check_budgets,
+    plan_on_devices,
+)
+from remat.planning.smallest_budget import Floor, smallest_budget
+from remat.solvers import QUICK, chosen_solvers
+from remat.solvers.base import ProgressCallback, Solver, ignore_progress
+
+
+def plain_peak_bytes(graph: TrainingGraph) -> int:
+    """Return the peak of the step without rematerialisation: what 100 % means."""
+    plain = schedule_from_order(graph, store_all_order(graph))
+    return simulate(graph, _platform(graph), plain).peak_bytes[0]
+
+
+def plan_graph(  # noqa: PLR0913 - every option that a user has
+    graph: TrainingGraph,
+    *,
+    budget: Budget | None,
+    platform: Platform | None = None,
+    fingerprint: str = "",
+    solver: str = "auto",
+    objective: Objective = Objective.SERIAL,
+    time_limit: float | None = None,
+    seed: int = 0,
+    progress: ProgressCallback = ignore_progress,
+    has_assumed_loss: bool = False,
+    settings: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Solve and judge: return a plan for ``graph`` within the budget.
+
+    Parameters
+    ----------
+    graph
+        A training step.
+    budget
+        Bytes, a size such as ``"8 GiB"``, or a percentage of the predicted peak
+        without rematerialisation; with several devices a mapping of these by the
+        devices' names.
+    platform
+        The devices, if there are several. Either the graph has costs for each of them
+        (:mod:`remat.core.device_graph`), or they follow from those that it has.
+    fingerprint
+        Identifies the traced step that the graph is of; empty for a graph that was
+        not captured here. Such a plan cannot be installed on a model.
+    solver, objective, time_limit, seed, progress
+        As for :func:`remat.fit`.
+    has_assumed_loss
+        Whether the memory of the caller's loss is a guess, so that describing it may
+        help where nothing fits.
+    settings
+        What else the plan was made with, for people.
+
+    Raises
+    ------
+    BudgetError
+        If no schedule fits; it names the smallest budget with a known schedule.
+    InvalidPlatformError
+        If a device has no budget, a budget is for no device, a device is out of reach,
+        or an op can run on none.
+    SolverUnsuitableError
+        If the solver is unknown or cannot treat the graph.
+    UnitError
+        If the budget is not a positive size.
+    ValueError
+        If the objective is unknown, the seed no integer or out of range, or an argument
+        of another type.
+    """
+    check_time_limit(time_limit)
+    checked_record("graph", graph, TrainingGraph)
+    checked_text("fingerprint", fingerprint)
+    checked_callable("progress", progress)
+    if platform is not None:
+        checked_record("platform", platform, Platform)
+    objective = checked_word("objective", objective, Objective)
+    limits = Limits.after(time_limit, seed)
+    if platform is not None and len(platform.devices) > 1:
+        placed, graph = placed_on(graph, platform)
+        return plan_on_devices(
+            graph,
+            placed,
+            several_budgets(placed, budget),
+            fingerprint=fingerprint,
+            solver=solver,
+            objective=objective,
+            time_limit=time_limit,
+            seed=seed,
+            progress=progress,
+            has_assumed_loss=has_assumed_loss,
+            settings=settings,
+        )
+    _check_runs_alone(graph)
+    budget = one_budget(budget, platform, kind=graph.device_kinds[0])
+    is_share = is_percentage(budget)
+    whole_bytes = plain_peak_bytes(graph) if is_share else ANY_WHOLE_BYTES
+    budget_bytes = parse_budget(budget, whole_bytes=whole_bytes)
+    solvers = chosen_solvers(
+        solver, objective=objective, is_timed=time_limit is not None
+    )
+    result = _solve(graph, budget_bytes, solvers, limits, progress)
+    schedule, trace, floor_bytes = result.schedule, result.trace, None
+    if schedule is None:
+        progress("looking for the smallest budget", 0.0)
+        floor = smallest_budget(graph, kind=graph.device_kinds[0], limits=limits)
+        floor_bytes = floor.budget_bytes
+        if budget_bytes < floor_bytes or solver != "auto":
+            raise_budget_error(
+                graph, budget_bytes, result, floor, has_assumed_loss=has_assumed_loss
+            )
+        # What an error would have named as possible is not refused.
+        schedule, trace = floor.schedule, floor.trace
+        result = replace(result, solver="smallest_budget", status=Status.FEASIBLE)
+    return Plan(
+        graph=graph,
+        platform=_platform(graph, budget_bytes),
+        schedule=schedule,
+        solver=result.solver,
+        status=result.status,
+        bound_ns=result.bound_ns,
+        fingerprint=fingerprint,
+        smallest_budget_bytes=floor_bytes,
+        settings=plan_settings(settings, solver, seed, result),
+        _judged=trace,
+    )
+
+
+def _check_runs_alone(graph: TrainingGraph) -> None:
+    for index, storage in enumerate(graph.storages):
+        if storage.home:
+            msg = (
+                f"storage {index} {storage.name!r} is at home on device {storage.home}, "
+                "but one device is planned for, device 0; give a platform with all the "
+                "devices of the graph, and a budget for each"
+            )
+            raise InvalidPlatformError(msg)
+    for index, op in enumerate(graph.ops):
+        if op.cost_ns[0] is None:
+            msg = (
+                f"op {index} {op.name!r} cannot run on {graph.device_kinds[0]!r}, the one "
+                "device that is planned for; give a platform with a device that can run it"
+            )
+            raise InvalidPlatformError(msg)
+
+
+def placed_on(
+    graph: TrainingGraph, platform: Platform
+) -> tuple[Platform, TrainingGraph]:
+    """Return an arranged platform, and the graph with costs for its devices.
+
+    A graph that has costs for all its devices already, and the platform, are returned
+    as they are. Home is else the device that is called as the graph's first kind, or
+    the first of a kind that the graph has costs for.
+
+    Raises
+    ------
+    InvalidPlatformError
+        If there is no such device, or costs of another one do not follow.
+    """
+    if graph.device_kinds == tuple(device.kind for device in platform.devices):
+        return platform, graph
+    first = graph.device_kinds[0]
+    known = [
+        device
+        for device in range(len(platform.devices))
+        if platform.kind_of(device).computes
+        and {platform.devices[device].kind, (place_of(platform, device) or "")}
+        & set(graph.device_kinds)
+    ]
+    # As for a model: the device of that name, or else the first.
+    known.sort(key=lambda device: platform.names[device] != first)
+    home = known[0] if known else home_of(platform, first)
+    _check_homes(graph, platform, home)
+    arranged = arrange(platform, home)
+    return arranged, place_graph(graph, arranged)
+
+
+def _check_homes(graph: TrainingGraph, platform: Platform, home: int) -> None:
+    """Refuse to reorder devices that the graph refers to by their numbers."""
+    if home == 0:
+        return
+    for index, storage in enumerate(graph.storages):
+        if storage.home:
+            msg = (
+                f"storage {index} {storage.name!r} is at home on device {storage.home}, "
+                f"but the platform's first device, {platform.names[0]!r}, is not the one "
+                f"that the graph begins with; put {platform.names[home]!r} first"
+            )
+            raise InvalidPlatformError(msg)
+
+
+def several_budgets(
+    platform: Platform, budget: Budget | None
+) -> Mapping[str, int | str | None] | None:
+    """Return the budgets of several devices, checked against their platform.
+
+    Raises
+    ------
+    InvalidPlatformError
+        If there is but one budget, one is missing, or one is for an unknown device.
+    """
+    if isinstance(budget, int | str):
+        msg = (
+            f"the budget is {budget!r}, but the platform has the devices "
+            f"{', '.join(platform.names)}; give one for each, such as "
+            f"budget={{{platform.names[0]!r}: {budget!r}, ...}}"
+        )
+        raise InvalidPlatformError(msg)
+    check_budgets(platform, budget)
+    return budget
+
+
+def one_budget(
+    budget: Budget | None, platform: Platform | None = None, *, kind: str | None = None
+) -> int | str:
+    """Return the budget of one device.
+
+    Parameters
+    ----------
+    budget
+        One, or a mapping of one by the device's name.
+    platform
+        The device; ``None`` where it is not described.
+    kind
+        Its kind, where that is all that is known of it.
+
+    Raises
+    ------
+    InvalidPlatformError
+        If budgets are for several devices, or for another one than the platform's.
+    UnitError
+        If there is none.
+    """
+    if isinstance(budget, Mapping):
+        names = list(budgets_bytes(budget, ANY_WHOLE_BYTES))
+        if platform is None and len(names) > 1:
+            msg = (
+                f"budgets are given for {', '.join(names)}; a platform says what these "
+                "devices are and how they are linked: give platform="
+            )
+            raise InvalidPlatformError(msg)
+        if platform is not None:
+            check_budgets(platform, budget)
+        elif kind is not None and names[0].split(":")[0] != kind.split(":")[0]:
+            msg = (
+                f"a budget is given for {names[0]!r}, but the graph is for {kind!r}; "
+                f"give budget={budget[names[0]]!r}, or a platform with {names[0]!r}"
+            )
+            raise InvalidPlatformError(msg)
+        budget = budget[names[0]]
+    if budget is None and platform is not None:
+        budget = platform.devices[0].budget_bytes
+    if budget is None:
+        raise UnitError("give a budget, for example budget='8 GiB'")
+    return budget
+
+
+def _platform(graph: TrainingGraph, budget_bytes: int | None = None) -> Platform:
+    return single_device(budget_bytes, kind=graph.device_kinds[0])
+
+
+def _solve(
+    graph: TrainingGraph,
+    budget_bytes: int,
+    solvers: Sequence[Solver],
+    limits: Limits,
+    progress: ProgressCallback = ignore_progress,
+) -> Result:
+    problem = Problem(graph=graph, platform=_platform(graph, budget_bytes))
+    if len(solvers) == 1:
+        return solve(problem, solvers[0], limits=limits, on_progress=progress)
+    quick = QUICK if limits.deadline_s is not None else ()
+    return solve_portfolio(
+        problem, solvers, quick=quick, limits=limits, on_progress=progress
+    )
+
+
+def raise_budget_error(
+    graph: TrainingGraph,
+    budget_bytes: int,
+    result: Result,
+    floor: Floor,
+    *,
+    has_assumed_loss: bool = False,
+) -> NoReturn:
+    """Raise the error that names the smallest known budget and what it consists of.
+
+    At or above that budget, it is a named solver that finds nothing, and the error says
+    so: schedules that fit are known. Below it, the error says what is proved: that
+    nothing fits, that nothing smaller is possible, both, or neither.
+
+    Raises
+    ------
+    BudgetError
+        Always.
+    """
+    floor_bytes = floor.budget_bytes
+    asked = f"{format_bytes(budget_bytes)} ({budget_bytes:_} bytes)"
+    smallest = f"{format_bytes(floor_bytes)} ({floor_bytes:_} bytes)"
+    parts = contributors(graph, floor.schedule, floor.trace.peak_step())
+    listing = ", ".join(
+        f"{format_bytes(size)} {name}" for name, size in largest(parts, 6)
+    )
+    hint = ""
+    if has_assumed_loss:
+        hint = loss_hint(graph, floor.schedule, floor.trace)
+    is_late = result.stop_reason is StopReason.TIME_LIMIT
+    in_time = " in its time" if is_late else ""
+    if budget_bytes < floor_bytes:
+        is_proved = budget_bytes < floor.bound_bytes
+        found = "no schedule fits in" if is_proved else "no schedule was found within"
+        kind = "smallest possible" if floor.is_proved else "smallest known"
+        is_open = is_late and not floor.is_proved
+        advice = ", or give more time than the time limit" if is_open else ""
+        msg = (
+            f"{found} {asked}: the {kind} budget is {smallest}, made of {listing}{hint}; "
+            f"raise the budget to at least {floor_bytes} bytes, or shrink the "
+            f"batch{advice}"
+        )
+    else:
+        msg = (
+            f"solver {result.solver} finds no schedule within {asked}{in_time}: "
+            f"{result.message}; a schedule of {smallest} is known (use solver='auto'), made of {listing}"
+            f"{hint}"
+        )
+    raise BudgetError(msg, budget_bytes=budget_bytes, required_bytes=floor_bytes)
+
+
+def trade_off(  # noqa: PLR0913 - every option that a user has
+    graph: TrainingGraph,
+    budgets: Sequence[int | str] | int,
+    *,
+    fingerprint: str = "",
+    solver: str = "auto",
+    time_limit: float | None = None,
+    seed: int = 0,
+    progress: ProgressCallback = ignore_progress,
+    settings: Mapping[str, Any] | None = None,
+) -> tuple[Plan, ...]:
+    """Plan a graph at several budgets: time against memory.
+
+    More budget is never slower and less never takes more memory: each budget gets the
+    cheapest of all the schedules found that fits. Every plan knows the smallest budget.
+
+    Parameters
+    ----------
+    graph, fingerprint, solver, time_limit, seed, settings
+        As for :func:`plan_graph`; the time limit is for each budget.
+    budgets
+        The budgets, or how many to spread evenly from the smallest known to the
+        peak without rematerialisation (at least 2). The smallest known is always
+        added; smaller ones are left out.
+    progress
+        Called with the budget in turn and the share of budgets that are done.
+
+    Returns
+    -------
+    tuple of Plan
+        One per budget, by increasing budget.
+
+    Raises
+    ------
+    SolverUnsuitableError
+        If the solver is unknown or cannot treat the graph.
+    UnitError
+        If a budget is not a positive size, or fewer than 2 points are asked for.
+    ValueError
+        If the seed is no integer or out of range, or an argument of another type.
+    """
+    check_time_limit(time_limit)
+    checked_record("graph", graph, TrainingGraph)
+    Limits(seed=seed)
+    budgets = asked_budgets(budgets)
+    solvers = chosen_solvers(solver)
+    whole_bytes = plain_peak_bytes(graph)
+    # Wrong sizes are refused before the search begins.
+    sizes = (
+        spread_budgets(0, whole_bytes, budgets)
+        if isinstance(budgets, int)
+        else {parse_budget(budget, whole_bytes=whole_bytes) for budget in budgets}
+    )
+    progress("looking for the smallest budget", 0.0)
+    floor = smallest_budget(graph, kind=graph.device_kinds[0])
+    floor_bytes = floor.budget_bytes
+    if isinstance(budgets, int):
+        sizes = spread_budgets(floor_bytes, whole_bytes, budgets)
+    # A solver may do better than the search for the smallest budget did.
+    possible = {size for size in sizes if size >= floor.bound_bytes}
+    ordered = sorted({*possible, floor_bytes})
+    unlimited = Problem(graph=graph, platform=_platform(graph))
+    smallest = Plan(
+        graph=graph,
+        platform=_platform(graph, floor_bytes),
+        schedule=floor.schedule,
+        solver="smallest_budget",
+        status=Status.FEASIBLE,
+        bound_ns=cost_bound_ns(unlimited),
+        fingerprint=fingerprint,
+        smallest_budget_bytes=floor_bytes,
+        settings=settings or {},
+    )
+    found: dict[int, Plan] = {}
+    for position, size in enumerate(ordered):
+        progress(f"planning for {format_bytes(size)}", position / len(ordered))
+        result = _solve(graph, size, solvers, Limits.after(time_limit, seed))
+        if result.schedule is not None:
+            found[size] = replace(
+                smallest,
+                platform=_platform(graph, size),
+                schedule=result.schedule,
+                solver=result.solver,
+                status=result.status,
+                bound_ns=result.bound_ns,
+                settings=plan_settings(settings, solver, seed, result),
+            )
+    progress("done", 1.0)
+    plans = [*found.values(), smallest]
+    least_bytes = min(plan.peak_bytes for plan in plans)
+    return tuple(
+        replace(_best_within(size, plans), smallest_budget_bytes=least_bytes)
+        for size in ordered
+        if size >= least_bytes
+    )
+
+
+def _best_within(budget_bytes: int, plans: Sequence[Plan]) -> Plan:
+    """Return the cheapest plan that fits, as a plan for the budget."""
+    fitting = [plan for plan in plans if plan.peak_bytes <= budget_bytes]
+    best = min(fitting, key=lambda plan: (plan.cost_ns, plan.peak_bytes))
+    if best.budget_bytes == budget_bytes:
+        return best
+    # What was proved for another budget is not proved for this one.
+    platform = _platform(best.graph, budget_bytes)
+    return replace(
+        best,
+        platform=platform,
+        status=Status.FEASIBLE,
+        bound_ns=cost_bound_ns(Problem(graph=best.graph, platform=platform)),
+    )
+
+
+MOST_POINTS = 10_000
+"""Most budgets of a curve."""
+
+
+def asked_budgets(budgets: Sequence[int | str] | int) -> Sequence[int | str] | int:
+    """Return the number of budgets that is asked for, or the budgets themselves.
+
+    Raises
+    ------
+    UnitError
+        If it is no integer of at most :data:`MOST_POINTS`, and no list of so many.
+    """
+    entries = entries_of(budgets)
+    if entries is None:
+        return checked_integer("budgets", budgets, most=MOST_POINTS, error=UnitError)
+    if len(entries) > MOST_POINTS:
+        msg = f"there are {len(entries):_} budgets; at most {MOST_POINTS:_} are planned"
+        raise UnitError(msg)
+    return cast("Sequence[int | str]", entries)
+
+
+def spread_budgets(low_bytes: int, high_bytes: int, count: int) -> set[int]:
+    """Return ``count`` budgets evenly spaced from the lowest to the highest.
+
+    Raises
+    ------
+    UnitError
+        If fewer than 2 are asked for.
+
+    Examples
+    --------
+    >>> sorted(spread_budgets(10, 40, 4))
+    [10, 20, 30, 40]
+    """
+    if count < 2:
+        msg = f"a curve has at least 2 points, from smallest to largest; got {count}"
+        raise UnitError(msg)
+    span = max(0, high_bytes - low_bytes)
+    return {low_bytes + span * i // (count - 1) for i in range(count)}

@@ -1,0 +1,494 @@
+"""A plan: a judged schedule for one model, one set of input shapes, one budget."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+from remat.core.bounds import cost_bound_ns
+from remat.core.contributors import contributors as contributors
+from remat.core.contributors import largest
+from remat.core.device_graph import gathered
+from remat.core.device_use import DeviceUse, LinkUse, device_uses, link_uses
+from remat.core.errors import FileFormatError, PlanMismatchError
+from remat.core.graph import Phase, TrainingGraph
+from remat.core.liveness import schedule_from_order, store_all_order
+from remat.core.platform import Platform, single_device
+from remat.core.problem import Objective, Problem, Result, Status
+from remat.core.schedule import Compute, Schedule
+from remat.core.simulator import Trace, simulate
+from remat.core.timelines import plain_timelines, replayed_timeline
+from remat.core.units import format_bytes, format_ns
+from remat.files.documents import (
+    load_document,
+    parse_choice,
+    parse_integer,
+    parse_mapping,
+    parse_text,
+    write_document,
+)
+from remat.files.serialisation import (
+    graph_from_json,
+    graph_to_json,
+    platform_from_json,
+    platform_to_json,
+    schedule_from_json,
+    schedule_to_json,
+)
+from remat.planning.notebook import html_page, html_section, memory_picture
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A schedule for one training graph, with what is proved about it.
+
+    Parameters
+    ----------
+    graph, platform, schedule
+        What is trained, where, and how.
+    solver, status
+        The solver that found the schedule, and what it proved.
+    bound_ns
+        No schedule of this graph takes less serial time.
+    fingerprint
+        Identifies the traced step that the plan is for.
+    smallest_budget_bytes
+        The smallest budget for which a schedule is known, or ``None`` if it was not
+        looked for.
+    settings
+        What the plan was made with, for people: versions, solver, profile.
+
+    Raises
+    ------
+    PlanMismatchError
+        If the schedule breaks a rule or the budget when replayed, or is cheaper than
+        the bound.
+    """
+
+    graph: TrainingGraph
+    platform: Platform
+    schedule: Schedule
+    solver: str
+    status: Status
+    bound_ns: int
+    fingerprint: str
+    smallest_budget_bytes: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    _judged: InitVar[Trace | None] = None
+    """The replay of the schedule on the platform, where it is known."""
+
+    def __post_init__(self, _judged: Trace | None) -> None:
+        if _judged is not None:
+            # To replay thousands of steps once more would take longer than it may.
+            self.__dict__["trace"] = _judged
+        if self.trace.violation is not None:
+            msg = f"the plan's schedule is not valid: {self.trace.violation}"
+            raise PlanMismatchError(msg)
+        if self.bound_ns > self.trace.serial_ns:
+            msg = (
+                f"the plan claims a bound of {self.bound_ns:_} ns, but its schedule "
+                f"takes {self.trace.serial_ns:_} ns"
+            )
+            raise PlanMismatchError(msg)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The replay of the schedule."""
+        return simulate(self.graph, self.platform, self.schedule)
+
+    @cached_property
+    def baseline(self) -> Trace:
+        """The replay of the same step without rematerialisation and without budget.
+
+        With several devices, on the first alone, with everything at home there; it is
+        not valid where some op cannot run there.
+        """
+        platform = single_device(kind=self.platform.devices[0].kind)
+        graph = gathered(self.graph)
+        schedule = schedule_from_order(graph, store_all_order(graph))
+        return simulate(graph, platform, schedule)
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget of the first device in bytes, or ``None`` for no limit."""
+        return self.platform.devices[0].budget_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of the whole step on the first device, in bytes."""
+        return self.trace.peak_bytes[0]
+
+    @property
+    def baseline_peak_bytes(self) -> int:
+        """Predicted peak without rematerialisation, in bytes."""
+        return self.baseline.peak_bytes[0]
+
+    @cached_property
+    def device_uses(self) -> tuple[DeviceUse, ...]:
+        """What happens on each device."""
+        return device_uses(self.graph, self.platform, self.schedule, self.trace)
+
+    @cached_property
+    def link_uses(self) -> tuple[LinkUse, ...]:
+        """What is copied over each link that is used."""
+        return link_uses(self.graph, self.platform, self.schedule)
+
+    @property
+    def cost_ns(self) -> int:
+        """Predicted serial time of operators and copies in nanoseconds."""
+        return self.trace.serial_ns
+
+    @property
+    def overlapped_ns(self) -> int:
+        """Predicted time if devices and links work at once, in nanoseconds."""
+        return self.trace.overlapped_ns
+
+    @property
+    def baseline_cost_ns(self) -> int:
+        """Predicted time without rematerialisation, in nanoseconds."""
+        return self.baseline.serial_ns
+
+    @property
+    def overhead(self) -> float:
+        """Extra time over the baseline as a fraction of it."""
+        return (
+            self.cost_ns / self.baseline_cost_ns - 1 if self.baseline_cost_ns else 0.0
+        )
+
+    @cached_property
+    def floor_ns(self) -> int:
+        """A time in nanoseconds that no schedule at all can beat.
+
+        ``bound_ns`` may be larger: then it holds for the schedules that the solver
+        searches, which is its ``schedule_class``.
+        """
+        return cost_bound_ns(Problem(graph=self.graph, platform=self.platform))
+
+    @property
+    def gap(self) -> float:
+        """(cost - bound) / cost: how far from the proved minimum at most, 0 to 1."""
+        return (self.cost_ns - self.bound_ns) / self.cost_ns if self.cost_ns else 0.0
+
+    @property
+    def recomputed_op_count(self) -> int:
+        """How many runs of ops are recomputations."""
+        return sum(self.schedule.recompute_counts().values())
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                self._title(),
+                *(f"  {label:<12}  {text}" for label, text in self._facts()),
+                f"  {self._peak_title()}:",
+                *(f"    {size:>12}  {name}" for size, name in self._peak_rows()),
+            ]
+        )
+
+    def __repr__(self) -> str:
+        if self.has_several_devices:
+            peaks = [f"peak of {u.name} {_within(u)}" for u in self.device_uses]
+        else:
+            plain = format_bytes(self.baseline_peak_bytes)
+            peaks = [f"peak {_within(self.device_uses[0])}, without remat {plain}"]
+        return (
+            f"<Plan for {self.graph.name}: {', '.join(peaks)}; time "
+            f"{format_ns(self.cost_ns)}, {self.recomputed_op_count} of "
+            f"{len(self.graph.ops)} ops recomputed; print(plan) says more>"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the plan as a notebook shows it: a table, and memory over the step."""
+        plain = plain_timelines(self.graph, self.platform)
+        pictures: list[str] = []
+        for index, device in enumerate(self.platform.devices):
+            before = {} if plain is None else {"without remat": plain[index]}
+            planned = replayed_timeline(self.graph, self.platform, self.schedule, index)
+            where = f" on {device.name}" if self.has_several_devices else ""
+            pictures.append(
+                memory_picture(
+                    f"predicted memory of one training step{where}",
+                    {**before, "planned": planned},
+                    budget_bytes=device.budget_bytes,
+                )
+            )
+        at_the_peak = html_section(self._peak_title(), self._peak_rows())
+        return html_page(self._title(), self._facts(), *pictures, at_the_peak)
+
+    def _title(self) -> str:
+        return f"plan for {self.graph.name}"
+
+    def _facts(self) -> list[tuple[str, str]]:
+        """Return what people want to know: labels and text, no label for more text."""
+        facts = [
+            *(self._place_facts() if self.has_several_devices else self._peak_facts()),
+            *self._bound_facts(),
+            ("recomputed", f"{self.recomputed_op_count} of {len(self.graph.ops)} ops"),
+        ]
+        if self.smallest_budget_bytes is not None:
+            smallest = (
+                f"{format_bytes(self.smallest_budget_bytes)} is the "
+                "smallest budget with a known schedule"
+                + (" on the first device alone" if self.has_several_devices else "")
+            )
+            facts.append(("smallest", smallest))
+        return facts
+
+    def _peak_title(self) -> str:
+        first = self.platform.names[0]
+        return "at the peak" + (f" of {first}" if self.has_several_devices else "")
+
+    def _peak_rows(self) -> list[tuple[str, str]]:
+        return [
+            (format_bytes(size), name)
+            for name, size in largest(self._contributors(), 8)
+        ]
+
+    def _contributors(self) -> list[tuple[str, int]]:
+        step = self.trace.peak_step()
+        return contributors(self.graph, self.schedule, step, self.platform)
+
+    @property
+    def has_several_devices(self) -> bool:
+        """Whether the plan is for more than one device."""
+        return len(self.platform.devices) > 1
+
+    def _bound_facts(self) -> list[tuple[str, str]]:
+        claim = f"{self.status} by {self.solver}"
+        if self.status is Status.FEASIBLE and self.cost_ns == self.bound_ns:
+            claim += ", and none takes less time"
+        bound = f"{format_ns(self.bound_ns)}, gap {self.gap:.1%} ({claim})"
+        facts = [("proved bound", bound)]
+        if self.bound_ns > self.floor_ns:
+            more = (
+                f"of the schedules that {self.solver} searches; of all, "
+                f"{format_ns(self.floor_ns)}"
+            )
+            facts.append(("", more))
+        return facts
+
+    def _peak_facts(self) -> list[tuple[str, str]]:
+        budget = self.budget_bytes
+        peak = (
+            f"{format_bytes(self.peak_bytes)} predicted for the whole step "
+            f"(without remat {format_bytes(self.baseline_peak_bytes)})"
+        )
+        time = (
+            f"{format_ns(self.cost_ns)} in operators, {self.overhead:+.1%} over the step "
+            f"without remat ({format_ns(self.baseline_cost_ns)})"
+        )
+        return [
+            ("budget", "none" if budget is None else format_bytes(budget)),
+            ("peak", peak),
+            ("time", time),
+        ]
+
+    def _place_facts(self) -> list[tuple[str, str]]:
+        copies = [str(use) for use in self.link_uses] or ["nothing is copied"]
+        time = (
+            f"{format_ns(self.cost_ns)} one thing at a time, "
+            f"{format_ns(self.overlapped_ns)} with devices and links at once"
+        )
+        facts = [
+            *_labelled("devices", [str(use) for use in self.device_uses]),
+            *_labelled("copies", copies),
+            ("time", time),
+        ]
+        if self.baseline.is_valid:
+            alone = (
+                f"{format_bytes(self.baseline_peak_bytes)} and "
+                f"{format_ns(self.baseline_cost_ns)} without remat"
+            )
+            facts.append((f"on {self.platform.names[0]} alone", alone))
+        return facts
+
+    def summary(self) -> dict[str, Any]:
+        """Return the plan's figures as a dictionary that JSON can hold."""
+        return {
+            "name": self.graph.name,
+            "budget_bytes": self.budget_bytes,
+            "peak_bytes": self.peak_bytes,
+            "baseline_peak_bytes": self.baseline_peak_bytes,
+            "cost_ns": self.cost_ns,
+            "baseline_cost_ns": self.baseline_cost_ns,
+            "overhead": self.overhead,
+            "bound_ns": self.bound_ns,
+            "gap": self.gap,
+            "status": str(self.status),
+            "solver": self.solver,
+            "op_count": len(self.graph.ops),
+            "recomputed_op_count": self.recomputed_op_count,
+            "smallest_budget_bytes": self.smallest_budget_bytes,
+            "fingerprint": self.fingerprint,
+            "settings": dict(self.settings),
+            "overlapped_ns": self.overlapped_ns,
+            "devices": [asdict(use) for use in self.device_uses],
+            "copies": [asdict(use) for use in self.link_uses],
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as versioned JSON, atomically.
+
+        Raises
+        ------
+        FileFormatError
+            If the file cannot be written; an existing file is then unchanged.
+        """
+        write_document(
+            path,
+            "plan",
+            {
+                "graph": graph_to_json(self.graph),
+                "platform": platform_to_json(self.platform),
+                "schedule": schedule_to_json(self.schedule),
+                "solver": self.solver,
+                "status": str(self.status),
+                "bound_ns": self.bound_ns,
+                "fingerprint": self.fingerprint,
+                "smallest_budget_bytes": self.smallest_budget_bytes,
+                "settings": dict(self.settings),
+            },
+        )
+
+
+_KEYS = (
+    "graph",
+    "platform",
+    "schedule",
+    "solver",
+    "status",
+    "bound_ns",
+    "fingerprint",
+    "smallest_budget_bytes",
+    "settings",
+)
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan and judge it again.
+
+    Raises
+    ------
+    FileFormatError
+        If the file is missing, damaged, not a plan, or of an unknown version.
+    PlanMismatchError
+        If its schedule breaks a rule or its budget when replayed.
+    """
+    return load_document(path, "plan", _parse_plan)
+
+
+def _parse_plan(payload: object) -> Plan:
+    fields = parse_mapping(payload, "plan", _KEYS)
+    settings = fields["settings"]
+    smallest = fields["smallest_budget_bytes"]
+    if not isinstance(settings, dict):
+        msg = f"settings is {settings!r}; it must be an object"
+        raise FileFormatError(msg)
+    return Plan(
+        graph=graph_from_json(fields["graph"]),
+        platform=platform_from_json(fields["platform"]),
+        schedule=schedule_from_json(fields["schedule"]),
+        solver=parse_text(fields["solver"], "solver"),
+        status=Status(parse_choice(fields["status"], "status", _STATUSES)),
+        bound_ns=parse_integer(fields["bound_ns"], "bound_ns"),
+        fingerprint=parse_text(fields["fingerprint"], "fingerprint"),
+        smallest_budget_bytes=(
+            None
+            if smallest is None
+            else parse_integer(smallest, "smallest_budget_bytes")
+        ),
+        settings=cast("dict[str, Any]", settings),
+    )
+
+
+_STATUSES = [str(status) for status in Status if status.has_schedule]
+
+
+def _within(use: DeviceUse) -> str:
+    budget = use.budget_bytes
+    limit = "no budget" if budget is None else f"budget {format_bytes(budget)}"
+    return f"{format_bytes(use.peak_bytes)} ({limit})"
+
+
+def _labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
+    return [("" if position else label, line) for position, line in enumerate(lines)]
+
+
+def noted_objective(objective: Objective) -> dict[str, str]:
+    """Return what a plan notes of its objective among its settings."""
+    return {} if objective is Objective.SERIAL else {"objective": str(objective)}
+
+
+def objective_of(settings: Mapping[str, Any]) -> Objective:
+    """Return the objective of a plan with these settings.
+
+    Raises
+    ------
+    ValueError
+        If the settings name none that there is.
+    """
+    return Objective(settings.get("objective", Objective.SERIAL))
+
+
+def plan_settings(
+    settings: Mapping[str, Any] | None, solver: str, seed: int, result: Result
+) -> dict[str, Any]:
+    """Return what a plan was made with: the caller's settings and how it was solved."""
+    return {
+        **(settings or {}),
+        "solver": solver,
+        "seed": seed,
+        "candidates": list(result.candidates),
+        "solve_s": round(result.elapsed_s, 3),
+    }
+
+
+_LEAST_SHARE = 100
+
+
+def loss_hint(
+    graph: TrainingGraph,
+    schedule: Schedule,
+    trace: Trace,
+    platform: Platform | None = None,
+    reason: str = "",
+) -> str:
+    """Return advice to describe the loss, to end a message with, where that may help.
+
+    Empty where less than a hundredth of the peak on the first device is set aside for
+    the loss, and the loss is not what fits nowhere.
+
+    Parameters
+    ----------
+    graph
+        Of a step whose loss nobody described: what it needs is assumed.
+    schedule, trace, platform
+        A schedule, its replay, and where; by default one device of the first kind.
+    reason
+        Why nothing fits, which may begin with the op at fault.
+    """
+    platform = platform or single_device(kind=graph.device_kinds[0])
+    kind = graph.kind_index(platform.devices[0].kind)
+    step = trace.peak_step()
+    live = simulate(graph, platform, Schedule(schedule.steps[:step])).live_after[0]
+    current = schedule.steps[step]
+    assumed_bytes = 0
+    for index, op in enumerate(graph.ops):
+        if not op.is_external or op.phase is not Phase.FORWARD:
+            continue
+        is_now = isinstance(current, Compute) and current.op == index
+        is_now = is_now or reason.startswith(f"op {index} ")
+        if is_now:
+            assumed_bytes += op.workspace_bytes[kind]
+        assumed_bytes += sum(
+            graph.storages[storage].size_bytes
+            for storage in op.writes
+            if is_now or storage in live
+        )
+    if assumed_bytes * _LEAST_SHARE < trace.peak_bytes[0] or not assumed_bytes:
+        return ""
+    return (
+        f"; the loss is not described, so {format_bytes(assumed_bytes)} for it are a "
+        "guess: give loss=, the function of the outputs whose gradient is taken, and what "
+        "it needs is predicted"
+    )

@@ -1,0 +1,136 @@
+"""Plan a step that differs from a planned one in sizes only; never imports torch.
+
+A plan that has room for the gradients of an earlier pass holds when they exist, too. In
+the middle of training, planning is time lost. Where the graph is that of a known
+plan, op for op, only with other sizes or other resident bytes, the solver that was best
+there is asked first, and the known schedule is tried as it is. Their answer is taken if
+the step recomputes hardly more than the known one does; else all solvers are asked.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from remat.core.graph import Role, Storage, TrainingGraph
+from remat.core.platform import single_device
+from remat.core.problem import Limits, Problem, Proposal, Status
+from remat.core.simulator import simulate
+from remat.planning.plan import Plan, plan_settings
+from remat.planning.portfolio import judge, solve
+from remat.solvers import SOLVERS
+from remat.solvers.base import Solver
+from remat.solvers.store_all import StoreAll
+
+TOLERATED_OVERHEAD = 0.01
+"""How much more of the step's time than the known plan an answer may recompute."""
+
+
+def equal_plan(graph: TrainingGraph, known: Iterable[Plan]) -> Plan | None:
+    """Return the last plan of a graph with the same ops, or ``None``."""
+    ops = [(op.name, op.reads, op.writes, op.phase) for op in graph.ops]
+    found: Plan | None = None
+    for plan in known:
+        others = [(op.name, op.reads, op.writes, op.phase) for op in plan.graph.ops]
+        if not plan.has_several_devices and others == ops:
+            found = plan
+    return found
+
+
+def with_gradients(plan: Plan, known_bytes: int, gradient_bytes: int) -> Plan | None:
+    """Return a plan with the gradients of earlier passes that exist, if it holds then.
+
+    Parameters
+    ----------
+    plan
+        A plan for one device of a step that starts with gradients of ``known_bytes``.
+    known_bytes, gradient_bytes
+        Bytes of gradients that were counted, and those to be counted instead. With
+        fewer of them another plan could be faster, unless this one computes nothing
+        twice.
+    """
+    if plan.has_several_devices or (
+        gradient_bytes < known_bytes and plan.cost_ns > plan.floor_ns
+    ):
+        return None
+    storages = list(plan.graph.storages)
+    held = Storage(
+        name=f"{Role.GRADIENT} outside the graph",
+        size_bytes=gradient_bytes,
+        role=Role.GRADIENT,
+        is_resident=True,
+    )
+    places = [
+        place
+        for place, storage in enumerate(storages)
+        if storage.is_resident and storage.role is Role.GRADIENT
+    ]
+    if places:
+        storages[places[0]] = held
+    else:
+        storages.append(held)
+    graph = replace(plan.graph, storages=tuple(storages))
+    if simulate(graph, plan.platform, plan.schedule).violation is not None:
+        return None
+    return replace(plan, graph=graph)
+
+
+def replan(
+    graph: TrainingGraph,
+    budget_bytes: int,
+    known: Plan,
+    *,
+    fingerprint: str,
+    limits: Limits,
+    settings: Mapping[str, Any],
+) -> Plan | None:
+    """Return a plan made from what a known one says, or ``None`` if it is no good.
+
+    Parameters
+    ----------
+    graph
+        A training step for one device, op for op that of ``known``.
+    budget_bytes
+        The budget of the device.
+    known
+        A plan of an equal step, from :func:`equal_plan`.
+    fingerprint, settings
+        As for :func:`remat.planning.one_device.plan_graph`.
+    limits
+        When to stop.
+
+    Notes
+    -----
+    Good enough is store-all, or what recomputes for at most 1 % of the step's time
+    longer than ``known`` does.
+    """
+    kind = graph.device_kinds[0]
+    problem = Problem(graph=graph, platform=single_device(budget_bytes, kind))
+    results = [solve(problem, StoreAll(), limits=limits)]
+    if results[0].schedule is None:
+        trace = simulate(graph, problem.platform, known.schedule)
+        if trace.violation is None:
+            proposal = Proposal(status=Status.FEASIBLE, schedule=known.schedule)
+            results.append(judge(problem, known.solver, proposal))
+        results += [solve(problem, best, limits=limits) for best in _solver_of(known)]
+    found = [r for r in results if r.schedule is not None and r.trace is not None]
+    if not found:
+        return None
+    result = min(found, key=lambda r: r.cost_ns or 0)
+    if result.schedule is None:
+        return None
+    plan = Plan(
+        graph=graph,
+        platform=problem.platform,
+        schedule=result.schedule,
+        solver=result.solver,
+        status=result.status,
+        bound_ns=result.bound_ns,
+        fingerprint=fingerprint,
+        settings=plan_settings(settings, "auto", limits.seed, result),
+    )
+    is_good = plan.overhead <= known.overhead + TOLERATED_OVERHEAD
+    return plan if result is results[0] or is_good else None
+
+
+def _solver_of(plan: Plan) -> list[Solver]:
+    return [make() for make in SOLVERS.values() if make.__name__ == plan.solver]

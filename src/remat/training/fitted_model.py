@@ -1,0 +1,557 @@
+"""A model whose calls run by plans: what :func:`remat.fit` installs on it."""
+
+import functools
+import logging
+import time
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import fx, nn
+from torch._dynamo.eval_frame import OptimizedModule
+
+from remat.capture.joint_program import JointProgram
+from remat.capture.returned import note_returned
+from remat.capture.surroundings import tensors_in
+from remat.capture.tracing import (
+    TRACE_ERRORS,
+    check_batch,
+    compiled_entry,
+    quiet_tracer,
+    raise_capture_error,
+)
+from remat.core.errors import CaptureError, ExecutionError, PlanWarning, RematError
+from remat.core.graph import Role
+from remat.core.platform import Platform
+from remat.core.schedule import Schedule
+from remat.core.units import format_bytes
+from remat.planning.plan import Plan, objective_of
+from remat.planning.several_devices import budget_of
+from remat.profile.kernel_choice import kernels_of
+from remat.profile.optimizer_copy import settings_of
+from remat.runtime.backend import StoppedBeforeRunningError
+from remat.runtime.callers import (
+    gradient_buckets_bytes,
+    has_forward_hooks,
+    has_untraceable_hooks,
+    tracer_around,
+    transform_around,
+)
+from remat.runtime.variants import TracedCall, VariantBackend
+from remat.training.request import PlanRequest, check_is_plannable, check_model
+from remat.training.step_planning import Planner, gradient_bytes, optimizer_memory
+
+logger = logging.getLogger("remat")
+
+_VARIANTS = 1_000_000
+_OPAQUE = (
+    "a model fitted by remat runs its own compiled step, which an outer torch.compile "
+    "cannot look into: leave fullgraph=True out, or compile without remat"
+)
+
+
+def _tracer_settings() -> AbstractContextManager[None]:
+    """Return a context in which every new shape and every new hook is traced.
+
+    By default the tracer gives up after eight variants of a step, and does not look
+    for hooks that are added later.
+    """
+    return torch._dynamo.config.patch(
+        recompile_limit=_VARIANTS,
+        accumulated_recompile_limit=_VARIANTS,
+        skip_nnmodule_hook_guards=False,
+    )
+
+
+def plain_model(model: nn.Module) -> nn.Module:
+    """Return the module that ``torch.compile(module)`` wraps, or the module itself."""
+    return model._orig_mod if isinstance(model, OptimizedModule) else model
+
+
+def fitted_on(model: nn.Module) -> "FittedModel | None":
+    """Return what :func:`remat.fit` installed on a module, or ``None``."""
+    forward = vars(model).get("forward")
+    return forward.fitted if isinstance(forward, PlannedForward) else None
+
+
+class FittedModel:
+    """A model whose calls run by plans: what :func:`remat.fit` installs.
+
+    Installed are the call of the module, as by ``nn.Module.compile``, and its
+    ``forward``: whoever calls that instead, such as another compiler or a wrapper that
+    replaces the call, runs the plan too.
+
+    Each kind of step is planned once: each set of shapes and types, and each amount of
+    gradients from earlier passes that steps start with, since these bytes count.
+
+    Parameters
+    ----------
+    model
+        The model, changed by :meth:`install` only.
+    request
+        What is asked for.
+    is_only_planned
+        Whether plans need not run here, so that their devices need not exist.
+    """
+
+    planner_type: ClassVar[type[Planner]] = Planner
+
+    def __init__(
+        self, model: nn.Module, request: PlanRequest, *, is_only_planned: bool = False
+    ) -> None:
+        check_model(model)
+        check_is_plannable(model, request.optimizer)
+        self.model = model
+        before = fitted_on(model)
+        # What the calls of the model ran before it was fitted.
+        self.previous_call = (
+            before.previous_call if before else model._compiled_call_impl
+        )
+        self.previous_forward = (
+            before.previous_forward if before else vars(model).get("forward")
+        )
+        self.planned_forward = PlannedForward(self)
+        self._check_nesting()
+        # What plans depend on, and may be changed between calls.
+        self._optimizer_seen = settings_of(request.optimizer)
+        self._forward_seen = type(model).forward
+        self.planner = self.planner_type(model, request, optimizer_memory(request))
+        self.backend = VariantBackend(_Weakly(self.planner), type(model).__name__)
+        self.backend.keeps_failure = True
+        self.planner.is_only_planned = is_only_planned
+        self.backend.is_only_planned = is_only_planned
+        self._compiled: dict[bool, Callable[..., Any]] = {}
+        self._told: set[str] = set()
+
+    # --- installing --------------------------------------------------------------
+
+    def install(self) -> None:
+        """Let calls of the model, and of its ``forward``, run by plans."""
+        self.model._compiled_call_impl = self
+        self.model.forward = self.planned_forward
+        self.model._replicate_for_data_parallel = _Replicating(self)
+
+    def uninstall(self) -> None:
+        """Let the model's calls run as before it was fitted."""
+        self.model._compiled_call_impl = self.previous_call
+        vars(self.model).pop("_replicate_for_data_parallel", None)
+        self._set_forward(self.previous_forward)
+
+    def _set_forward(self, forward: Any) -> None:
+        if forward is None:
+            vars(self.model).pop("forward", None)
+        else:
+            self.model.forward = forward
+
+    def plain_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward that the model had before it was fitted."""
+        if self.previous_forward is not None:
+            return self.previous_forward(*args, **kwargs)
+        return type(self.model).forward(self.model, *args, **kwargs)
+
+    # --- planning ----------------------------------------------------------------
+
+    def plan_now(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        accumulate: bool = False,
+    ) -> Plan:
+        """Trace and plan the step of this example without running anything.
+
+        Where gradients exist, the step without them is planned too: a training loop
+        usually clears them before its next step. With ``accumulate`` the step that
+        adds to the gradients of a first one is planned as well. A percentage becomes a
+        number of bytes here, which then holds for every step.
+        """
+        check_batch(self.model, args, kwargs)
+        leaves = [*self.model.parameters(), *tensors_in((args, dict(kwargs)))]
+        existing_bytes = gradient_bytes(leaves)
+        plan = self.plan_step(args, kwargs, existing_bytes)
+        self.set_budget(plan)
+        if existing_bytes:
+            self.plan_step(args, kwargs, 0)
+        elif accumulate:
+            self.plan_step(args, kwargs, made_gradient_bytes(plan))
+        return plan
+
+    def set_budget(self, plan: Plan) -> None:
+        """Plan whatever comes next anew, within the bytes of ``plan``."""
+        asked = self.planner.request.platform
+        self.planner.request = replace(
+            self.planner.request,
+            given_plan=None,
+            budget=budget_of(plan),
+            kernels=kernels_of(plan.settings),
+            objective=objective_of(plan.settings),
+            platform=_platform_of(plan, asked),
+        )
+
+    def plan_step(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], gradient_bytes: int
+    ) -> Plan:
+        """Trace and plan the step that starts with so many bytes of gradients."""
+        self.backend.stop_before_running = True
+        self.planner.assumed_gradient_bytes = gradient_bytes
+        self.planner.latest = None
+        try:
+            with torch.enable_grad(), quiet_tracer():
+                self.run(args, kwargs)
+        except StoppedBeforeRunningError:
+            pass
+        except RematError:
+            raise
+        # Nothing runs, so whatever else is raised is about the trace.
+        except Exception as error:  # noqa: BLE001
+            raise_capture_error(error, None)
+        finally:
+            self.backend.stop_before_running = False
+            self.planner.assumed_gradient_bytes = None
+        plan = self.planner.latest
+        if plan is None:
+            msg = (
+                "the model does not train: no output depends on a parameter that "
+                "requires a gradient; check requires_grad and torch.no_grad"
+            )
+            raise CaptureError(msg)
+        return plan
+
+    # --- calling -----------------------------------------------------------------
+
+    @torch.compiler.disable(reason=_OPAQUE)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model: its forward pass runs by its plan, planned if it is new."""
+        if not self.is_planned(args, kwargs):
+            call = self.previous_call or self.model._call_impl
+            return call(*args, **kwargs)
+        installed = vars(self.model).get("forward")
+        if installed is not self.planned_forward and installed is not (
+            self.previous_forward
+        ):
+            return self._call_replaced(args, kwargs)
+        if has_untraceable_hooks(self.model):
+            if installed is self.planned_forward:
+                return self.model._call_impl(*args, **kwargs)
+            msg = (
+                f"{type(self.model).__name__} has hooks of its own that cannot be "
+                "traced (for its backward pass, or of a wrapper such as fully_shard); "
+                "remove them, or put the module into another one and fit that"
+            )
+            raise CaptureError(msg)
+        return self.run(args, kwargs)
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the model's forward by its plan, without the model's own hooks."""
+        if not self.is_planned(args, kwargs):
+            return self.plain_forward(*args, **kwargs)
+        return self.run(args, kwargs, runs_hooks=False)
+
+    def is_planned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call made now is the forward pass of a training step."""
+        if not torch.is_grad_enabled():
+            return False
+        if not any(p.requires_grad for p in self.model.parameters()) and not any(
+            tensor.requires_grad for tensor in tensors_in((args, dict(kwargs)))
+        ):
+            return False
+        tracer = tracer_around()
+        if tracer is not None:
+            self.tell(
+                f"{self.name} is being recorded by {tracer}, and what is recorded has no "
+                "plan: its calls are not within the budget. Record the model before "
+                "remat.fit, or after remat.release(model)"
+            )
+            return False
+        transform = transform_around()
+        if transform is not None:
+            msg = (
+                f"{self.name} was fitted by remat and is called inside torch.func."
+                f"{transform}, which a plan cannot run in; call remat.release(model) "
+                "before, or use the transform under torch.no_grad()"
+            )
+            raise CaptureError(msg)
+        return True
+
+    def run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        runs_hooks: bool = True,
+    ) -> Any:
+        """Run the forward pass by its plan; trace and plan it first if it is new."""
+        planner = self.planner
+        is_training = not self.backend.stop_before_running
+        if is_training:
+            self._tell_of_buckets()
+            self._renew_if_changed()
+        runs_hooks = runs_hooks and has_forward_hooks(self.model)
+        # A described loss has the model's call traced again for what it returns.
+        is_called = runs_hooks or planner.loss is not None
+        args, kwargs = _without_repetition(args, kwargs)
+        planner.batch = (args, kwargs)
+        known_count = planner.planned_count
+        started_s = time.monotonic()
+        try:
+            with (
+                _tracer_settings(),
+                self._own_forward() if is_called else nullcontext(),
+            ):
+                outputs = self._entry(runs_hooks=runs_hooks)(*args, **kwargs)
+        except TRACE_ERRORS as error:
+            if self.backend.failure is None:
+                self._check_nesting()
+                check_batch(self.model, args, kwargs)
+            raise_capture_error(error, self.backend.failure)
+        finally:
+            planner.batch = ()
+            # Its traceback holds the batch and the model.
+            self.backend.failure = None
+        if is_training and planner.planned_count > known_count:
+            self._announce(args, kwargs, planner.planned_s - started_s)
+        return outputs
+
+    def _check_nesting(self) -> None:
+        """Refuse a model of which a part has plans of its own.
+
+        Raises
+        ------
+        CaptureError
+            If there is one.
+        """
+        for path, module in self.model.named_modules():
+            if path and fitted_on(module) is not None:
+                msg = (
+                    f"{path} of {self.name} was fitted by itself, and a plan is for a "
+                    "whole step: call remat.release on that part first, or leave the "
+                    "whole unfitted"
+                )
+                raise CaptureError(msg)
+
+    def _renew_if_changed(self) -> None:
+        """Drop plans of another optimizer memory, and traces of another forward.
+
+        Parameters may have been added, changed in type or frozen, and settings of the
+        optimizer changed, since it was looked at; the class may have another forward.
+        """
+        seen = settings_of(self.planner.request.optimizer)
+        if seen != self._optimizer_seen:
+            self._optimizer_seen = seen
+            memory = optimizer_memory(self.planner.request)
+            if memory != self.planner.optimizer_memory:
+                self.planner.forget(memory)
+                self._compiled.clear()
+        forward = type(self.model).forward
+        if forward is not self._forward_seen:
+            self._forward_seen = forward
+            self._compiled.clear()
+
+    def _entry(self, *, runs_hooks: bool) -> Callable[..., Any]:
+        """Return the compiled call, with the model's own hooks or without."""
+        if runs_hooks not in self._compiled:
+            call = self.model._call_impl if runs_hooks else self._forward_to_trace()
+            note = note_returned(self.backend.note_returned)
+            self._compiled[runs_hooks] = compiled_entry(
+                self.model, self.backend, note, traced=call
+            )
+        return self._compiled[runs_hooks]
+
+    def _forward_to_trace(self) -> Callable[..., Any]:
+        if self.previous_forward is not None:
+            return self.previous_forward
+        return types.MethodType(type(self.model).forward, self.model)
+
+    @contextmanager
+    def _own_forward(self) -> Generator[None]:
+        """Give the model its own forward while its call with hooks is traced or run."""
+        installed = vars(self.model).get("forward")
+        if not isinstance(installed, PlannedForward):
+            yield
+            return
+        self._set_forward(self.previous_forward)
+        try:
+            yield
+        finally:
+            self.model.forward = installed
+
+    def _call_replaced(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call a model whose forward somebody replaced since it was fitted."""
+        before = self.planned_forward.call_count
+        outputs = self.model._call_impl(*args, **kwargs)
+        if self.planned_forward.call_count == before:
+            self.tell(
+                f"the forward of {self.name} was replaced after remat.fit, and the new "
+                "one does not call the old one: the plan is not used, and the budget "
+                "is not kept. Call remat.fit once more, after the replacement"
+            )
+        return outputs
+
+    # --- what the user is told ---------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The class of the model, for messages."""
+        return type(self.model).__name__
+
+    def tell(self, message: str) -> None:
+        """Warn of a promise that cannot be kept, once for each cause."""
+        if message not in self._told:
+            self._told.add(message)
+            warnings.warn(message, PlanWarning, stacklevel=2)
+
+    def _tell_of_buckets(self) -> None:
+        size_bytes = gradient_buckets_bytes()
+        if size_bytes:
+            self.tell(
+                f"{self.name} runs inside DistributedDataParallel, whose gradient "
+                f"buckets take {format_bytes(size_bytes)} ({size_bytes} bytes) that no "
+                "plan counts: the budget can be exceeded by as much. Fit with a budget "
+                "that is smaller by these bytes, or wrap with "
+                "gradient_as_bucket_view=True"
+            )
+
+    def _announce(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seconds: float
+    ) -> None:
+        """Say that a step was planned in the middle of training, in one line."""
+        plan = self.planner.latest
+        # While a plan is verified it is not installed, and nobody trains.
+        if plan is None or fitted_on(self.model) is not self:
+            return
+        logger.warning(
+            "planned a new kind of step of %s in %.1f s: %s; peak %s of %s, %+.1f %% time",
+            self.name,
+            seconds,
+            self.planner.describe_step(args, kwargs),
+            format_bytes(plan.peak_bytes),
+            format_bytes(plan.budget_bytes or plan.peak_bytes),
+            100 * plan.overhead,
+        )
+
+
+class PlannedForward:
+    """The ``forward`` of a fitted model, for whoever calls that and not the model."""
+
+    def __init__(self, fitted: FittedModel) -> None:
+        self.fitted = fitted
+        self.call_count = 0
+        # Libraries read names and code of a forward to learn its arguments.
+        functools.update_wrapper(
+            self,
+            fitted._forward_to_trace(),
+            (*functools.WRAPPER_ASSIGNMENTS, "__code__"),
+        )
+
+    @torch.compiler.disable(reason=_OPAQUE)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass by its plan."""
+        self.call_count += 1
+        return self.fitted.forward(args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies and files of the model have the forward that it had before.
+        return (_same, (self.fitted._forward_to_trace(),))
+
+
+class _Replicating:
+    """Makes replicas for ``DataParallel``, which have parameters of their own."""
+
+    def __init__(self, fitted: FittedModel) -> None:
+        self.fitted = fitted
+
+    def __call__(self) -> nn.Module:
+        fitted = self.fitted
+        fitted.tell(
+            f"{fitted.name} is replicated by DataParallel: the replicas run plainly, "
+            "without the plan, and the budget is not kept. Use DistributedDataParallel"
+        )
+        replica = type(fitted.model)._replicate_for_data_parallel(fitted.model)
+        for name in ("forward", "_replicate_for_data_parallel"):
+            vars(replica).pop(name, None)
+        replica._compiled_call_impl = None
+        return replica
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        model = self.fitted.model
+        method = types.MethodType(type(model)._replicate_for_data_parallel, model)
+        return (_same, (method,))
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _without_repetition(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments in which each tensor object stands once, with aliases for more.
+
+    The tracer makes another step of a call in which one tensor is given twice, as
+    inputs and as labels, than of a call with two equal ones.
+    """
+    seen: set[int] = set()
+
+    def once(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.requires_grad:
+            return value
+        if id(value) in seen:
+            return value.detach()
+        seen.add(id(value))
+        return value
+
+    return tuple(map(once, args)), {name: once(v) for name, v in kwargs.items()}
+
+
+def made_gradient_bytes(plan: Plan) -> int:
+    """Return the bytes of the gradients that a planned step leaves behind."""
+    graph = plan.graph
+    return sum(
+        graph.storages[s].size_bytes
+        for s in graph.final_outputs
+        if graph.storages[s].role is Role.GRADIENT
+    )
+
+
+def _platform_of(plan: Plan, asked: Platform | None) -> Platform | None:
+    if not plan.has_several_devices:
+        return asked
+    return replace(plan.platform, costs=None if asked is None else asked.costs)
+
+
+class _Weakly:
+    """A planner that is not kept alive by what it plans for.
+
+    The compiler never forgets a backend, and the planner holds loss and optimizer.
+    """
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = weakref.ref(planner)
+
+    def _found(self) -> Planner:
+        planner = self._planner()
+        if planner is None:
+            raise ExecutionError("the plan of this model was released")
+        return planner
+
+    def choose_schedule(self, program: JointProgram) -> tuple[JointProgram, Schedule]:
+        return self._found().choose_schedule(program)
+
+    def choose_kernels(self, joint: fx.GraphModule, forward_output_count: int) -> None:
+        self._found().choose_kernels(joint, forward_output_count)
+
+    def gradient_bytes_now(self, inputs: Sequence[Any]) -> int:
+        return self._found().gradient_bytes_now(inputs)
+
+    def begin(
+        self, call: TracedCall, inputs: Sequence[Any], gradient_bytes: int
+    ) -> None:
+        self._found().begin(call, inputs, gradient_bytes)
+
+    def variant_that_fits(self, call: TracedCall, gradient_bytes: int) -> int | None:
+        return self._found().variant_that_fits(call, gradient_bytes)

@@ -1,0 +1,330 @@
+"""Fit a model into a byte budget: capture, profile, solve, judge, install."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.core.platform import Platform
+from remat.core.problem import Objectives
+from remat.planning.plan import Plan
+from remat.planning.several_devices import Budget
+from remat.profile.costing import Costs
+from remat.profile.kernel_choice import Kernels
+from remat.runtime.variants import VariantBackend
+from remat.solvers.base import ProgressCallback, ignore_progress
+from remat.training.caller_state import unchanged
+from remat.training.fitted_model import FittedModel, fitted_on, plain_model
+from remat.training.request import Loss, PlanRequest, check_model, platform_of
+from remat.training.step_planning import CompilerPlanner, optimizer_memory
+
+
+def fit(
+    model: nn.Module,
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budget: Budget | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Loss | None = None,
+    platform: Platform | str | PathLike[str] | None = None,
+    solver: str = "auto",
+    objective: Objectives = "serial",
+    time_limit: float | None = None,
+    seed: int = 0,
+    costs: Costs = "measured",
+    kernels: Kernels = "eager",
+    progress: ProgressCallback | None = None,
+    plan: Plan | None = None,
+    accumulate: bool = False,
+) -> Plan:
+    """Make a model train within a budget of bytes, and return the plan.
+
+    The model is changed in place, as by ``nn.Module.compile``: calling it, or its
+    ``forward``, runs the plan, also inside of wrappers and of ``torch.compile``.
+    Parameters, buffers, gradients, optimizer, random state and mode are as before.
+    Another kind of step (shape, mode, autocast, accumulation) is planned at its first
+    call, with the same budget, and said in one line of the log ``remat``. Calls without
+    gradients run the model's own forward. :func:`release` undoes it.
+
+    Parameters
+    ----------
+    model
+        Any module that ``torch.compile`` can take as one graph; of a module that it has
+        wrapped already, the module inside is fitted.
+    args, kwargs
+        An example batch, as the model is called with; a single tensor may be given
+        for ``args``.
+    budget
+        Most bytes on the model's device during a whole training step: an integer of
+        bytes, a size such as ``"8 GiB"`` or ``"900MB"``, or a percentage such as
+        ``"60%"`` of the predicted peak without rematerialisation. For several devices
+        a mapping of these by the devices' names, such as ``{"cuda:0": "6 GiB", "cpu":
+        "20 GiB"}``; a percentage is then of the step on the model's device alone.
+    optimizer
+        Counts its state and the memory of its step. May be wrapped by a training
+        library, such as by ``accelerator.prepare``.
+    loss
+        The function of the model's outputs whose gradient is taken, when it is outside
+        the model: its memory is then predicted exactly. Without it, a scalar is taken
+        for the loss that is the only output, a field or key named ``loss``, or the
+        first of a tuple; where there is none, outputs are taken to need four times
+        their size.
+    platform
+        The devices and links, or the path of their file; their budgets are replaced by
+        ``budget``. Without it, the names in ``budget`` are devices of this machine
+        (``"cpu"``, ``"cpu:1"``, ``"cuda:0"``, ``"host"`` for host memory that only
+        stores), and their links are measured.
+    solver
+        ``"auto"`` for the best judged answer, or a name in ``remat.solvers.SOLVERS``.
+    objective
+        What is made small on several devices: ``"serial"``, the sum of all runs and
+        copies (``plan.cost_ns``), or ``"overlapped"``, the time with devices and links
+        at work together (``plan.overlapped_ns``), about which nothing is proved.
+    time_limit
+        Seconds for solving, or ``None``.
+    seed
+        Seed of solvers that randomise.
+    costs
+        ``"measured"`` runs each distinct operator alone; ``"estimated"`` runs none,
+        and predicts workspace by rules of thumb, so that the budget may be exceeded by
+        some percent.
+    kernels
+        ``"eager"`` runs the kernels of eager PyTorch, and results are bitwise its own.
+        ``"fused"`` lets ``torch.compile``'s compiler make one kernel of neighbouring
+        elementwise operators, reductions and normalisations, where that is measured to
+        be quicker: results are then bitwise those of the step with these kernels and
+        without rematerialisation, and differ from eager in the last digits. It needs a
+        compiler, and compiling takes about a second for each distinct kernel.
+    progress
+        Called with what is being done and the share of it that is done.
+    plan
+        A saved plan to install instead of making one; it has its own budget.
+    accumulate
+        Whether to plan the steps of gradient accumulation now, too: those that add to
+        gradients of an earlier step. They are planned at their first call else.
+
+    Returns
+    -------
+    Plan
+        What was decided, predicted and proved.
+
+    Raises
+    ------
+    BudgetError
+        If no schedule fits; names the smallest known budget.
+    CaptureError
+        If the step cannot be traced as one graph, or does not train.
+    PlanMismatchError
+        If ``plan`` is for another model, shape or version.
+    UnitError
+        If ``budget`` is not a positive size.
+    InvalidPlatformError
+        If a device has no budget, does not exist, cannot be reached, or an operator can
+        run on none; the message names it.
+    SolverUnsuitableError
+        If ``solver`` is unknown or cannot treat this graph.
+    ProfileError
+        If an operator cannot be run alone.
+    StateChangedError
+        If code of the model or the optimizer changed something while it was planned
+        for; what was changed is put back.
+    TypeError, ValueError
+        If another argument is of the wrong type or makes no sense.
+
+    Warns
+    -----
+    PlanWarning
+        When the model is called, once for each cause, where the plan is not used or
+        cannot count all memory; the message names cause and cure.
+
+    Notes
+    -----
+    Whatever is raised, the model is as it was before the call.
+    """
+    kwargs = keywords(kwargs)
+    request = PlanRequest(
+        budget=budget,
+        optimizer=optimizer,
+        loss=loss,
+        platform=platform_of(platform),
+        solver=solver,
+        objective=objective,
+        time_limit=time_limit,
+        seed=seed,
+        costs=costs,
+        kernels=kernels,
+        progress=ignore_progress if progress is None else progress,
+        given_plan=plan,
+    )
+    _check_accumulate(accumulate)
+    check_model(model)
+    model = plain_model(model)
+    with unchanged(model, optimizer):
+        fitted = FittedModel(model, request)
+        result = fitted.plan_now(positional(args), kwargs, accumulate=accumulate)
+    fitted.install()
+    return result
+
+
+def plan(
+    model: nn.Module,
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budget: Budget | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Loss | None = None,
+    platform: Platform | str | PathLike[str] | None = None,
+    solver: str = "auto",
+    objective: Objectives = "serial",
+    time_limit: float | None = None,
+    seed: int = 0,
+    costs: Costs = "measured",
+    kernels: Kernels = "eager",
+    progress: ProgressCallback | None = None,
+) -> Plan:
+    """Return the plan that :func:`fit` would install, and install nothing.
+
+    Parameters and exceptions are those of :func:`fit`.
+    """
+    kwargs = keywords(kwargs)
+    request = PlanRequest(
+        budget=budget,
+        optimizer=optimizer,
+        loss=loss,
+        platform=platform_of(platform),
+        solver=solver,
+        objective=objective,
+        time_limit=time_limit,
+        seed=seed,
+        costs=costs,
+        kernels=kernels,
+        progress=ignore_progress if progress is None else progress,
+    )
+    check_model(model)
+    model = plain_model(model)
+    with unchanged(model, optimizer):
+        fitted = FittedModel(model, request, is_only_planned=True)
+        return fitted.plan_now(positional(args), kwargs)
+
+
+def release(model: nn.Module) -> nn.Module:
+    """Undo :func:`fit`: the model's calls run as before. Returns the model.
+
+    A model that was not fitted is left as it is.
+
+    Raises
+    ------
+    TypeError
+        If ``model`` is no module.
+    """
+    check_model(model)
+    fitted = fitted_on(plain_model(model))
+    if fitted is not None:
+        fitted.uninstall()
+    return model
+
+
+def backend(
+    *,
+    budget: Budget,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Loss | None = None,
+    platform: Platform | str | PathLike[str] | None = None,
+    solver: str = "auto",
+    objective: Objectives = "serial",
+    time_limit: float | None = None,
+    seed: int = 0,
+    costs: Costs = "measured",
+    kernels: Kernels = "eager",
+    progress: ProgressCallback | None = None,
+) -> VariantBackend:
+    """Return a backend for ``torch.compile(model, backend=..., dynamic=False)``.
+
+    The compiler sees the traced graph only: parameters it does not read and the
+    optimizer's state count only if ``model`` and ``optimizer`` are given here. A
+    budget that is too small shows at the first call, as ``inner_exception`` of the
+    compiler's ``BackendCompilerFailed``. While gradients of an earlier pass exist
+    their bytes count: that kind of step is planned at its first call, which raises
+    ``BudgetError`` itself. Parameters are those of :func:`fit`; ``loss`` needs
+    ``model``, and a model that is called with tensors only.
+
+    Raises
+    ------
+    UnitError
+        If ``budget`` is not a positive size.
+    CaptureError
+        If the optimizer's step cannot be predicted without running it.
+    ValueError, TypeError
+        If an argument makes no sense, or ``loss`` is given without ``model``.
+    """
+    if loss is not None and model is None:
+        msg = (
+            "loss= needs model=, whose outputs the loss is tried on; give "
+            "remat.backend(..., model=model, loss=loss)"
+        )
+        raise ValueError(msg)
+    request = PlanRequest(
+        budget=budget,
+        optimizer=optimizer,
+        loss=loss,
+        platform=platform_of(platform),
+        solver=solver,
+        objective=objective,
+        time_limit=time_limit,
+        seed=seed,
+        costs=costs,
+        kernels=kernels,
+        progress=ignore_progress if progress is None else progress,
+    )
+    if model is not None:
+        check_model(model)
+    memory = optimizer_memory(request)
+    # The compiler never forgets a backend: it must not keep the optimizer alive.
+    planner = CompilerPlanner(model, replace(request, optimizer=None), memory)
+    name = "compiled step" if model is None else type(model).__name__
+    return VariantBackend(planner, name)
+
+
+def _check_accumulate(accumulate: object) -> None:
+    if not isinstance(accumulate, bool):
+        msg = f"accumulate is {accumulate!r}; it must be True or False"
+        raise TypeError(msg)
+
+
+def positional(args: Any) -> tuple[Any, ...]:
+    """Return example arguments as a tuple; a single value stands for itself."""
+    return tuple(args) if isinstance(args, tuple | list) else (args,)
+
+
+def keywords(kwargs: Any) -> dict[str, Any]:
+    """Return example arguments by keyword.
+
+    Raises
+    ------
+    TypeError
+        If they are no mapping.
+    """
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, Mapping):
+        hint = "several positional ones are a tuple: args=(x, y)"
+        if isinstance(kwargs, str | int):
+            hint = f"a budget is given by its name: budget={kwargs!r}"
+        elif isinstance(kwargs, torch.optim.Optimizer):
+            hint = "an optimizer is given by its name: optimizer=optimizer"
+        msg = (
+            f"kwargs is a {type(kwargs).__name__}; it must be a mapping of the model's "
+            f"keyword arguments ({hint})"
+        )
+        raise TypeError(msg)
+    unnamed = [key for key in kwargs if not isinstance(key, str)]
+    if unnamed:
+        msg = f"kwargs has the key {unnamed[0]!r}; keys are names of arguments"
+        raise TypeError(msg)
+    return dict(kwargs)

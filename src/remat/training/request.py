@@ -1,0 +1,217 @@
+"""What a plan shall be made for, checked before anything slow is done."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, SupportsIndex
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from remat.core.checks import checked_word
+from remat.core.errors import CaptureError, UnitError
+from remat.core.platform import Platform
+from remat.core.problem import Limits, Objective, Objectives, check_time_limit
+from remat.core.units import ANY_WHOLE_BYTES, parse_budget
+from remat.files.serialisation import load_platform
+from remat.planning.one_device import several_budgets
+from remat.planning.plan import Plan
+from remat.planning.several_devices import Budget, budgets_bytes, check_budgets
+from remat.profile.costing import Costs
+from remat.profile.kernel_choice import Kernels
+from remat.solvers import chosen_solvers
+from remat.solvers.base import ProgressCallback, ignore_progress
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What a plan shall be made for, and how.
+
+    See :func:`fit` for the meaning of the fields; exactly one of ``budget`` and
+    ``given_plan`` is not ``None``.
+    """
+
+    budget: Budget | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    loss: Loss | None = None
+    platform: Platform | None = None
+    solver: str = "auto"
+    objective: Objectives = "serial"
+    time_limit: float | None = None
+    seed: int = 0
+    costs: Costs = "measured"
+    kernels: Kernels = "eager"
+    progress: ProgressCallback = ignore_progress
+    given_plan: Plan | None = None
+
+    def __post_init__(self) -> None:
+        if self.given_plan is not None:
+            _check("plan", self.given_plan, Plan, "a plan, as remat.load_plan returns")
+            if self.budget is not None:
+                msg = (
+                    f"plan= and budget={self.budget!r} are given; a saved plan has its "
+                    "own budget, so leave one of them out"
+                )
+                raise ValueError(msg)
+        else:
+            self._check_budget()
+        if self.optimizer is not None:
+            _check("optimizer", self.optimizer, torch.optim.Optimizer, _OPTIMIZER)
+        if self.loss is not None:
+            _check("loss", self.loss, Callable, "a function of the model's outputs")
+            _check_takes_outputs(self.loss)
+        _check("progress", self.progress, Callable, "a function of (activity, share)")
+        _check("seed", self.seed, SupportsIndex, "an integer")
+        Limits(seed=self.seed)
+        check_time_limit(self.time_limit)
+        objective = checked_word("objective", self.objective, Objective)
+        chosen_solvers(
+            self.solver,
+            has_several_devices=self.has_several_devices,
+            objective=objective,
+        )
+        if self.costs not in ("measured", "estimated"):
+            msg = f"costs is {self.costs!r}; it must be 'measured' or 'estimated'"
+            raise ValueError(msg)
+        if self.kernels not in ("eager", "fused"):
+            msg = f"kernels is {self.kernels!r}; it must be 'eager' or 'fused'"
+            raise ValueError(msg)
+
+    @property
+    def has_several_devices(self) -> bool:
+        """Whether the request is for more than one device."""
+        if self.given_plan is not None:
+            return self.given_plan.has_several_devices
+        if self.platform is not None:
+            return len(self.platform.devices) > 1
+        return isinstance(self.budget, Mapping) and len(self.budget) > 1
+
+    def _check_budget(self) -> None:
+        # Any whole will do: what a percentage comes to is known after tracing.
+        if self.platform is not None:
+            _check("platform", self.platform, Platform, _PLATFORM)
+            if self.has_several_devices:
+                several_budgets(self.platform, self.budget)
+            elif isinstance(self.budget, Mapping):
+                check_budgets(self.platform, self.budget)
+        if isinstance(self.budget, Mapping):
+            budgets_bytes(self.budget, ANY_WHOLE_BYTES)
+        elif self.budget is not None:
+            parse_budget(self.budget, whole_bytes=ANY_WHOLE_BYTES)
+        elif self.platform is None or not any(
+            device.budget_bytes for device in self.platform.devices
+        ):
+            msg = "give a budget, for example budget='8 GiB' (or plan=, a saved plan)"
+            raise UnitError(msg)
+
+
+def check_model(model: object) -> None:
+    """Refuse what is no model.
+
+    Raises
+    ------
+    TypeError
+        If it is not a module.
+    """
+    _check("model", model, nn.Module, "a torch.nn.Module")
+
+
+def check_is_plannable(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Refuse a model without its parameters, or an optimizer of another one's.
+
+    Raises
+    ------
+    CaptureError
+        If a module makes its parameters at its first call.
+    ValueError
+        If the optimizer steps no parameter of the model.
+    """
+    parameters = dict(model.named_parameters())
+    lazy = [name for name, parameter in parameters.items() if is_lazy(parameter)]
+    if lazy:
+        msg = (
+            f"parameter {lazy[0]!r} has no shape before the first call; call the model "
+            "once on an example before planning, as planning must not change it"
+        )
+        raise CaptureError(msg)
+    if optimizer is None:
+        return
+    own = {id(parameter) for parameter in parameters.values()}
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(id(parameter) in own for parameter in stepped):
+        msg = (
+            f"the optimizer steps {len(stepped)} parameters, none of which is among the "
+            f"model's {len(own)}; give the optimizer of this model"
+        )
+        raise ValueError(msg)
+
+
+def _check_takes_outputs(loss: Callable[..., object]) -> None:
+    """Refuse a loss that cannot be called with the model's outputs alone.
+
+    Raises
+    ------
+    TypeError
+        If it needs more arguments or takes none, or is a class of losses.
+    """
+    name = getattr(loss, "__name__", f"{type(loss).__name__}()")
+    if isinstance(loss, type):
+        msg = (
+            f"loss is the class {name}; it must be a function of the model's outputs, "
+            f"such as loss=lambda outputs: {name}()(outputs, target)"
+        )
+        raise TypeError(msg)
+    name = "loss" if name == "<lambda>" else name
+    try:
+        call = loss.forward if isinstance(loss, nn.Module) else loss
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):
+        # Some functions written in C have none; calling them shows what they need.
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        msg = (
+            f"loss is called with the model's outputs alone, as in {name}(outputs): "
+            f"{error}. Give a function of the outputs that knows the rest, such as "
+            f"loss=lambda outputs: {name}(outputs, target)"
+        )
+        raise TypeError(msg) from error
+
+
+def _check(name: str, value: object, kind: Any, needed: str) -> None:
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        text, kind_name = repr(value), type(value).__name__
+        # A batch or a model would be pages.
+        is_short = len(text) <= _LONGEST and "\n" not in text
+        found = f"{text} ({kind_name})" if is_short else f"a {kind_name}"
+        msg = f"{name} is {found}; it must be {needed}"
+        raise TypeError(msg)
+
+
+def platform_of(platform: Platform | str | PathLike[str] | None) -> Platform | None:
+    """Return a platform, read from its file if a path is given.
+
+    Raises
+    ------
+    FileFormatError
+        If the file is missing, damaged, or no platform.
+    TypeError
+        If it is neither a platform nor a path.
+    """
+    if isinstance(platform, str | PathLike):
+        return load_platform(platform)
+    if platform is not None:
+        _check("platform", platform, Platform, _PLATFORM)
+    return platform
+
+
+_OPTIMIZER = "a torch.optim.Optimizer, such as torch.optim.AdamW(model.parameters())"
+_LONGEST = 100
+_PLATFORM = "a remat.core.platform.Platform, or the path of its file"

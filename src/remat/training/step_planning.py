@@ -1,0 +1,545 @@
+"""Plan traced steps: what surrounds them, what they cost, which schedule they run."""
+
+import time
+import warnings
+import weakref
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from remat.capture.autocast import autocast_again, autocast_now
+from remat.capture.example_batch import example_batch
+from remat.capture.joint_program import JointProgram
+from remat.capture.outputs import FakeOutputs, fake_output, fake_outputs
+from remat.capture.surroundings import (
+    Surroundings,
+    add_surroundings,
+    captured_tensors,
+    existing_gradient,
+    resident_bytes,
+    tensors_in,
+)
+from remat.core.device_graph import arrange, home_of, place_of
+from remat.core.errors import (
+    CaptureError,
+    ExecutionError,
+    InvalidPlatformError,
+    PlanMismatchError,
+)
+from remat.core.graph import Role
+from remat.core.platform import Platform
+from remat.core.problem import Limits, Objective
+from remat.core.schedule import Schedule
+from remat.core.simulator import simulate
+from remat.core.units import format_bytes
+from remat.planning.one_device import one_budget, plan_graph, several_budgets
+from remat.planning.plan import Plan
+from remat.planning.replanning import equal_plan, replan, with_gradients
+from remat.planning.several_devices import Budget, budget_of
+from remat.profile.cache import CostCache
+from remat.profile.costing import (
+    place_name,
+    with_costs,
+    with_device_costs,
+    with_known_costs,
+)
+from remat.profile.described_loss import DescribedLoss
+from remat.profile.kernel_choice import fuse_as_noted, fuse_where_quicker, noted_kernels
+from remat.profile.known import KnownCosts
+from remat.profile.links import common_device, measured_platform
+from remat.profile.outside import (
+    LossMemory,
+    assumed_loss_bytes,
+    optimizer_bytes,
+)
+from remat.runtime.variants import TracedCall, describe_tensor
+from remat.training.request import PlanRequest
+
+_MANY_REPETITIONS = 8
+"""As often the tracer itself compiles a function again before it gives up."""
+
+
+def optimizer_memory(request: PlanRequest) -> tuple[int, int]:
+    """Return the bytes of the optimizer's state, and of its step beyond that.
+
+    Not to be called while a model is traced: optimizers take another path then.
+
+    Raises
+    ------
+    CaptureError
+        If the optimizer's step cannot be predicted without running it.
+    """
+    return (0, 0) if request.optimizer is None else optimizer_bytes(request.optimizer)
+
+
+def gradient_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the gradients that leaves among ``tensors`` hold now."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        gradient = existing_gradient(tensor)
+        if gradient is not None:
+            storage = gradient.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
+
+
+class Planner:
+    """Makes one plan per traced training step and remembers it.
+
+    Parameters
+    ----------
+    model
+        Held weakly: the compiler keeps what planned for it longer than the model.
+    request
+        What is asked for.
+    optimizer_memory
+        Bytes of the optimizer's state, and of its step beyond that.
+
+    Attributes
+    ----------
+    gradient_bytes
+        Bytes of the gradients of earlier passes that exist during the whole step that
+        is planned now.
+    assumed_gradient_bytes
+        What these bytes are taken to be, where a step is planned before it is called.
+    plans
+        One for each kind of step.
+    latest, planned_s
+        The plan that was chosen last, and the clock (``time.monotonic``) at that time.
+    planned_count
+        How many plans were made.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        request: PlanRequest,
+        optimizer_memory: tuple[int, int],
+    ) -> None:
+        self.loss = None if request.loss is None else DescribedLoss(request.loss)
+        self._model = None if model is None else weakref.ref(model)
+        self.request = request
+        self.optimizer_memory = optimizer_memory
+        self.gradient_bytes = 0
+        self.assumed_gradient_bytes: int | None = None
+        self.batch: Any = ()
+        self.plans: dict[str, Plan] = {}
+        self.latest: Plan | None = None
+        self.planned_count = 0
+        self.planned_s = 0.0
+        # The call that is traced, and the plans of each by the bytes of gradients.
+        self.call: TracedCall | None = None
+        self._variants: weakref.WeakKeyDictionary[TracedCall, dict[int, Plan]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.repetition_count = 0
+        # Whether plans need not run here, so that home need not be here either.
+        self.is_only_planned = False
+        # Names of the fused kernels of the step that is being traced.
+        self.kernels: frozenset[str] = frozenset()
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model whose parameters and buffers count, if one was given.
+
+        Raises
+        ------
+        ExecutionError
+            If it was given and no longer exists.
+        """
+        if self._model is None:
+            return None
+        model = self._model()
+        if model is None:
+            msg = (
+                "the model that was given for planning no longer exists, so its "
+                "parameters cannot be counted; keep it for as long as its step runs"
+            )
+            raise ExecutionError(msg)
+        return model
+
+    def gradient_bytes_now(self, inputs: Sequence[Any]) -> int:
+        """Return the bytes of the gradients that earlier passes left."""
+        if self.assumed_gradient_bytes is not None:
+            return self.assumed_gradient_bytes
+        known = [] if self.model is None else self.model.parameters()
+        return gradient_bytes([*tensors_in(inputs), *known])
+
+    def begin(
+        self,
+        call: TracedCall,
+        inputs: Sequence[Any],  # noqa: ARG002
+        gradient_bytes: int,
+    ) -> None:
+        """Prepare to plan a call that starts with so many bytes of gradients."""
+        self.call, self.gradient_bytes = call, gradient_bytes
+
+    def variant_that_fits(self, call: TracedCall, gradient_bytes: int) -> int | None:
+        """Return a variant of the call, by its gradients, that will do for others.
+
+        ``None`` if no known plan holds then, and another has to be made.
+        """
+        known_plans = self._variants.get(call, {})
+        for known_bytes, known in known_plans.items():
+            plan = with_gradients(known, known_bytes, gradient_bytes)
+            if plan is not None:
+                known_plans[gradient_bytes] = self.latest = plan
+                self.plans[_key_of(plan.fingerprint, gradient_bytes)] = plan
+                return known_bytes
+        return None
+
+    def describe_step(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """Return in words what the step that was planned last is called with."""
+        named = {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}
+        words = [
+            f"{name} {describe_tensor(value)}"
+            for name, value in named.items()
+            if isinstance(value, torch.Tensor)
+        ]
+        model = self.model
+        if model is not None:
+            words.append("training mode" if model.training else "evaluation mode")
+        if self.gradient_bytes:
+            words.append(f"onto {format_bytes(self.gradient_bytes)} of gradients")
+        words += [f"autocast to {kind.dtype}" for kind in autocast_now()]
+        return ", ".join(words)
+
+    def choose_kernels(self, joint: fx.GraphModule, forward_output_count: int) -> None:
+        """Fuse operators of a traced step, in place, if that is asked for."""
+        given = self.request.given_plan
+        with _outside_of_tracing():
+            if given is not None:
+                self.kernels = fuse_as_noted(
+                    joint, forward_output_count, given.settings
+                )
+            elif self.request.kernels == "fused":
+                self.kernels = fuse_where_quicker(
+                    joint, forward_output_count, self.request.progress
+                )
+
+    def choose_schedule(self, program: JointProgram) -> tuple[JointProgram, Schedule]:
+        """Plan a traced step, or find the plan made for an equal one."""
+        with _outside_of_tracing():
+            program = add_surroundings(program, self.surroundings(program))
+            key = _key_of(program.fingerprint, self.gradient_bytes)
+            if key not in self.plans:
+                self.plans[key] = self.make_plan(program)
+                self.planned_count += 1
+            else:
+                self.note_repetition(program)
+            self.latest = plan = self.plans[key]
+            self.planned_s = time.monotonic()
+        if self.call is not None:
+            self._variants.setdefault(self.call, {})[self.gradient_bytes] = plan
+        platform = plan.platform if plan.has_several_devices else None
+        loss = program.loss if self.loss is None else None
+        return (
+            replace(program, graph=plan.graph, platform=platform, loss=loss),
+            plan.schedule,
+        )
+
+    def forget(self, optimizer_memory: tuple[int, int]) -> None:
+        """Plan everything anew from now on, with other bytes of the optimizer."""
+        self.optimizer_memory = optimizer_memory
+        self.plans.clear()
+        self._variants.clear()
+
+    def note_repetition(self, program: JointProgram) -> None:
+        """Count how often equal steps are traced again, and say so when it is often."""
+        self.repetition_count += 1
+        if self.repetition_count == _MANY_REPETITIONS:
+            msg = (
+                f"{program.graph.name} was traced {_MANY_REPETITIONS} times more with "
+                "equal results, which takes longer than running it: the model changes "
+                "something at each call that the tracer looks at, such as a counter in "
+                "Python; keep it in a tensor, or out of forward"
+            )
+            warnings.warn(msg, RuntimeWarning, stacklevel=2)
+
+    def surroundings(self, program: JointProgram) -> Surroundings:
+        """Return what lives and runs around the traced step now."""
+        request = self.request
+        self.request.progress("counting parameters, batch, optimizer and loss", 0.0)
+        state_bytes, step_bytes = self.optimizer_memory
+        loss = self.loss_memory(program)
+        residents = resident_bytes(
+            self.model,
+            (self.batch, captured_tensors(request.loss), loss.read),
+            state_bytes,
+            program.device,
+            counted=program.given_storages,
+        )
+        return Surroundings(
+            resident_bytes={**residents, Role.GRADIENT: self.gradient_bytes},
+            loss_peak_bytes=loss.peak_bytes,
+            loss_held_bytes=loss.held_bytes,
+            optimizer_workspace_bytes=step_bytes,
+        )
+
+    def loss_memory(self, program: JointProgram) -> LossMemory:
+        """Return what the caller's loss may need beyond the outputs."""
+        if self.loss is not None and self.model is not None:
+            with autocast_again(program.autocast):
+                outputs = (
+                    self.example_outputs(self.model)
+                    if program.returned is None
+                    else fake_output(program.returned)
+                )
+                return self.loss.memory(outputs)
+        if program.loss is not None:
+            return LossMemory(peak_bytes=0, held_bytes=0)
+        # Only outputs that take a gradient have one.
+        return assumed_loss_bytes(
+            program.base_nodes[tangent][0].meta["val"]
+            for tangent in program.graph.tangents
+        )
+
+    def example_outputs(self, model: nn.Module) -> FakeOutputs:
+        """Return what the model returns for the batch."""
+        args, kwargs = self.batch
+        return fake_outputs(model, args, kwargs)
+
+    def make_plan(self, program: JointProgram) -> Plan:
+        """Return a new plan for a traced step, or the given one if it fits."""
+        if self.request.given_plan is not None:
+            return accept_plan(program, self.request.given_plan)
+        request = self.request
+        platform = self.platform_for(program)
+        budget = request.budget
+        if platform is None:
+            budget = one_budget(budget, request.platform)
+        home, place = self.home_of(program)
+        graph = with_costs(
+            program,
+            request.costs,
+            request.progress,
+            known=KnownCosts.of(request.platform, home),
+            place=place,
+            is_alone=platform is None,
+        )
+        if platform is not None:
+            several_budgets(platform, budget)
+            graph = with_device_costs(
+                program,
+                graph,
+                platform,
+                request.costs,
+                request.progress,
+                known=request.platform,
+            )
+        settings = {
+            "torch": torch.__version__,
+            "costs": request.costs,
+            **noted_kernels(request.kernels, self.kernels),
+        }
+        known = equal_plan(graph, self.plans.values())
+        if known and isinstance(budget, int) and request.solver == "auto":
+            plan = replan(
+                graph,
+                budget,
+                known,
+                fingerprint=program.fingerprint,
+                limits=Limits.after(request.time_limit, request.seed),
+                settings=settings,
+            )
+            if plan is not None:
+                return plan
+        return plan_graph(
+            graph,
+            budget=budget,
+            platform=platform,
+            fingerprint=program.fingerprint,
+            solver=request.solver,
+            objective=Objective(request.objective),
+            time_limit=request.time_limit,
+            seed=request.seed,
+            progress=request.progress,
+            has_assumed_loss=request.loss is None and program.loss is None,
+            settings=settings,
+        )
+
+    def platform_for(self, program: JointProgram) -> Platform | None:
+        """Return the devices that the request is for, the step's own first.
+
+        ``None`` if that is the step's own device alone.
+
+        Raises
+        ------
+        InvalidPlatformError
+            If the step's device is not among them, or one cannot be reached.
+        """
+        request, place = self.request, place_name(program.device)
+        platform = request.platform
+        if platform is None and isinstance(request.budget, Mapping):
+            request.progress("measuring links between devices", 0.0)
+            names = list(request.budget)
+            _check_home_is_named(place, names)
+            platform = measured_platform(names, cache=CostCache())
+        if platform is None:
+            return None
+        home = self.home_in(platform, place)
+        return None if len(platform.devices) == 1 else arrange(platform, home)
+
+    def home_in(self, platform: Platform, place: str) -> int:
+        """Return the device of a platform on which the model is, or is planned to be.
+
+        Where no device of the platform is the model's, a plan that nobody runs is for
+        the first device with measured costs: the model would be there.
+
+        Raises
+        ------
+        InvalidPlatformError
+            If there is none.
+        """
+        known = [
+            device
+            for device, name in enumerate(platform.names)
+            if platform.kind_of(device).computes and platform.costs_on(name)
+        ]
+        places = [place_of(platform, device) for device in known]
+        if self.is_only_planned and known and place not in places:
+            try:
+                return home_of(platform, place)
+            except InvalidPlatformError:
+                return known[0]
+        return home_of(platform, place)
+
+    def home_of(self, program: JointProgram) -> tuple[str, str | None]:
+        """Return the name of home, and where it is if the model is not there."""
+        place, platform = place_name(program.device), self.request.platform
+        if platform is None:
+            return place, None
+        home = self.home_in(platform, place)
+        there = place_of(platform, home)
+        return platform.names[home], None if there == place else there
+
+
+def _check_home_is_named(place: str, names: Sequence[str]) -> None:
+    """Refuse budgets by device without one for the device that the model is on.
+
+    Raises
+    ------
+    InvalidPlatformError
+        If there is none, or a name stands for no device of this machine.
+    """
+    for name in names:
+        common_device(name)
+    first = place.removesuffix(":0")
+    if place not in names and first not in names:
+        msg = (
+            f"the model is on {place}, which has no budget: budgets are given for "
+            f"{', '.join(names)}; add one for {place!r}, or None where there is no limit"
+        )
+        raise InvalidPlatformError(msg)
+
+
+class CompilerPlanner(Planner):
+    """Plans what ``torch.compile`` traces, of which only the graph shows."""
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        request: PlanRequest,
+        optimizer_memory: tuple[int, int],
+    ) -> None:
+        super().__init__(model, request, optimizer_memory)
+        self.asked = request
+        # What a percentage came to at the first variant of a call.
+        self.budgets: weakref.WeakKeyDictionary[TracedCall, Budget] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def begin(
+        self, call: TracedCall, inputs: Sequence[Any], gradient_bytes: int
+    ) -> None:
+        """Prepare to plan a call that starts with so many bytes of gradients.
+
+        Raises
+        ------
+        CaptureError
+            If there is a loss, and the call's arguments do not show in the graph.
+        """
+        super().begin(call, inputs, gradient_bytes)
+        self.request = replace(
+            self.asked, budget=self.budgets.get(call, self.asked.budget)
+        )
+        if self.request.loss is not None:
+            self.batch = example_batch(call.sources, inputs)
+
+    def choose_schedule(self, program: JointProgram) -> tuple[JointProgram, Schedule]:
+        """Plan a traced step, or find the plan made for an equal one."""
+        chosen = super().choose_schedule(program)
+        # The batch is the caller's, and the tracer never forgets a planner.
+        self.batch = ()
+        if self.call is not None and self.latest is not None:
+            self.budgets.setdefault(self.call, budget_of(self.latest))
+        return chosen
+
+    def example_outputs(self, model: nn.Module) -> FakeOutputs:
+        """Return what the model returns for the call's arguments.
+
+        Raises
+        ------
+        CaptureError
+            If that is not what the traced graph returns.
+        """
+        try:
+            outputs = super().example_outputs(model)
+            found = tuple(describe_tensor(t) for t in outputs.tensors)
+        # Whatever the model raises without the arguments that cannot be seen.
+        except Exception as error:  # noqa: BLE001
+            found = f"{type(error).__name__}: {error}"
+        else:
+            if self.call is not None and found == self.call.outputs:
+                return outputs
+        msg = (
+            "the loss needs the model's outputs, but called with the tensors that the "
+            f"compiler shows, the model gives other ones than it does here: {found}. Use "
+            "remat.fit, which is given the example, or leave loss= out of remat.backend"
+        )
+        raise CaptureError(msg)
+
+
+def accept_plan(program: JointProgram, plan: Plan) -> Plan:
+    """Return a saved plan, judged again on the step that was traced now.
+
+    Raises
+    ------
+    PlanMismatchError
+        If the plan was made for another model, other shapes or other versions, or if
+        what surrounds the step now needs more than the plan's budget.
+    """
+    if plan.fingerprint != program.fingerprint:
+        msg = (
+            f"the plan is for {plan.graph.name} (step {plan.fingerprint[:12]}, torch "
+            f"{plan.settings.get('torch', 'unknown')}), but this is "
+            f"{program.graph.name} (step {program.fingerprint[:12]}, torch "
+            f"{torch.__version__}): another model, other input shapes, another mode or "
+            "another version; make a new plan with remat.fit(..., budget=...)"
+        )
+        raise PlanMismatchError(msg)
+    graph = with_known_costs(program.graph, plan.graph)
+    trace = simulate(graph, plan.platform, plan.schedule)
+    if trace.violation is not None:
+        msg = (
+            "the plan does not hold for what surrounds the step now (optimizer, "
+            f"gradients, batch): {trace.violation}"
+        )
+        raise PlanMismatchError(msg)
+    return replace(plan, graph=graph)
+
+
+def _key_of(fingerprint: str, gradient_bytes: int) -> str:
+    return f"{fingerprint} on {gradient_bytes} bytes of gradients"
+
+
+@contextmanager
+def _outside_of_tracing() -> Generator[None]:
+    """Leave fake-tensor mode and autograd while operators are really run."""
+    with unset_fake_temporarily(), torch.no_grad():
+        yield
