@@ -1,7 +1,7 @@
 """Second opinions, written from the definitions and as slowly as they read.
 
-:func:`replay` says what a schedule does, as :mod:`remat.core.simulator` does, but keeps no
-state from step to step: whatever it needs it finds by looking back over the whole
+:func:`replay` says what a schedule does, as :mod:`remat.core.simulator` does, but keeps
+no state from step to step: whatever it needs it finds by looking back over the whole
 prefix of the schedule. :func:`brute_force_best` and :func:`brute_force_smallest_budget`
 search all schedules of one device.
 """
@@ -26,7 +26,7 @@ def is_effect(op: Op) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
-    """What :func:`replay` found, in the words of :class:`remat.core.simulator.Trace`."""
+    """What :func:`replay` found, as in :class:`remat.core.simulator.Trace`."""
 
     peak_bytes: tuple[int, ...]
     serial_ns: int

@@ -285,7 +285,10 @@ class TestScripts:
 
     @pytest.mark.parametrize(
         ("area", "paths"),
-        [("report", ["tests/report"]), ("test_unit", ["tests/test_units.py"])],
+        [
+            ("report", ["tests/report"]),
+            ("core/test_unit", ["tests/core/test_units.py"]),
+        ],
     )
     def test_check_leaves_out_what_is_slow(self, area: str, paths: list[str]) -> None:
         command = self.dry_run(f"AREA={area}").stdout.split("pytest ")[-1]

@@ -19,7 +19,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from remat.multidevice import execution
 
 from remat.algorithms.chains.join_tables import join_plan, join_plan_by_branch
 from remat.algorithms.chains.level_tables import disk_revolve_plan, hrevolve_plan
@@ -41,6 +40,7 @@ from remat.core.liveness import store_all_order
 from remat.core.platform import Device, Link, Platform
 from remat.core.problem import Problem
 from remat.native import core
+from remat.search import device_execution as execution
 from remat.search import eviction
 from remat.search.device_instance import DeviceInstance
 from remat.search.plain_numbers import plain_numbers

@@ -4,13 +4,13 @@ import inspect
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from remat.multidevice import execution
 from tests.strategies import graphs
 
 from remat.core.liveness import insert_discards
 from remat.core.platform import Device, Link, Platform
 from remat.core.problem import Problem
 from remat.core.simulator import simulate
+from remat.search import device_execution as execution
 from remat.search.device_execution import ExecutionRule, Executor
 from remat.search.device_execution_run import run_on_devices
 from remat.search.device_feasibility import infeasible_reason

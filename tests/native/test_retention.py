@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.instances import INSTANCES
+from tests.search.test_retention import with_repeats
 from tests.strategies import graphs
-from tests.test_retention import with_repeats
 
 from remat.core.graph import TrainingGraph
 from remat.core.liveness import BOUNDARY, store_all_order

@@ -1,1 +1,5 @@
-"""Capture: from a traced module to a training graph; tracing is known only here."""
+"""A torch program becomes a training graph.
+
+Tracing, and what is rewritten of the traced program, are known only here. May import
+planning and what is below it; what an op costs belongs to profile.
+"""

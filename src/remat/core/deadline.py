@@ -1,8 +1,8 @@
 """The deadline of what runs now, for loops deep down that may take long.
 
-A solver gets its time with :class:`remat.core.problem.Limits` and looks at them between the
-steps of its search. What such a step is made of (reductions, rows of a model, families
-of lower sets, the native core) knows no limits: now and then it calls
+A solver gets its time with :class:`remat.core.problem.Limits` and looks at them between
+the steps of its search. What such a step is made of (reductions, rows of a model,
+families of lower sets, the native core) knows no limits: now and then it calls
 :func:`check_time`, which raises :class:`TimeIsUpError` once the deadline that is in
 force has passed. Whoever set the deadline answers with the best known by then.
 """

@@ -14,7 +14,8 @@ Invariants (checked on construction of :class:`TrainingGraph`):
   forward or final outputs, as far as an op that may run again writes them;
 * ops that write what the caller holds from the boundary on (:attr:`held_outputs
   <TrainingGraph.held_outputs>`) run once: a second run would write a second block;
-* on each device kind times come to at most :data:`~remat.core.units.LARGEST_TOTAL` ns, and
+* on each device kind times come to at most :data:`~remat.core.units.LARGEST_TOTAL` ns,
+  and
   sizes with workspaces to as many bytes.
 """
 

@@ -46,7 +46,7 @@ _NUMBERS: dict[type, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """An ordered list of steps; what it means is defined by :mod:`remat.core.simulator`.
+    """An ordered list of steps; :mod:`remat.core.simulator` says what it means.
 
     It need not be valid: numbers of ops, storages and devices may be any integers.
 

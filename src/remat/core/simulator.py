@@ -9,8 +9,8 @@ what the step itself adds. ``Compute`` adds all its outputs and its workspace wh
 inputs are still held; an output that was already live is replaced by the fresh copy
 after the op, so both count during it. ``Copy`` adds the storage on the target.
 
-What the caller holds (:attr:`remat.core.graph.TrainingGraph.held_outputs`) stays where it
-was handed over, on its home, from the boundary to the end. Copies of it on other
+What the caller holds (:attr:`remat.core.graph.TrainingGraph.held_outputs`) stays where
+it was handed over, on its home, from the boundary to the end. Copies of it on other
 devices are the schedule's own: they may be made and discarded at any time.
 """
 

@@ -47,8 +47,8 @@ def trade_off_on_devices(  # noqa: PLR0913 - every option that a user has
     Parameters
     ----------
     graph, platform
-        As for :func:`remat.planning.one_device.plan_graph`. The first device is home: where
-        parameters and batch are.
+        As for :func:`remat.planning.one_device.plan_graph`. The first device is home:
+        where parameters and batch are.
     budgets
         Of the first device: bytes, sizes, percentages of the peak without
         rematerialisation there; or how many to spread evenly from the smallest with a

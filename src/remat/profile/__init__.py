@@ -1,4 +1,7 @@
-"""Costs of operators, measured peaks of steps, and memory of work outside the model."""
+"""What operators cost, what a step takes, and what is needed outside the model.
+
+May import capture. Nothing here decides what is recomputed.
+"""
 
 from remat.profile.cache import CostCache as CostCache
 from remat.profile.cache import CostCacheWarning as CostCacheWarning

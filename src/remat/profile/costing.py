@@ -260,7 +260,7 @@ def _estimated(
     return replace(column, cost_ns=tuple(costs))
 
 
-def _column_elsewhere(
+def _column_elsewhere(  # noqa: PLR0913 - a column of costs has that many sources
     program: JointProgram,
     graph: TrainingGraph,
     place: str,

@@ -7,10 +7,11 @@ sum of what two branches add to the gradient of a shared parameter, the op belon
 the fork itself, and runs as soon as what it depends on has run.
 
 Two forms are made of the structure. If forward begins with a fork, all that follows it
-can be the turn of a join, which :func:`~remat.algorithms.chains.stage_joins.plan_stage_join` takes
-as a whole. In any case forks can be stages of a series (:mod:`remat.algorithms.chains.blocks`),
-their insides planned first, so that stems, trunks and nested forks are allowed; that is
-a decomposition, not an exact program.
+can be the turn of a join, which
+:func:`~remat.algorithms.chains.stage_joins.plan_stage_join` takes as a whole. In any
+case forks can be stages of a series (:mod:`remat.algorithms.chains.blocks`), their
+insides planned first, so that stems, trunks and nested forks are allowed; that is a
+decomposition, not an exact program.
 
 A plan is lifted op by op as for chains (:mod:`remat.reductions.stages`). Before the
 turn everything runs once, in the order of the plan if the ops allow that (random
@@ -475,8 +476,8 @@ def reduce_to_join(
 ) -> JoinForms | None:
     """Return the forms of a graph whose forward pass has a fork; ``None`` without one.
 
-    A fork of more than :data:`~remat.algorithms.chains.stage_joins.MAX_BRANCHES` branches counts
-    as a stage like any other.
+    A fork of more than :data:`~remat.algorithms.chains.stage_joins.MAX_BRANCHES`
+    branches counts as a stage like any other.
 
     Parameters
     ----------

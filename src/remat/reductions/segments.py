@@ -91,8 +91,9 @@ class SegmentedGraph:
         Returns
         -------
         list[int]
-            Op indices and the boundary, for :func:`remat.core.liveness.schedule_from_order`.
-            Ops that no output needs are left out.
+            Op indices and the boundary, for
+            :func:`remat.core.liveness.schedule_from_order`. Ops that no output needs
+            are left out.
 
         Notes
         -----

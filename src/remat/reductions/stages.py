@@ -1,10 +1,11 @@
 """Stages: from a training graph to a chain of stages, and back.
 
-The dynamic programs on chains (:mod:`remat.algorithms.chains`) plan stages through whose ends
-everything goes. The reduction finds them: between two forward ops, in graph order, the
-pass can be cut where one storage alone crosses, that is, is written before and read by
-forward after. What is kept in any case does not count: outputs of ops that may run only
-once, and small storages that much of forward reads, such as masks and position biases.
+The dynamic programs on chains (:mod:`remat.algorithms.chains`) plan stages through
+whose ends everything goes. The reduction finds them: between two forward ops, in graph
+order, the pass can be cut where one storage alone crosses, that is, is written before
+and read by forward after. What is kept in any case does not count: outputs of ops that
+may run only once, and small storages that much of forward reads, such as masks and
+position biases.
 
 A cut is of use only where backward reads what crosses; elsewhere stages are merged.
 
@@ -17,8 +18,8 @@ Gradients of parameters, which stay, count as scratch of the stage that makes th
 
 A plan of the chain is lifted op by op: the first forward of a stage runs all of it, a
 later one what its output, or its backward, needs. Freeing follows from what is read
-later (:mod:`remat.core.liveness`), so that a lifted order is always valid, and the judge
-says what it takes.
+later (:mod:`remat.core.liveness`), so that a lifted order is always valid, and the
+judge says what it takes.
 """
 
 from bisect import bisect_right

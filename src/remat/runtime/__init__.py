@@ -1,1 +1,4 @@
-"""Runtime: a schedule becomes two graphs that run through autograd."""
+"""A schedule becomes executable graphs that run through autograd.
+
+Devices, streams, copies and random state. May import capture; nothing here plans.
+"""

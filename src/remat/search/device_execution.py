@@ -194,8 +194,8 @@ class Executor:
         Returns
         -------
         Execution | None
-            Steps for :func:`remat.core.liveness.insert_discards`; ``None`` if the rule does
-            not get by with the memory.
+            Steps for :func:`remat.core.liveness.insert_discards`; ``None`` if the rule
+            does not get by with the memory.
 
         Notes
         -----

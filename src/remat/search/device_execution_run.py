@@ -128,8 +128,8 @@ def run_on_devices(
     Parameters
     ----------
     base
-        Ops in the order of their first runs, :data:`~remat.core.liveness.BOUNDARY` among
-        them, and :data:`END` at the end.
+        Ops in the order of their first runs, :data:`~remat.core.liveness.BOUNDARY`
+        among them, and :data:`END` at the end.
     placement
         Per op, the devices on which it runs at its place.
     graph, routes, prices, bounds

@@ -112,8 +112,9 @@ def evicting_order(
     Returns
     -------
     list[int] | None
-        Op indices and the boundary, for :func:`remat.core.liveness.schedule_from_order`;
-        ``None`` when the rule does not get by with the limit.
+        Op indices and the boundary, for
+        :func:`remat.core.liveness.schedule_from_order`; ``None`` when the rule does not
+        get by with the limit.
 
     Notes
     -----

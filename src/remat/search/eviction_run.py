@@ -113,8 +113,8 @@ def run_evicting(
     Parameters
     ----------
     steps
-        Ops in the order to execute, :data:`~remat.core.liveness.BOUNDARY` among them, and
-        :data:`END` at the end.
+        Ops in the order to execute, :data:`~remat.core.liveness.BOUNDARY` among them,
+        and :data:`END` at the end.
     ops, blocks, scores, bounds
         The graph, the rule and the limits, in plain numbers.
     saved

@@ -1,11 +1,11 @@
 """Let copies overlap with computation, without more memory than the budgets allow.
 
 Solvers put copies next to uses and discards right after copies, and count times one
-after the other. Where copies wait (:attr:`remat.core.platform.Platform.copies_wait`), what
-is copied out and discarded at once makes the device wait, and so does what is copied in
-right before it is read. Here discards of what is being copied go later, and copies go
-earlier, as far as there is room; what comes back before it had to go is not copied at
-all. Serial time never grows.
+after the other. Where copies wait (:attr:`remat.core.platform.Platform.copies_wait`),
+what is copied out and discarded at once makes the device wait, and so does what is
+copied in right before it is read. Here discards of what is being copied go later, and
+copies go earlier, as far as there is room; what comes back before it had to go is not
+copied at all. Serial time never grows.
 """
 
 from collections import Counter, deque

@@ -1,4 +1,4 @@
-"""The table behind :mod:`remat.search.retention`, on plain numbers, and what is asked of it.
+"""The table behind :mod:`remat.search.retention`: plain numbers, and questions to it.
 
 The functions run in the native core; the class is what their Python twins use, and
 what is used to look at a table between changes.

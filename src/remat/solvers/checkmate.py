@@ -16,7 +16,8 @@ Departures from the paper [1]_:
 * the search starts from the best schedule of two heuristics and, for larger models, of
   Moccasin, which finds good schedules of large graphs early, and proves little;
 * what comes back is an order of computations: freeing is that of
-  :mod:`remat.core.liveness`, and memory left over is spent by :mod:`remat.search.retention`;
+  :mod:`remat.core.liveness`, and memory left over is spent by
+  :mod:`remat.search.retention`;
 * rounding sweeps the threshold, at two budgets, instead of drawing at random.
 
 The paper's baselines are the solvers ``store-all``, ``chen-sqrt`` and ``chen-greedy``

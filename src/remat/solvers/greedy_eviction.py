@@ -2,8 +2,9 @@
 
 Each candidate is made in two steps. First the graph is executed in its own order within
 a limit, and what is cheapest to lose is evicted when memory is short (see
-:mod:`remat.search.eviction`). Then the runs that the memory still free can do without are
-taken out of the resulting order, best value first (see :mod:`remat.search.retention`).
+:mod:`remat.search.eviction`). Then the runs that the memory still free can do without
+are taken out of the resulting order, best value first (see
+:mod:`remat.search.retention`).
 
 Several candidates are made, because no rule is best on every graph: eviction rules with
 different exponents; limits below the budget, since leaving room for the second step is
@@ -111,7 +112,8 @@ class GreedyEviction:
     storing everything, on any graph.
 
     **Complexity** about half a second for 2 000 ops and one budget; see
-    :func:`remat.search.eviction.evicting_order` and :func:`remat.search.retention.improve_order`.
+    :func:`remat.search.eviction.evicting_order` and
+    :func:`remat.search.retention.improve_order`.
 
     Parameters
     ----------

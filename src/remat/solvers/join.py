@@ -4,11 +4,12 @@ The forward pass is taken apart into stages and forks of branches
 (:mod:`remat.reductions.joins`). A fork with which forward begins, and all that follows
 it as its turn, is planned as a whole: one dynamic program decides for all branches
 together what is kept, in which order they are reversed, and how often a stage runs
-(:mod:`remat.algorithms.chains.stage_joins`, after [1]_). Where there is a stem or a trunk, the
-graph is also planned as a series in which a fork is a stage with several options, each
-planned inside by that program (:mod:`remat.algorithms.chains.blocks`). Each plan is lifted to an
-order of the real ops and weighed by its true bytes; the program's own budget is swept,
-and the cheapest orders that fit are improved (:mod:`remat.search.retention`).
+(:mod:`remat.algorithms.chains.stage_joins`, after [1]_). Where there is a stem or a
+trunk, the graph is also planned as a series in which a fork is a stage with several
+options, each planned inside by that program (:mod:`remat.algorithms.chains.blocks`).
+Each plan is lifted to an order of the real ops and weighed by its true bytes; the
+program's own budget is swept, and the cheapest orders that fit are improved
+(:mod:`remat.search.retention`).
 
 References
 ----------
@@ -48,9 +49,9 @@ class Join:
     **Guarantee** for each of its budgets the program's plan of a fork and its turn is
     the quickest of those that run the turn and every backward once and reverse what
     lies between two stored values of a branch at one go (see
-    :mod:`remat.algorithms.chains.stage_joins`), on sizes rounded up. Of series with forks, and of
-    the lifted order, nothing is proved beyond the judge's bytes and the bound on every
-    schedule.
+    :mod:`remat.algorithms.chains.stage_joins`), on sizes rounded up. Of series with
+    forks, and of the lifted order, nothing is proved beyond the judge's bytes and the
+    bound on every schedule.
 
     **Complexity** for each of the program's budgets, for k branches of l stages and S
     slots: time O(S (k l^3 + k l^(k + 1))), memory S (2 l + 1)^k numbers, in the native

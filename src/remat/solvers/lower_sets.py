@@ -2,19 +2,21 @@
 
 Also known as canonical strategies, or the exact and the approximate dynamic program of
 Kusumoto et al. [1]_. The training graph is reduced to its forward values
-(:mod:`remat.reductions.forward_values`); the programs (:mod:`remat.algorithms.lower_sets`) cut
-those into segments, exactly over all lower sets or over a family of them; each answer
-is lifted to an order of the real ops (:mod:`remat.reductions.segments`).
+(:mod:`remat.reductions.forward_values`); the programs
+(:mod:`remat.algorithms.lower_sets`) cut those into segments, exactly over all lower
+sets or over a family of them; each answer is lifted to an order of the real ops
+(:mod:`remat.reductions.segments`).
 
 The program's formula for the peak is a model: it charges a segment's values and
 gradients all at once, and knows no workspace. So the program's own budget is swept, for
 each objective, and every answer is weighed by the true bytes of its lifted order. Then
 
 * the cheapest that fit are improved: runs that the memory left over can do without are
-  taken out (:mod:`remat.search.retention`), which also keeps what is recomputed while it is
-  still live;
+  taken out (:mod:`remat.search.retention`), which also keeps what is recomputed while
+  it is still live;
 * those closest to the budget are executed within it, forward keeping what they keep,
-  with eviction where that alone does not fit (:mod:`remat.search.eviction`), and improved.
+  with eviction where that alone does not fit (:mod:`remat.search.eviction`), and
+  improved.
 
 Departures from the paper: the last segment is not recomputed; only what backward reads
 is; the objectives are three (least overhead, most overhead, fewest bytes kept); the
@@ -295,8 +297,8 @@ class LowerSetsApprox:
     """Cut forward along a family of lower sets that is small for every graph.
 
     **Guarantee** the program is exact within the family:
-    :func:`remat.algorithms.lower_sets.choice.approximate_family`. As for :class:`LowerSets`,
-    nothing is proved of the lifted order.
+    :func:`remat.algorithms.lower_sets.choice.approximate_family`. As for
+    :class:`LowerSets`, nothing is proved of the lifted order.
 
     **Complexity** as for :class:`LowerSets`, with a few lower sets a forward value.
 

@@ -14,7 +14,8 @@ knows the budget:
    recomputing everything at once needs memory too;
 2. each cut becomes a schedule by :mod:`remat.solvers.recompute_order`, whose cost and
    peak are exact;
-3. an execution within the budget (:mod:`remat.search.eviction`) starts from what a cut keeps,
+3. an execution within the budget (:mod:`remat.search.eviction`) starts from what a cut
+keeps,
    with one of several rules, and evicts where the cut alone does not fit, second
    recomputations included; memory that is left over is spent on recomputing less
    (:mod:`remat.search.retention`);

@@ -3,10 +3,10 @@
 For a platform of a device that computes and one that stores, with a link each way.
 The training graph is a chain of stages (:mod:`remat.reductions.stages`). Rotor plans it
 for *virtual* budgets between the real one and everything; each plan is lifted to an
-order of the real ops, and paging (:mod:`remat.algorithms.chains.paging`) brings that order within
-the real budget: what lies idle longest is copied away while the device computes, and
-copied back in time. The judge says how long each takes, copies overlapping with
-computation; the quickest is the answer.
+order of the real ops, and paging (:mod:`remat.algorithms.chains.paging`) brings that
+order within the real budget: what lies idle longest is copied away while the device
+computes, and copied back in time. The judge says how long each takes, copies
+overlapping with computation; the quickest is the answer.
 
 That is the model of [1]_ (where it is called partial offloading): persistent
 recomputation, copies on links of their own. It is not that paper's dynamic program,

@@ -108,7 +108,8 @@ class Evaluation:
     timeline_bytes
         Per step of ``order``, the bytes during it.
     cost_ns, peak_bytes
-        What :func:`remat.core.simulator.simulate` reports for the schedule of the order.
+        What :func:`remat.core.simulator.simulate` reports for the schedule of the
+        order.
     """
 
     order: list[int]

@@ -162,8 +162,8 @@ class Rockmate:
         Most seconds for one integer program.
     budget_count, bisection_count, improved_count, slots
         As for Rotor, on the chain with more options; there the program keeps what it
-        stores (:func:`remat.algorithms.chains.rotor.plan_rotor`), so that many slots and options
-        take little time.
+        stores (:func:`remat.algorithms.chains.rotor.plan_rotor`), so that many slots
+        and options take little time.
 
     Raises
     ------

@@ -108,9 +108,9 @@ class Rotor:
     """Run stages of unequal time and size as the dynamic program says.
 
     **Guarantee** for each of its budgets the program's plan is the quickest of the
-    persistent ones of the chain, or better (see :mod:`remat.algorithms.chains.rotor`), on sizes
-    rounded up. Of the lifted order nothing is proved beyond the judge's bytes and the
-    bound on every schedule.
+    persistent ones of the chain, or better (see :mod:`remat.algorithms.chains.rotor`),
+    on sizes rounded up. Of the lifted order nothing is proved beyond the judge's bytes
+    and the bound on every schedule.
 
     **Complexity** O(slots x stages^3) for each of the program's budgets, in the native
     core.

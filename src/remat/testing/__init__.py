@@ -1,7 +1,7 @@
 """The contract that every solver keeps, and exhaustive searches to compare with.
 
 :mod:`remat.testing.contract` holds the checks; graphs of a few ops and searches through
-all schedules are beside it.
+all schedules are beside it. May import planning and what is below it, and never torch.
 """
 
 from remat.testing.contract import SolverContract as SolverContract

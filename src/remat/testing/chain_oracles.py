@@ -1,8 +1,8 @@
 """Exhaustive searches for chains and joins, written from the definitions.
 
-They share no code with :mod:`remat.algorithms.chains` but its data classes, and no idea: a state
-is what is live, an operation is tried wherever its inputs are, and anything may be
-discarded at any time.
+They share no code with :mod:`remat.algorithms.chains` but its data classes, and no
+idea: a state is what is live, an operation is tried wherever its inputs are, and
+anything may be discarded at any time.
 """
 
 import heapq

@@ -66,9 +66,9 @@ def with_measured_costs(
     """Return a platform with what each operator of a model's step costs on its devices.
 
     A plan for that platform takes the costs from it, on any machine; saved with
-    :func:`remat.files.serialisation.save_platform`, it can be made where the devices are not.
-    The model, its gradients and the random state stay as they are, and nothing of the
-    step is run as a whole.
+    :func:`remat.files.serialisation.save_platform`, it can be made where the devices
+    are not. The model, its gradients and the random state stay as they are, and nothing
+    of the step is run as a whole.
 
     Parameters
     ----------

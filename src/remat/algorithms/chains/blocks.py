@@ -3,9 +3,10 @@
 A join that is followed by a shared trunk, branches that leave a shared stem, and nested
 joins are series of stages some of which are *blocks*: branches that start from one
 value and are merged into one. :func:`block_stage` plans the inside of a block for
-several memory budgets and makes a :class:`~remat.algorithms.chains.stages.Stage` of it, with an
-option per plan; the series is then a chain for :func:`~remat.algorithms.chains.rotor.plan_rotor`,
-and a branch of a block may contain such stages again.
+several memory budgets and makes a :class:`~remat.algorithms.chains.stages.Stage` of it,
+with an option per plan; the series is then a chain for
+:func:`~remat.algorithms.chains.rotor.plan_rotor`, and a branch of a block may contain
+such stages again.
 
 This is a decomposition, not an exact program: in a schedule of the whole, a block runs
 forward at one go and backward at one go, and what it keeps in between is one of the

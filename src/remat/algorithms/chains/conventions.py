@@ -100,8 +100,8 @@ def checked_convention(convention: object) -> None:
 def checked_budget(budget_bytes: object) -> int:
     """Return a budget of a program on stages, in bytes: 0 or more.
 
-    More than :data:`~remat.core.units.LARGEST_TOTAL` is no different from that: no chain
-    holds more.
+    More than :data:`~remat.core.units.LARGEST_TOTAL` is no different from that: no
+    chain holds more.
     """
     budget = checked_integer(
         "budget_bytes", budget_bytes, least=0, error=InvalidGraphError

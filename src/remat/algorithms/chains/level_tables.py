@@ -1,8 +1,9 @@
 """Recurrences of chains with several storage levels, as plain functions.
 
-The chain is AC(l) of :mod:`remat.algorithms.chains.revolve`. ``forward`` and ``backward`` are the
-costs of one stage; the turn costs a backward stage. These functions are the Python
-twins of the native core, and return what to do in *actions*, tuples of three integers:
+The chain is AC(l) of :mod:`remat.algorithms.chains.revolve`. ``forward`` and
+``backward`` are the costs of one stage; the turn costs a backward stage. These
+functions are the Python twins of the native core, and return what to do in *actions*,
+tuples of three integers:
 
 ========= ===================================================
 ``0 i j`` advance from ``x_i`` to ``x_j``

@@ -1,8 +1,8 @@
 """Revolve on several storage levels: DiskRevolve and HRevolve.
 
-The same homogeneous chain as :mod:`remat.algorithms.chains.revolve`, AC(l), whose values may be
-stored on levels that cost time to write and read: slots in device memory, in host
-memory, on a disk. The running value and the gradient take no slot.
+The same homogeneous chain as :mod:`remat.algorithms.chains.revolve`, AC(l), whose
+values may be stored on levels that cost time to write and read: slots in device memory,
+in host memory, on a disk. The running value and the gradient take no slot.
 
 * :func:`plan_disk_revolve`: limited memory at no cost, and an unlimited second level;
 * :func:`plan_hrevolve`: any number of levels, each with its slots and costs.
@@ -142,8 +142,9 @@ def plan_hrevolve(
     Parameters
     ----------
     length
-        Number of forward stages, 0 to :data:`~remat.algorithms.chains.conventions.MAX_STAGES`;
-        there are ``length + 1`` backward ones, the first of them the turn.
+        Number of forward stages, 0 to
+        :data:`~remat.algorithms.chains.conventions.MAX_STAGES`; there are ``length +
+        1`` backward ones, the first of them the turn.
     levels
         The levels, the cheapest first; at least one.
     forward_ns, backward_ns
@@ -214,7 +215,8 @@ def plan_disk_revolve(
     Parameters
     ----------
     length
-        Number of forward stages, 0 to :data:`~remat.algorithms.chains.conventions.MAX_STAGES`.
+        Number of forward stages, 0 to
+        :data:`~remat.algorithms.chains.conventions.MAX_STAGES`.
     memory_slots
         Slots in memory, at no cost; at least 0.
     disk
@@ -252,7 +254,7 @@ def plan_disk_revolve(
 
 
 def memory_forwards(length: int, slots: int) -> list[int | None]:
-    """Return the counts of :func:`~remat.algorithms.chains.revolve.revolve_forwards` to length."""
+    """Return what ``revolve_forwards`` counts, for chains up to this length."""
     length = checked_length(length)
     slots = checked_integer("memory_slots", slots, least=0, error=InvalidGraphError)
     return [revolve_forwards(stages, slots) for stages in range(length + 1)]

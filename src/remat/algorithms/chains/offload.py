@@ -2,9 +2,9 @@
 
 A stored value may stay on the device, be recomputed, or go to the host while the device
 computes and come back in time. :func:`plan_offload` plans with Rotor for a *virtual*
-budget between the real one and everything, lets :mod:`remat.algorithms.chains.paging` bring each
-plan within the real budget, and returns the quickest: more virtual memory means less
-recomputation and more copies.
+budget between the real one and everything, lets :mod:`remat.algorithms.chains.paging`
+bring each plan within the real budget, and returns the quickest: more virtual memory
+means less recomputation and more copies.
 
 What it is: a search over one parameter, each point an exact program (Rotor) and an
 exact timing, after the model of PoFo [1]_; not that paper's dynamic program, whose

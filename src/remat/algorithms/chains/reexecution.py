@@ -1,9 +1,10 @@
 """Joins of two chains that run their turn twice: less memory, at times less time.
 
-:mod:`remat.algorithms.chains.joins` is optimal among schedules that run the turn once. If the turn
-may run again, the gradient of a branch that waits can be dropped, and brought back by
-advancing *both* branches to the turn once more. That is feasible with less memory than
-one turn needs, and cheaper at the tightest budgets for branches of six or more stages.
+:mod:`remat.algorithms.chains.joins` is optimal among schedules that run the turn once.
+If the turn may run again, the gradient of a branch that waits can be dropped, and
+brought back by advancing *both* branches to the turn once more. That is feasible with
+less memory than one turn needs, and cheaper at the tightest budgets for branches of six
+or more stages.
 
 :func:`plan_two_turns` returns the best schedule of this kind:
 
@@ -125,9 +126,10 @@ def plan_join_any_turns(
 ) -> UnitPlan | None:
     """Return the better of one turn and, for two branches, of two turns.
 
-    Parameters, errors and answer are those of :func:`~remat.algorithms.chains.joins.plan_join`;
-    ``turn_cost`` is the cost of a turn, which a second one has to be worth. Two turns
-    are not tried where :func:`plan_two_turns` refuses them.
+    Parameters, errors and answer are those of
+    :func:`~remat.algorithms.chains.joins.plan_join`; ``turn_cost`` is the cost of a
+    turn, which a second one has to be worth. Two turns are not tried where
+    :func:`plan_two_turns` refuses them.
     """
     turn_cost = checked_integer(
         "turn_cost", turn_cost, least=0, most=LARGEST_TOTAL, error=InvalidGraphError

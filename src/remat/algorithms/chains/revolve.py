@@ -12,8 +12,9 @@ off-by-one:
   slots is the former with ``l + 1`` steps and ``s = c``: :func:`revolve_forwards`.
 
 In both, the running value and the gradient take no slot. What that means in units of
-memory that *everything* has to fit in is a :class:`~remat.algorithms.chains.conventions.\
-MemoryConvention`: :func:`chain_forwards` and :func:`plan_chain`.
+memory that *everything* has to fit in is a
+:class:`~remat.algorithms.chains.conventions.MemoryConvention`: :func:`chain_forwards`
+and :func:`plan_chain`.
 
 References
 ----------
@@ -250,8 +251,8 @@ def plan_chain(
     Raises
     ------
     SolverUnsuitableError
-        If there are more than :data:`~remat.algorithms.chains.conventions.MAX_OPERATIONS`
-        operations.
+        If there are more than
+        :data:`~remat.algorithms.chains.conventions.MAX_OPERATIONS` operations.
 
     Notes
     -----
@@ -303,8 +304,8 @@ def reverse_segment(piece: Piece) -> list[Forward | Backward]:
     InvalidGraphError
         If a number of the piece is no integer, or out of range.
     SolverUnsuitableError
-        If there are more than :data:`~remat.algorithms.chains.conventions.MAX_OPERATIONS`
-        operations.
+        If there are more than
+        :data:`~remat.algorithms.chains.conventions.MAX_OPERATIONS` operations.
     """
     checked_record("piece", piece, Piece, error=InvalidGraphError)
     base, end = _integer("base", piece.base), _integer("end", piece.end)

@@ -8,9 +8,9 @@ it may be quicker, never slower. Sizes are quantised: see :func:`slot_size`.
 
 With unequal sizes persistence costs something. By default the program therefore also
 considers schedules that keep what a stage saved inside but drop the stage's input, and
-bring the input back later (:mod:`remat.algorithms.chains.rotor_tables`); the answer is never
-slower than the persistent one. It is not always the optimum over all schedules, but on
-short random chains it nearly is (``studies/results/chains.jsonl``).
+bring the input back later (:mod:`remat.algorithms.chains.rotor_tables`); the answer is
+never slower than the persistent one. It is not always the optimum over all schedules,
+but on short random chains it nearly is (``studies/results/chains.jsonl``).
 
 References
 ----------

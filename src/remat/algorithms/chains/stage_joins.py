@@ -1,17 +1,19 @@
 """Joins of chains of unequal stages: siamese, triplet and cross-modal models.
 
-Several chains of :class:`~remat.algorithms.chains.stages.Stage` meet in one turn, the loss. Sizes
-are bytes, quantised as for :mod:`remat.algorithms.chains.rotor`; stages have options.
+Several chains of :class:`~remat.algorithms.chains.stages.Stage` meet in one turn, the
+loss. Sizes are bytes, quantised as for :mod:`remat.algorithms.chains.rotor`; stages
+have options.
 
 What is optimal. :func:`plan_stage_join` returns the least quantised time among
 schedules that compute every stage once before the turn, run the turn and every
 backward once,
 interleave the branches in any way between stored items, and reverse what lies between
-two stored items of a branch as :func:`~remat.algorithms.chains.rotor.plan_rotor` would in the
-memory that is free then. One thing is not part of the program's state: whether the
-forward pass fits before the turn. Where the cheapest candidate's does not, in any order
-of branches, the next one is tried, and ``least_ns`` of the answer says how cheap the
-first was: if it is the answer's ``cost_ns``, the answer is the optimum of this class.
+two stored items of a branch as :func:`~remat.algorithms.chains.rotor.plan_rotor` would
+in the memory that is free then. One thing is not part of the program's state: whether
+the forward pass fits before the turn. Where the cheapest candidate's does not, in any
+order of branches, the next one is tried, and ``least_ns`` of the answer says how cheap
+the first was: if it is the answer's ``cost_ns``, the answer is the optimum of this
+class.
 
 Shared parameters. Branches with the same parameters have the same stages; gradients of
 parameters are no stage's concern, and are to be counted once, outside of the budget
@@ -61,7 +63,8 @@ class StageJoin:
     ------
     InvalidGraphError
         If there is no branch, a branch has a turn, a number is no integer or out of
-        range, or all sizes together are more than :data:`~remat.core.units.LARGEST_TOTAL`.
+        range, or all sizes together are more than
+        :data:`~remat.core.units.LARGEST_TOTAL`.
     """
 
     branches: tuple[StageChain, ...]

@@ -5,12 +5,15 @@ a size and a cost a node, families of its lower sets, and dynamic programs over
 increasing sequences of them.
 
 * :mod:`~remat.algorithms.lower_sets.forward_graph`: ``(V, E, M_v, T_v)``;
-* :mod:`~remat.algorithms.lower_sets.families`, :mod:`~remat.algorithms.lower_sets.narrowest`,
-  :mod:`~remat.algorithms.lower_sets.orders`, :mod:`~remat.algorithms.lower_sets.choice`: families, and the
-  choice of one;
-* :mod:`~remat.algorithms.lower_sets.programs`: smallest budget, least and most overhead;
+* :mod:`~remat.algorithms.lower_sets.families`,
+  :mod:`~remat.algorithms.lower_sets.narrowest`,
+  :mod:`~remat.algorithms.lower_sets.orders`,
+  :mod:`~remat.algorithms.lower_sets.choice`: families, and the choice of one;
+* :mod:`~remat.algorithms.lower_sets.programs`: smallest budget, least and most
+  overhead;
   :mod:`~remat.algorithms.lower_sets.recurrences` holds the recurrences themselves;
-* :mod:`~remat.algorithms.lower_sets.formula`, :mod:`~remat.algorithms.lower_sets.canonical`: what an answer
+* :mod:`~remat.algorithms.lower_sets.formula`,
+  :mod:`~remat.algorithms.lower_sets.canonical`: what an answer
   costs, and the schedule that shows it to the judge;
 * :mod:`~remat.algorithms.lower_sets.chen`: the method that the paper compares with.
 

@@ -264,7 +264,7 @@ def enumerate_lower_sets(
 
 
 def checked_graph(graph: object) -> None:
-    """Refuse what is no :class:`~remat.algorithms.lower_sets.forward_graph.ForwardGraph`."""
+    """Refuse what is no :class:`~.forward_graph.ForwardGraph`."""
     checked_record("graph", graph, ForwardGraph)
 
 

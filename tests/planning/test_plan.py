@@ -1,0 +1,129 @@
+"""Plans: figures, files, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.instances import mlp_chain, transformer_like
+
+from remat.core.errors import FileFormatError, PlanMismatchError
+from remat.core.problem import Status
+from remat.core.schedule import Schedule
+from remat.core.simulator import simulate
+from remat.core.units import format_ns
+from remat.planning.one_device import plain_peak_bytes, plan_graph
+from remat.planning.plan import Plan, contributors, load_plan
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    graph = transformer_like().graph
+    return plan_graph(graph, budget=plain_peak_bytes(graph) * 7 // 10, fingerprint="f")
+
+
+def test_figures_are_those_of_the_judge(plan: Plan) -> None:
+    trace = simulate(plan.graph, plan.platform, plan.schedule)
+    assert plan.peak_bytes == trace.peak_bytes[0] <= (plan.budget_bytes or 0)
+    assert plan.cost_ns == trace.serial_ns
+    assert plan.baseline_cost_ns == plan.cost_ns - trace.recomputed_ns
+    assert plan.bound_ns <= plan.cost_ns
+    assert plan.gap == (plan.cost_ns - plan.bound_ns) / plan.cost_ns
+    assert plan.recomputed_op_count == len(plan.schedule.computes) - len(plan.graph.ops)
+    assert plan.overhead > 0
+
+
+def test_contributors_add_up_to_the_peak(plan: Plan) -> None:
+    parts = contributors(plan.graph, plan.schedule, plan.trace.peak_step())
+    assert sum(size for _, size in parts) == plan.peak_bytes
+    assert parts == sorted(parts, key=lambda part: -part[1])
+
+
+def test_summary_and_text_name_the_figures(plan: Plan) -> None:
+    assert json.loads(json.dumps(plan.summary()))["peak_bytes"] == plan.peak_bytes
+    text = str(plan)
+    for word in ("budget", "peak", "time", "proved bound", "recomputed", "at the peak"):
+        assert word in text
+
+
+def test_a_bound_of_some_schedules_is_not_said_of_all(plan: Plan) -> None:
+    assert plan.bound_ns == plan.floor_ns == plan.baseline_cost_ns
+    assert "of all" not in str(plan)
+    claimed = replace(plan, bound_ns=plan.cost_ns, status=Status.OPTIMAL)
+    assert claimed.floor_ns == plan.floor_ns
+    words = f"of the schedules that {plan.solver} searches; of all, "
+    assert words + format_ns(plan.floor_ns) in str(claimed)
+
+
+def test_a_schedule_that_meets_the_bound_is_said_to_be_unbeaten() -> None:
+    graph = transformer_like().graph
+    plan = plan_graph(graph, budget=plain_peak_bytes(graph))
+    assert plan.gap == 0
+    unproved = replace(plan, status=Status.FEASIBLE)
+    assert f"(feasible by {plan.solver}, and none takes less time)" in str(unproved)
+    assert "none takes" not in str(replace(unproved, bound_ns=plan.cost_ns - 1))
+
+
+def test_round_trip(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert load_plan(path) == plan
+    named = replace(plan, smallest_budget_bytes=123)
+    named.save(path)
+    assert load_plan(path).smallest_budget_bytes == 123
+
+
+def test_an_invalid_schedule_is_refused(plan: Plan) -> None:
+    with pytest.raises(PlanMismatchError, match="not valid"):
+        replace(plan, schedule=Schedule(plan.schedule.steps[:-3]))
+    with pytest.raises(PlanMismatchError, match="claims a bound"):
+        replace(plan, bound_ns=plan.cost_ns + 1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ('"solver": "', '"solvers": "', "solver"),
+        ('"status": "feasible"', '"status": "great"', "status"),
+        ('"bound_ns": ', '"bound_ns": 1.5, "x": ', "unknown keys"),
+        ('"settings": {', '"settings": [], "was": {', "unknown keys"),
+    ],
+)
+def test_damaged_files_are_refused(
+    plan: Plan, tmp_path: Path, old: str, new: str, named: str
+) -> None:
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(FileFormatError, match=named):
+        load_plan(path)
+
+
+def test_a_file_with_a_broken_schedule_is_refused(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    text = path.read_text()
+    first = '["boundary"]'
+    assert first in text
+    path.write_text(text.replace(first, '["discard", 0]', 1))
+    with pytest.raises(PlanMismatchError):
+        load_plan(path)
+
+
+def test_a_graph_is_no_plan(tmp_path: Path) -> None:
+    from remat.files.serialisation import save_graph  # noqa: PLC0415
+
+    path = tmp_path / "graph.json"
+    save_graph(path, mlp_chain().graph)
+    with pytest.raises(FileFormatError, match="graph"):
+        load_plan(path)
+
+
+def test_a_file_of_version_1_stays_readable() -> None:
+    plan = load_plan(Path(__file__).parents[1] / "data" / "plan_v1.json")
+    assert plan.fingerprint == "0123abcd"
+    assert plan.peak_bytes <= (plan.budget_bytes or 0)
+    assert plan.recomputed_op_count > 0
+    assert plan.settings["torch"] == "2.13.0"
