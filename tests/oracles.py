@@ -13,8 +13,8 @@ from itertools import count
 
 from remat.core.graph import Op, Phase, TrainingGraph
 from remat.core.platform import Platform
+from remat.core.rules import Rule
 from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
-from remat.core.simulator import Rule
 
 FOREVER = 1 << 80
 

@@ -13,8 +13,9 @@ from tests.strategies import Case, cases
 from remat.core.errors import InvalidGraphError, InvalidPlatformError
 from remat.core.graph import Op, Phase, Storage, TrainingGraph
 from remat.core.platform import Device, Link, Platform, single_device
+from remat.core.rules import Rule
 from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
-from remat.core.simulator import Rule, Trace, simulate
+from remat.core.simulator import Trace, simulate
 
 X, A, Y, T, G = range(5)
 EMBED, DROP, COUNT, BACK = range(4)

@@ -15,8 +15,9 @@ from remat.core.errors import SolverUnsuitableError
 from remat.core.graph import Op, Phase, Storage, TrainingGraph
 from remat.core.platform import Device, Link, Platform, single_device
 from remat.core.problem import Limits, Objective, Problem, Result, Status, StopReason
+from remat.core.rules import Rule
 from remat.core.schedule import Boundary, Compute, Copy, Schedule
-from remat.core.simulator import Rule, simulate
+from remat.core.simulator import simulate
 from remat.planning.portfolio import solve
 from remat.search.device_instance import DeviceInstance
 from remat.solvers import XEngine, XEnginePublished

@@ -18,8 +18,9 @@ from remat.core.graph import Op, Phase, Storage, TrainingGraph
 from remat.core.liveness import schedule_from_order, store_all_order
 from remat.core.platform import Device, Link, Platform
 from remat.core.problem import Limits, Problem, Proposal, Status
+from remat.core.rules import Rule
 from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule
-from remat.core.simulator import Rule, simulate
+from remat.core.simulator import simulate
 from remat.files.serialisation import load_graph, save_graph
 from remat.planning.one_device import plan_graph
 from remat.planning.plan import Plan, load_plan

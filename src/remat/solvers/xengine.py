@@ -33,8 +33,9 @@ from remat.core.checks import (
 from remat.core.deadline import TimeIsUpError, in_time
 from remat.core.errors import SolverUnsuitableError
 from remat.core.problem import Limits, Objective, Problem, Proposal, Status, StopReason
+from remat.core.rules import Rule
 from remat.core.schedule import Schedule
-from remat.core.simulator import Rule, Trace, simulate
+from remat.core.simulator import Trace, simulate
 from remat.core.units import format_bytes, format_ns
 from remat.search.device_feasibility import infeasible_reason
 from remat.search.device_instance import DeviceInstance
