@@ -1,5 +1,6 @@
 """What every test shares: how hypothesis runs, and what is skipped without CUDA."""
 
+import gc
 from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
@@ -39,3 +40,13 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
     reason = f"needs a CUDA device ({len(marked)} tests marked gpu are skipped)"
     for item in marked:
         item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of the collector's walks: it stays in any case.
+
+    With every module of the tests imported, a walk takes a second, and tests with large
+    graphs set off many.
+    """
+    gc.collect()
+    gc.freeze()

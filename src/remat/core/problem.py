@@ -165,6 +165,13 @@ class Limits:
             return self
         return Limits.after(share * remaining_s, self.seed)
 
+    def at_least(self, seconds: float) -> "Limits":
+        """Return limits that end no sooner than this many seconds from now."""
+        remaining_s = self.remaining_s
+        if remaining_s is None or remaining_s >= seconds:
+            return self
+        return Limits.after(seconds, self.seed)
+
     @property
     def is_over(self) -> bool:
         """Whether the deadline has passed."""

@@ -77,6 +77,34 @@ class Marks {
   std::size_t count_ = 0;
 };
 
+// A set of small numbers that is walked through without those that are not in it.
+class Members {
+ public:
+  explicit Members(std::size_t count) : place_(count, kNone) {}
+
+  void add(Index item) {
+    if (place_[static_cast<std::size_t>(item)] != kNone) return;
+    place_[static_cast<std::size_t>(item)] = items_.size();
+    items_.push_back(item);
+  }
+
+  void remove(Index item) {
+    auto& place = place_[static_cast<std::size_t>(item)];
+    if (place == kNone) return;
+    place_[static_cast<std::size_t>(items_.back())] = place;
+    items_[place] = items_.back();
+    items_.pop_back();
+    place = kNone;
+  }
+
+  const Indices& items() const { return items_; }
+
+ private:
+  static constexpr std::size_t kNone = std::numeric_limits<std::size_t>::max();
+  std::vector<std::size_t> place_;
+  Indices items_;
+};
+
 class Execution {
  public:
   Execution(Indices steps, Ops ops, Blocks blocks, Scores scores, Bounds bounds,
@@ -102,6 +130,8 @@ class Execution {
         live_(size_.size()),
         pinned_(size_.size()),
         evictable_(size_.size()),
+        live_evictable_(size_.size()),
+        live_lasting_(size_.size()),
         next_use_(size_.size(), kNever),
         wanted_(size_.size()),
         price_(size_.size()),
@@ -267,6 +297,7 @@ class Execution {
     for (const Index s : writes(op)) {
       if (!live_[at(s)]) {
         live_[at(s)] = true;
+        (evictable_[at(s)] ? live_evictable_ : live_lasting_).add(s);
         used_ += size_[at(s)];
         mark_stale(s);
       }
@@ -352,10 +383,10 @@ class Execution {
     if (excess <= 0) return;
     const auto now = static_cast<double>(now_);
     victims_.clear();
-    for (std::size_t s = 0; s < size_.size(); ++s) {
-      if (live_[s] && evictable_[s] && !pinned_[s]) {
-        victims_.emplace_back(0.0, static_cast<Index>(s));
-        if (next_use_[s] <= now) stale_.insert(static_cast<Index>(s));
+    for (const Index s : live_evictable_.items()) {
+      if (!pinned_[at(s)]) {
+        victims_.emplace_back(0.0, s);
+        if (next_use_[at(s)] <= now) stale_.insert(s);
       }
     }
     for (const Index s : stale_.items()) {
@@ -363,7 +394,7 @@ class Execution {
     }
     stale_.clear();
     for (auto& [score, storage] : victims_) score = score_of(at(storage), now);
-    // Victims leave in the order of a stable sort, of which only the start is needed.
+    // Victims leave in the order of a sort, of which only the start is needed.
     const auto later = std::greater<>{};
     std::ranges::make_heap(victims_, later);
     while (excess > 0 && !victims_.empty()) {
@@ -392,6 +423,8 @@ class Execution {
 
   void drop(Index s) {
     live_[at(s)] = false;
+    live_evictable_.remove(s);
+    live_lasting_.remove(s);
     used_ -= size_[at(s)];
     mark_stale(s);
   }
@@ -400,11 +433,10 @@ class Execution {
   std::int64_t lose_what_runs_once(std::int64_t excess, bool freely) {
     if (freely && now_ > boundary_step_) return excess;
     Indices found;
-    for (std::size_t s = 0; s < size_.size(); ++s) {
-      if (live_[s] && !evictable_[s] && !pinned_[s]) {
-        found.push_back(static_cast<Index>(s));
-      }
+    for (const Index s : live_lasting_.items()) {
+      if (!pinned_[at(s)]) found.push_back(s);
     }
+    std::ranges::sort(found);
     for (const Index s : found) {
       if (excess <= 0) break;
       if (size_[at(s)] != 0 && can_lose(s) &&
@@ -438,7 +470,13 @@ class Execution {
 
   void freeze(Index op) {
     may_rerun_[at(op)] = false;
-    for (const Index output : writes(op)) evictable_[at(output)] = false;
+    for (const Index output : writes(op)) {
+      evictable_[at(output)] = false;
+      if (live_[at(output)]) {
+        live_evictable_.remove(output);
+        live_lasting_.add(output);
+      }
+    }
   }
 
   // Storages whose price is out of date; the order in which they are renewed is free.
@@ -480,6 +518,9 @@ class Execution {
   Flags live_;
   Flags pinned_;
   Flags evictable_;
+  // Those of the live storages that are evictable, and the others.
+  Members live_evictable_;
+  Members live_lasting_;
   std::vector<double> next_use_;
   std::vector<std::int64_t> wanted_;
   std::vector<double> price_;

@@ -30,6 +30,29 @@ from remat.solvers.base import (
 )
 
 
+LEAST_S = 0.6
+"""What a quick solver gets in any case, in seconds of the processor.
+
+A solver that is stopped before its first schedule was run for nothing. For 10 000 ops
+the quick ones need about half a second each, which a share of a short limit is not."""
+
+_SLOWEST = 10.0
+
+
+class _Pace:
+    """How many seconds by the clock a second of the processor takes at present."""
+
+    def __init__(self) -> None:
+        self._begin_s = time.monotonic()
+        self._begin_processor_s = time.process_time()
+
+    def wall_per_processor_s(self) -> float:
+        """Return it as it was since the beginning, 1 to 10."""
+        wall_s = time.monotonic() - self._begin_s
+        used_s = time.process_time() - self._begin_processor_s
+        return min(max(wall_s / used_s, 1.0), _SLOWEST) if used_s > 0 else 1.0
+
+
 def judge(problem: Problem, solver_name: str, proposal: Proposal) -> Result:
     """Replay a proposal and return it as a result.
 
@@ -110,7 +133,9 @@ def solve_portfolio(
         left when its turn comes, so that what one leaves over goes to those after it.
         As long as nothing has been found, one part more is left for the caller.
     quick
-        Run before the others, each with the share of what is left that it may take.
+        Run before the others, each with the share of what is left that it may take. One
+        whose turn comes in time gets :data:`LEAST_S` in any case, even if that ends
+        after the limit.
     limits, on_progress, objective
         When to stop, whom to tell, and what is to be small.
 
@@ -130,7 +155,7 @@ def solve_portfolio(
         If the objective is unknown.
     """
     objective = checked_word("objective", objective, Objective)
-    started = time.monotonic()
+    started, pace = time.monotonic(), _Pace()
     limits = limits or Limits()
     results: list[Result] = []
     lines: list[str] = []
@@ -147,8 +172,11 @@ def solve_portfolio(
             lines.append(f"{name}: not run, as time was over")
             continue
         share = own_share or 1 / (count - index + (not has_found))
+        part = limits.share(share)
+        if own_share is not None:
+            part = part.at_least(LEAST_S * pace.wall_per_processor_s())
         try:
-            result = solve(problem, solver, limits=limits.share(share))
+            result = solve(problem, solver, limits=part)
         except SolverUnsuitableError as error:
             unsuitable = error
             lines.append(f"{name}: unsuitable: {error}")

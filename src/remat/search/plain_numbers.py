@@ -1,5 +1,6 @@
 """A graph on one device in plain numbers, as the native core takes it."""
 
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -31,6 +32,9 @@ class Numbers(NamedTuple):
     resident_bytes: int
 
 
+_KNOWN: dict[tuple[int, int], Numbers] = {}
+
+
 def plain_numbers(graph: TrainingGraph, kind_index: int = 0) -> Numbers:
     """Return what the native core needs of a graph, for orders on one device.
 
@@ -40,7 +44,20 @@ def plain_numbers(graph: TrainingGraph, kind_index: int = 0) -> Numbers:
         The graph that orders are for.
     kind_index
         Position of the device's kind in the ops' costs.
+
+    Notes
+    -----
+    Kept as long as the graph is: every solver asks, and to hash a graph takes longer
+    than to make them.
     """
+    key = (id(graph), kind_index)
+    if key not in _KNOWN:
+        _KNOWN[key] = _plain_numbers(graph, kind_index)
+        weakref.finalize(graph, _KNOWN.pop, key, None)
+    return _KNOWN[key]
+
+
+def _plain_numbers(graph: TrainingGraph, kind_index: int) -> Numbers:
     is_resident = [s.is_resident for s in graph.storages]
 
     def transient(storages: Sequence[int]) -> list[int]:

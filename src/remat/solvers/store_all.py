@@ -10,6 +10,7 @@ from typing import ClassVar
 from remat.core.bounds import cost_bound_ns, required_ops
 from remat.core.liveness import schedule_from_order, store_all_order
 from remat.core.problem import Limits, Problem, Proposal, Status
+from remat.core.schedule import Schedule
 from remat.core.simulator import simulate
 from remat.search.plain_numbers import plain_numbers
 from remat.search.retention_table import weigh_order
@@ -35,7 +36,7 @@ class StoreAll:
         """Return the store-all schedule, or INFEASIBLE if it does not fit."""
         graph, devices = problem.graph, problem.platform.devices
         order = store_all_order(graph)
-        schedule = schedule_from_order(graph, order)
+        schedule: Schedule | None = None
         bound_ns = cost_bound_ns(problem)
         kind_index = graph.kind_index(devices[0].kind)
         if len(devices) == 1 and None not in {
@@ -52,6 +53,7 @@ class StoreAll:
                     f"{budget:_} bytes"
                 )
         else:
+            schedule = schedule_from_order(graph, order)
             trace = simulate(graph, problem.platform, schedule)
             cost_ns = trace.serial_ns
             reason = "" if trace.violation is None else trace.violation.message
@@ -60,6 +62,6 @@ class StoreAll:
         is_needed = len(required_ops(graph)) == len(graph.ops)
         return Proposal(
             status=Status.OPTIMAL if is_needed else Status.FEASIBLE,
-            schedule=schedule,
+            schedule=schedule or schedule_from_order(graph, order),
             bound_ns=cost_ns if is_needed else bound_ns,
         )
