@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	--constraint constraints.txt
+# Threads that wait for each other do so asleep: workers share the cores.
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
+PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
 SOURCES := $(wildcard src tests studies examples)
 
 .DEFAULT_GOAL := help
@@ -22,11 +25,11 @@ demo: $(STAMPS)/demo ## train two real models plainly and within a budget
 	$(BIN)/python -m examples.demo $(DEMO_ARGS)
 
 test: $(STAMPS)/dev ## run the tests; PYTEST_ARGS="-k name" is passed on
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 $(PYTEST_ARGS)
+	$(PYTEST) $(PARALLEL) $(PYTEST_ARGS)
 
 # AREA names a folder or the beginning of files: solvers, test_units, cli/test_dev.
 check: $(STAMPS)/dev ## run the tests that take less than 5 s; AREA=solvers for tests/solvers*
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 -m "not slow" \
+	$(PYTEST) $(PARALLEL) -m "not slow" \
 		$(if $(AREA),$(or $(wildcard tests/$(AREA)*),$(error no tests/$(AREA)*))) \
 		$(PYTEST_ARGS)
 

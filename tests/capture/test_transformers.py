@@ -212,9 +212,10 @@ def segmenter(batch_count: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         "ForSemanticSegmentation",
         {
             "num_labels": 5,
-            "depths": [1, 1, 1, 1],
-            "hidden_sizes": [8, 16, 24, 32],
-            "num_attention_heads": [1, 2, 2, 4],
+            "num_encoder_blocks": 2,
+            "depths": [1, 1],
+            "hidden_sizes": [8, 16],
+            "num_attention_heads": [1, 2],
             "decoder_hidden_size": 16,
         },
     )

@@ -38,9 +38,9 @@ NEEDS_STRUCTURE = {*STRUCTURES, *FOR_SEVERAL_DEVICES}
 # Solvers that go on until time is over, or the optimum proved: little of it here, and
 # where two answers are compared, instances that take none to prove.
 TIMED: dict[str, Solver] = {
-    "checkmate": Checkmate(default_time_limit_s=2),
-    "checkmate-lp-rounding": CheckmateLpRounding(default_time_limit_s=2),
-    "moccasin": Moccasin(default_time_limit_s=2),
+    "checkmate": Checkmate(default_time_limit_s=1),
+    "checkmate-lp-rounding": CheckmateLpRounding(default_time_limit_s=1),
+    "moccasin": Moccasin(default_time_limit_s=1),
 }
 PROVED_SOON = {"once-only"}
 

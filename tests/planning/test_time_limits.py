@@ -140,6 +140,49 @@ def test_quick_solvers_come_first_and_may_take_nearly_all(clock: Clock):
     assert notes == [9.0, 4.0]
 
 
+def quick_parts(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, *, slowdown: float, limit_s: float
+) -> list[float]:
+    """Return what four quick solvers get that find nothing, then two that do, ..."""
+    begin_s = clock.now_s
+    monkeypatch.setattr(time, "thread_time", lambda: (clock.now_s - begin_s) / slowdown)
+    notes: list[float] = []
+    workers = [
+        (Worker(clock, notes, takes_s * slowdown, finds=finds), 0.5)
+        for takes_s, finds in [(0.2, False), (0.5, True), (0.5, True), (0.5, False)]
+    ]
+    graph = costly_and_needless()
+    solve_portfolio(
+        problem_of(graph, None), [], quick=workers, limits=Limits.after(limit_s)
+    )
+    return notes
+
+
+@pytest.mark.parametrize(
+    ("slowdown", "limit_s", "expected"),
+    [
+        # Half of 1 s, then at least 0.6 s, as long as fewer than two have found any.
+        (1.0, 1.0, [0.6, 0.6, 0.6]),
+        # By the clock it is all over after the first one; by the processor it is not.
+        (2.0, 1.0, [0.6, 1.2, 1.2]),
+        # However busy the machine is.
+        (8.0, 1.0, [0.6, 1.8, 1.8]),
+        (1.0, 10.0, [5.0, 4.9, 4.65, 4.4]),
+        # The turn of the third comes too late.
+        (1.0, 0.3, [0.6, 0.6]),
+    ],
+)
+def test_quick_solvers_get_what_they_need_for_a_first_schedule(
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    slowdown: float,
+    limit_s: float,
+    expected: list[float],
+):
+    parts = quick_parts(clock, monkeypatch, slowdown=slowdown, limit_s=limit_s)
+    assert parts == pytest.approx(expected)
+
+
 def test_solvers_whose_turn_comes_too_late_are_named_and_not_run(clock: Clock):
     notes: list[float] = []
     graph = mlp_chain().graph

@@ -36,21 +36,41 @@ LEAST_S = 0.6
 A solver that is stopped before its first schedule was run for nothing. For 10 000 ops
 the quick ones need about half a second each, which a share of a short limit is not."""
 
-_SLOWEST = 10.0
+_IN_ANY_CASE = 2
+"""How many of them, as none is the better one of two on all graphs."""
+
+_LATE_S = 0.25
+"""How late a quick solver may begin; with :data:`LEAST_S` it is less than a second."""
+
+_SLOWEST = 3.0
 
 
-class _Pace:
-    """How many seconds by the clock a second of the processor takes at present."""
+class _Stopwatch:
+    """Time since it was made: by the clock, and of the processor for this thread.
+
+    Where other programs have the processor, a limit by the clock passes before anything
+    was done in it. Quick solvers are held to the processor's time instead.
+    """
 
     def __init__(self) -> None:
-        self._begin_s = time.monotonic()
-        self._begin_processor_s = time.process_time()
+        self._started_s = time.monotonic()
+        self._processor_started_s = time.thread_time()
 
-    def wall_per_processor_s(self) -> float:
-        """Return it as it was since the beginning, 1 to 10."""
-        wall_s = time.monotonic() - self._begin_s
-        used_s = time.process_time() - self._begin_processor_s
-        return min(max(wall_s / used_s, 1.0), _SLOWEST) if used_s > 0 else 1.0
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds by the clock."""
+        return time.monotonic() - self._started_s
+
+    @property
+    def processor_s(self) -> float:
+        """Seconds of the processor."""
+        return time.thread_time() - self._processor_started_s
+
+    @property
+    def slowdown(self) -> float:
+        """How many seconds by the clock one of the processor takes, 1 to 3."""
+        used_s = self.processor_s
+        return min(max(self.elapsed_s / used_s, 1.0), _SLOWEST) if used_s else 1.0
 
 
 def judge(problem: Problem, solver_name: str, proposal: Proposal) -> Result:
@@ -103,10 +123,10 @@ def solve(
     SolverUnsuitableError
         If the solver cannot treat this kind of graph or platform.
     """
-    started = time.monotonic()
+    watch = _Stopwatch()
     proposal = solve_in_time(solver, problem, limits or Limits(), on_progress)
     result = judge(problem, type(solver).__name__, proposal)
-    return replace(result, elapsed_s=time.monotonic() - started)
+    return replace(result, elapsed_s=watch.elapsed_s)
 
 
 def solve_portfolio(
@@ -133,9 +153,10 @@ def solve_portfolio(
         left when its turn comes, so that what one leaves over goes to those after it.
         As long as nothing has been found, one part more is left for the caller.
     quick
-        Run before the others, each with the share of what is left that it may take. One
-        whose turn comes in time gets :data:`LEAST_S` in any case, even if that ends
-        after the limit.
+        Run before the others, each with the share of what is left that it may take.
+        Until two of them have found something, each gets :data:`LEAST_S` at least: they
+        are held to the limit by the time that they have of the processor, and may end
+        after it by less than a second.
     limits, on_progress, objective
         When to stop, whom to tell, and what is to be small.
 
@@ -155,8 +176,9 @@ def solve_portfolio(
         If the objective is unknown.
     """
     objective = checked_word("objective", objective, Objective)
-    started, pace = time.monotonic(), _Pace()
+    watch = _Stopwatch()
     limits = limits or Limits()
+    limit_s = limits.remaining_s
     results: list[Result] = []
     lines: list[str] = []
     unsuitable: SolverUnsuitableError | None = None
@@ -167,14 +189,18 @@ def solve_portfolio(
     for index, (solver, own_share) in enumerate(turns):
         name = type(solver).__name__
         on_progress(f"trying {solver_name(solver)}", index / count)
-        has_found = any(result.schedule is not None for result in results)
-        if results and limits.is_over:
+        found = sum(result.schedule is not None for result in results)
+        is_quick = own_share is not None
+        is_late = limits.is_over
+        if is_quick and found < _IN_ANY_CASE and limit_s is not None:
+            is_late = watch.processor_s >= limit_s + _LATE_S
+        if results and is_late:
             lines.append(f"{name}: not run, as time was over")
             continue
-        share = own_share or 1 / (count - index + (not has_found))
+        share = own_share or 1 / (count - index + (not found))
         part = limits.share(share)
-        if own_share is not None:
-            part = part.at_least(LEAST_S * pace.wall_per_processor_s())
+        if is_quick and found < _IN_ANY_CASE:
+            part = part.at_least(LEAST_S * watch.slowdown)
         try:
             result = solve(problem, solver, limits=part)
         except SolverUnsuitableError as error:
@@ -192,7 +218,7 @@ def solve_portfolio(
     best = min(results, key=partial(_rank, objective))
     if best.schedule is None and count > 1:
         best = _nothing_found(problem, results, limits)
-    return replace(best, candidates=tuple(lines), elapsed_s=time.monotonic() - started)
+    return replace(best, candidates=tuple(lines), elapsed_s=watch.elapsed_s)
 
 
 def _nothing_found(

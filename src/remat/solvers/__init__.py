@@ -73,8 +73,8 @@ AUTO: tuple[type[Solver], ...] = (
 
 QUICK: tuple[tuple[Solver, float], ...] = (
     (StoreAll(), 1.0),
-    (Revolve(), 0.4),
     (GreedyEviction(candidates=CANDIDATES[1:2], starts_from_segments=False), 0.9),
+    (Revolve(), 0.4),
     (GreedyEviction(candidates=CANDIDATES[2:3], starts_from_segments=False), 0.5),
     (GreedyEviction(candidates=(*CANDIDATES[:1], *CANDIDATES[3:])), 0.6),
 )
