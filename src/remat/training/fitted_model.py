@@ -1,5 +1,6 @@
 """A model whose calls run by plans: what :func:`remat.fit` installs on it."""
 
+import copy
 import functools
 import logging
 import time
@@ -43,6 +44,7 @@ from remat.runtime.callers import (
     transform_around,
 )
 from remat.runtime.variants import TracedCall, VariantBackend
+from remat.training.optimizer_steps import StepWatch
 from remat.training.request import PlanRequest, check_is_plannable, check_model
 from remat.training.step_planning import Planner, gradient_bytes, optimizer_memory
 
@@ -115,6 +117,8 @@ class FittedModel:
         self.previous_forward = (
             before.previous_forward if before else vars(model).get("forward")
         )
+        if isinstance(self.previous_forward, _CopiedForward):
+            self.previous_forward = self.previous_forward.forward
         self.planned_forward = PlannedForward(self)
         self._check_nesting()
         # What plans depend on, and may be changed between calls.
@@ -127,6 +131,12 @@ class FittedModel:
         self.backend.is_only_planned = is_only_planned
         self._compiled: dict[bool, Callable[..., Any]] = {}
         self._told: set[str] = set()
+        self._steps = StepWatch(
+            model,
+            request.optimizer,
+            self.tell,
+            counts_unknown=request.given_plan is not None and request.optimizer is None,
+        )
 
     # --- installing --------------------------------------------------------------
 
@@ -135,12 +145,14 @@ class FittedModel:
         self.model._compiled_call_impl = self
         self.model.forward = self.planned_forward
         self.model._replicate_for_data_parallel = _Replicating(self)
+        self._steps.begin()
 
     def uninstall(self) -> None:
         """Let the model's calls run as before it was fitted."""
         self.model._compiled_call_impl = self.previous_call
         vars(self.model).pop("_replicate_for_data_parallel", None)
         self._set_forward(self.previous_forward)
+        self._steps.end()
 
     def _set_forward(self, forward: Any) -> None:
         if forward is None:
@@ -289,6 +301,7 @@ class FittedModel:
         planner = self.planner
         is_training = not self.backend.stop_before_running
         if is_training:
+            self._steps.planned_calls += 1
             self._tell_of_buckets()
             self._renew_if_changed()
         runs_hooks = runs_hooks and has_forward_hooks(self.model)
@@ -455,8 +468,45 @@ class PlannedForward:
         return self.fitted.forward(args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copies and files of the model have the forward that it had before.
+        # Files of the model have the forward that it had before.
         return (_same, (self.fitted._forward_to_trace(),))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_CopiedForward":
+        plain = copy.deepcopy(self.fitted._forward_to_trace(), memo)
+        return _CopiedForward(plain, self.fitted.name)
+
+
+class _CopiedForward:
+    """The ``forward`` of a copy of a fitted model, which is not fitted itself.
+
+    Copies are made to average weights, or to look at, as often as to train.
+    """
+
+    def __init__(self, forward: Callable[..., Any], name: str) -> None:
+        self.forward = forward
+        self.name = name
+        self.is_told = False
+        functools.update_wrapper(
+            self, forward, (*functools.WRAPPER_ASSIGNMENTS, "__code__")
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.forward(*args, **kwargs)
+        is_training = getattr(getattr(self.forward, "__self__", None), "training", True)
+        if is_training and torch.is_grad_enabled() and not self.is_told:
+            self.is_told = True
+            warnings.warn(
+                f"a copy of a {self.name} that was fitted by remat is trained: copies "
+                "run plainly, without the plan, and no budget is kept. Call remat.fit "
+                "on the copy, or remat.release on the model before it is copied",
+                PlanWarning,
+                stacklevel=2,
+            )
+        return self.forward(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_same, (self.forward,))
 
 
 class _Replicating:

@@ -298,10 +298,10 @@ def test_copies_and_files_have_the_plain_forward() -> None:
         assert fitted_on(other) is None
         parameter = next(other.parameters())
         assert parameter is not next(model.parameters())
-        assert torch.equal(other.eval()(X), expected)
         with torch.no_grad():
+            assert torch.equal(other.eval()(X), expected)
             parameter.zero_()
-        assert not torch.equal(other(X), expected)
+            assert not torch.equal(other(X), expected)
     average = torch.optim.swa_utils.AveragedModel(model)
     assert torch.equal(average.eval()(X), expected)
 
@@ -471,3 +471,72 @@ def test_without_gradients_the_models_own_forward_runs() -> None:
     model(x).sum().backward()
     assert calls() == 1
     assert x.grad is not None
+
+
+def test_a_copy_that_is_trained_is_told_of_once() -> None:
+    model, _ = fitted()
+    plain, other = made(), copy.deepcopy(model)
+    with pytest.warns(PlanWarning, match="a copy of a .* was fitted by remat"):
+        first = step(other, other)
+    assert all(map(torch.equal, first, step(plain, plain)))
+    step(other, other)
+    compiled = copy.deepcopy(model)
+    step(compiled, torch.compile(compiled, backend="eager", fullgraph=True))
+    fit(other)
+    assert fitted_on(other) is not None
+    assert all(map(torch.equal, step(plain, plain), step(other, other)))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_steps_without_a_planned_call_are_told_of_once(is_compiled: bool) -> None:
+    """A forward that was taken before the model was fitted calls nothing of remat."""
+    model = made()
+    taken = (
+        torch.compile(model.forward, backend="eager") if is_compiled else model.forward
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    remat.fit(model, X, budget="60%", loss=square, optimizer=optimizer)
+    square(taken(X)).backward()
+    with pytest.warns(PlanWarning, match="SGD steps parameters of .* not called since"):
+        optimizer.step()
+    square(taken(X)).backward()
+    optimizer.step()
+
+
+def test_steps_of_planned_calls_are_not_told_of() -> None:
+    model = made()
+    half = len(list(model.parameters())) // 2
+    first = torch.optim.SGD(list(model.parameters())[:half], 0.1)
+    second = torch.optim.SGD(list(model.parameters())[half:], 0.1)
+    square(model(X)).backward()
+    remat.fit(model, X, budget="60%", loss=square)
+    for _ in range(2):
+        first.step()
+        second.step()
+        model.zero_grad()
+        square(model(X)).backward()
+
+
+def test_an_optimizer_that_no_plan_counts_is_told_of_once() -> None:
+    model = made()
+    counted = torch.optim.SGD(model.parameters(), 0.1)
+    remat.fit(model, X, budget="60%", loss=square, optimizer=counted)
+    for optimizer in (counted, torch.optim.Adam(model.parameters())):
+        model.zero_grad()
+        square(model(X)).backward()
+        if optimizer is counted:
+            optimizer.step()
+            continue
+        size_bytes = sum(2 * p.nbytes + 4 for p in model.parameters())
+        with pytest.warns(PlanWarning, match=rf"state of .* \({size_bytes} bytes\)"):
+            optimizer.step()
+        model.zero_grad()
+        square(model(X)).backward()
+        optimizer.step()
+
+
+def test_after_release_steps_are_nobodys_business() -> None:
+    model, _ = fitted()
+    remat.release(model)
+    square(model(X)).backward()
+    torch.optim.Adam(model.parameters()).step()
