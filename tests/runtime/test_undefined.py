@@ -94,7 +94,7 @@ def test_training_alternating_heads_is_bitwise_plain() -> None:
         model, x = Heads(), torch.randn(4, 8)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
         if is_fitted:
-            remat.fit(model, x, budget=10**7, costs="estimated")
+            remat.fit(model, x, budget=10**7, costs="estimated", optimizer=optimizer)
         for name in ("first", "left", "second", "first"):
             optimizer.zero_grad()
             LOSSES[name](model(x)).backward()
