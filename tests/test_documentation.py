@@ -28,6 +28,7 @@ PAGES_WITH_CODE = [
     "docs/usage.md",
     "docs/extending.md",
     "docs/lower-sets.md",
+    "docs/reference.md",
     "docs/chains/revolve.md",
     "docs/chains/levels.md",
     "docs/chains/joins.md",

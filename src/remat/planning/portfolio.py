@@ -29,7 +29,6 @@ from remat.solvers.base import (
     solve_in_time,
 )
 
-
 LEAST_S = 0.6
 """What a quick solver gets in any case, in seconds of the processor.
 
