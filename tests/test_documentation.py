@@ -106,11 +106,10 @@ class TestCode:
         for number, code in enumerate(found):
             exec(compile(code, f"{page}, block {number}", "exec"), names)
 
-    @pytest.mark.parametrize("page", ["README.md", "docs/command-line.md"])
     def test_factory_of_the_command_line_works(
-        self, page: str, capsys: pytest.CaptureFixture[str]
+        self, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        *_, factory = blocks(read(page), "python")
+        *_, factory = blocks(read("docs/command-line.md"), "python")
         Path("train.py").write_text(factory, encoding="utf-8")
         words = ["plan", "train.py", "--budget", "60%", "--estimated", "--quiet"]
         assert main([*words, "--output", "plan.json"]) == ExitCode.OK
@@ -125,12 +124,15 @@ class TestCode:
         }
         assert with_code == {*PAGES_WITH_CODE, "docs/command-line.md"}
 
-    @pytest.mark.parametrize("page", ["README.md", "docs/command-line.md"])
-    def test_commands_shown_can_be_parsed(self, page: str) -> None:
-        shown = re.findall(r"^remat ([a-z].*)$", "".join(blocks(read(page), "console")))
-        lines = [line.split("#")[0].split() for line in shown]
-        for words in lines:
-            assert words[0] in {command.name for command in COMMANDS}, words
+    def test_commands_shown_exist(self) -> None:
+        texts = [page.read_text(encoding="utf-8") for page in PAGES]
+        consoles = "".join(code for text in texts for code in blocks(text, "console"))
+        shown = [
+            *re.findall(r"^remat ([a-z-]+)", consoles, re.MULTILINE),
+            *re.findall(r"`remat ([a-z-]+) [^`]*`", "".join(map(prose, texts))),
+        ]
+        assert len(shown) >= 9
+        assert set(shown) <= {command.name for command in COMMANDS}
 
 
 class TestLinks:
@@ -155,10 +157,16 @@ class TestLinks:
                 target = (page.parent / link.partition("#")[0]).resolve()
                 assert target.is_relative_to(DOCS), link
 
-    def test_readme_leads_to_every_page(self) -> None:
-        linked = set(_LINK.findall(read("README.md")))
-        pages = {p.relative_to(ROOT).as_posix() for p in DOCS.glob("*.md")}
-        assert pages <= linked
+    def test_readme_leads_to_the_page_that_leads_to_every_page(self) -> None:
+        assert "docs/index.md#all-pages" in _LINK.findall(read("README.md"))
+        linked = set(_LINK.findall(sections(read("docs/index.md"))["All pages"]))
+        pages = {p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md")}
+        assert linked == pages - {"index.md"}
+
+    def test_no_two_pages_have_the_same_title(self) -> None:
+        pages = DOCS.rglob("*.md")
+        titles = [page.read_text(encoding="utf-8").splitlines()[0] for page in pages]
+        assert len(set(titles)) == len(titles)
 
 
 class TestSolvers:
@@ -190,9 +198,40 @@ class TestSolvers:
         )
         assert described == [solver.__name__ for solver in AUTO]
 
-    def test_readme_lists_them_all(self) -> None:
-        table = rows(sections(read("README.md"))["Solvers"])
-        assert [row[0] for row in table] == [f"`{name}`" for name in SOLVERS]
+    def test_how_it_works_names_the_same_ones(self) -> None:
+        text = sections(read("docs/how-it-works.md"))["3 Plan"]
+        assert len(AUTO) == 7
+        assert '`solver="auto"` runs seven' in text
+        listed = "".join(re.findall(r"^\d\. (.*?)[:,]", text, re.MULTILINE))
+        assert set(re.findall(r"`(\w+)`", listed)) == {one.__name__ for one in AUTO}
+
+    def test_readme_says_how_many_there_are(self) -> None:
+        assert "nineteen solvers" in read("README.md")
+        assert len(SOLVERS) == 19
+
+
+class TestRooms:
+    """The page of rooms has every room, and its answers are files that exist."""
+
+    PACKAGE = ROOT / "src/remat"
+    QUESTIONS = 20
+
+    @pytest.mark.parametrize("page", ["docs/design/rooms.md", "docs/how-it-works.md"])
+    def test_every_room_is_there(self, page: str) -> None:
+        found = {path.parent.name for path in self.PACKAGE.glob("*/__init__.py")}
+        named = {
+            name for row in rows(read(page)) for name in re.findall(r"`(\w+)`", row[0])
+        }
+        assert found <= named
+
+    def test_each_question_of_the_newcomer_has_a_file(self) -> None:
+        text = sections(read("docs/design/rooms.md"))["A newcomer's test"]
+        asked = re.findall(r"^(\d+)\. .*\?$", text, re.MULTILINE)
+        assert asked == [str(number + 1) for number in range(self.QUESTIONS)]
+        answers = rows(text)
+        assert [number for number, _ in answers] == asked
+        for _, answer in answers:
+            assert (self.PACKAGE / answer.strip("`")).is_file(), answer
 
 
 def public_names() -> set[str]:
@@ -219,7 +258,7 @@ def signature(name: str) -> str:
 
 
 def study_line(model: str, case: str, **more: Any) -> dict[str, Any]:
-    """Return a line of results of a study, as far as the README's table reads it."""
+    """Return a line of results of a study, as far as the table of models reads it."""
     line: dict[str, Any] = {
         "model": model,
         "case": case,
@@ -235,7 +274,7 @@ def study_line(model: str, case: str, **more: Any) -> dict[str, Any]:
 
 
 class TestHeadline:
-    """The table of the README says what the recorded results say."""
+    """The table of ten models says what the recorded results say, the README too."""
 
     def written(self, folder: Path, *lines: dict[str, Any]) -> list[list[str]]:
         text = "\n".join(json.dumps(line) for line in lines)
@@ -275,10 +314,16 @@ class TestHeadline:
         )
         assert row[3] == "40.0 MiB, 1.25 x, **over budget**, **not exact**"
 
-    def test_readme_has_the_place(self) -> None:
-        assert "<!-- headline -->\n" in read("README.md")
+    def test_page_has_the_place(self) -> None:
+        assert "<!-- headline -->\n" in read("docs/studies.md")
         with pytest.raises(ValueError, match="headline"):
             headline.fill("nothing", headline.Results(ROOT))
+
+    def test_readme_shows_rows_of_the_table(self) -> None:
+        table = rows(sections(read("docs/studies.md"))["In one table"])
+        shown = rows(sections(read("README.md"))["Measured"])
+        assert len(shown) == 3
+        assert all(row in table for row in shown)
 
 
 class TestReference:
