@@ -57,7 +57,9 @@ def fill(page: str, results: Results) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m studies.headline")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs/studies.md", metavar="FILE")
+    parser.add_argument(
+        "--page", type=Path, default=ROOT / "docs/studies.md", metavar="FILE"
+    )
     options = parser.parse_args(arguments)
     page = options.page.read_text(encoding="utf-8")
     options.page.write_text(fill(page, Results(options.results)), encoding="utf-8")

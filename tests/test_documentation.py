@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import inspect
 import json
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +14,12 @@ import pytest
 import torch
 
 import remat
+from remat import algorithms
 from remat.cli import main
 from remat.cli.base import ExitCode
 from remat.cli.commands import COMMANDS
 from remat.solvers import AUTO, SOLVERS
-from studies import headline
+from studies import headline, notebook
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -135,6 +137,81 @@ class TestCode:
         assert set(shown) <= {command.name for command in COMMANDS}
 
 
+class TestNotebook:
+    """The notebook of first steps runs, and holds what it showed."""
+
+    @pytest.fixture
+    def cells(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[list[dict[str, Any]]]:
+        monkeypatch.setenv("REMAT_CACHE_DIR", str(tmp_path))
+        yield notebook.load(notebook.NOTEBOOK)["cells"]
+        torch.compiler.reset()
+
+    @pytest.mark.slow
+    def test_it_runs_and_keeps_its_promises(self, cells: list[dict[str, Any]]) -> None:
+        kept = [self.shown(cell) for cell in cells]
+        notebook.run({"cells": cells})
+        found = [self.shown(cell) for cell in cells]
+        assert [[kind for kind, _ in cell] for cell in kept] == [
+            [kind for kind, _ in cell] for cell in found
+        ]
+        text = "".join(part for cell in found for _, part in cell)
+        for promise in ("within the budget: True", "same bits: True"):
+            assert promise in text
+        assert "False" not in text
+        assert found[-2][-1] == ("text/plain", "True")
+
+    def shown(self, cell: dict[str, Any]) -> list[tuple[str, str]]:
+        """Return the kind and the text of all that a cell shows."""
+        return [
+            part
+            for output in cell.get("outputs", [])
+            for part in output.get("data", {"stdout": output.get("text")}).items()
+        ]
+
+    def test_its_page_has_its_text_its_code_and_what_it_showed(self) -> None:
+        loaded = notebook.load(notebook.NOTEBOOK)
+        page = notebook.markdown(loaded)
+        assert page.startswith("# First steps\n")
+        for cell in loaded["cells"]:
+            assert cell["source"] in page
+            for kind, text in self.shown(cell):
+                assert kind == "text/plain" or text.rstrip() in page
+        assert "<strong>plan for Sequential</strong>" in page
+
+    def test_references_of_docstrings_become_links(self) -> None:
+        html = notebook.on_page_content("as :func:<code>~remat.core.units.f</code>.")
+        name = "remat.core.units.f"
+        assert html == (
+            f'as <autoref optional identifier="{name}"><code>f</code></autoref>.'
+        )
+
+
+class TestGenerated:
+    """The pages made from docstrings name what exists, and all that is public."""
+
+    NAMES = tuple(
+        name
+        for page in sorted((DOCS / "api").glob("*.md"))
+        for name in re.findall(r"^::: (\S+)$", page.read_text("utf-8"), re.MULTILINE)
+    )
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_name_exists_and_is_documented(self, name: str) -> None:
+        assert pkgutil.resolve_name(name).__doc__
+
+    def test_everything_public_is_there(self) -> None:
+        there = [pkgutil.resolve_name(name) for name in self.NAMES]
+        modules = {one.__name__ for one in there if inspect.ismodule(one)}
+        for package, names in ((remat, public_names()), (algorithms, dir(algorithms))):
+            for name in names:
+                value = getattr(package, name)
+                if name.startswith("_") or not callable(value):
+                    continue
+                assert value in there or value.__module__ in modules, name
+
+
 class TestLinks:
     """Links inside the documentation lead to a page and a heading that exist."""
 
@@ -160,8 +237,14 @@ class TestLinks:
     def test_readme_leads_to_the_page_that_leads_to_every_page(self) -> None:
         assert "docs/index.md#all-pages" in _LINK.findall(read("README.md"))
         linked = set(_LINK.findall(sections(read("docs/index.md"))["All pages"]))
-        pages = {p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md")}
-        assert linked == pages - {"index.md"}
+        pages = {*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")} - {DOCS / "index.md"}
+        assert linked == {page.relative_to(DOCS).as_posix() for page in pages}
+
+    def test_every_picture_is_shown(self) -> None:
+        pictures = {path.relative_to(DOCS).as_posix() for path in DOCS.glob("images/*")}
+        texts = [page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md")]
+        shown = re.findall(r"!\[[^\]]*\]\((?:\.\./)?(images/\S+)\)", "\n".join(texts))
+        assert pictures == set(shown)
 
     def test_no_two_pages_have_the_same_title(self) -> None:
         pages = DOCS.rglob("*.md")
