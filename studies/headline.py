@@ -1,7 +1,8 @@
-"""The table in the README, from the recorded results; runs no model.
+"""The table of ten models in docs/studies.md, from recorded results; runs no model.
 
 ``python -m studies.headline`` rewrites what stands between ``<!-- headline -->`` and
-``<!-- end headline -->``. Run it after :mod:`studies.tables` when results change.
+``<!-- end headline -->``. Run it after :mod:`studies.tables` when results change; the
+README shows some of the rows.
 """
 
 import argparse
@@ -56,7 +57,9 @@ def fill(page: str, results: Results) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m studies.headline")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
-    parser.add_argument("--page", type=Path, default=ROOT / "README.md", metavar="FILE")
+    parser.add_argument(
+        "--page", type=Path, default=ROOT / "docs/studies.md", metavar="FILE"
+    )
     options = parser.parse_args(arguments)
     page = options.page.read_text(encoding="utf-8")
     options.page.write_text(fill(page, Results(options.results)), encoding="utf-8")

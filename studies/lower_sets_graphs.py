@@ -35,12 +35,12 @@ from remat.algorithms.lower_sets.choice import (
 from remat.algorithms.lower_sets.families import Family, all_lower_sets, ancestor_sets
 from remat.algorithms.lower_sets.forward_graph import ForwardGraph
 from remat.algorithms.lower_sets.programs import (
-    Objective,
-    Query,
+    LowerSetObjective,
+    LowerSetQuery,
     Segmentation,
+    plan_lower_sets,
     smallest_budget,
-    solve,
-    sweep,
+    sweep_lower_sets,
 )
 from remat.algorithms.lower_sets.recurrences import Found, solve_lower_sets
 from remat.core.liveness import insert_discards
@@ -130,17 +130,19 @@ def plan(graph: ForwardGraph, make: Callable[[ForwardGraph], Family]) -> dict[st
     base = least if exact else exact_smallest(graph, least)
     for multiple in MULTIPLES:
         for objective, charge_last in (
-            (Objective.LEAST_OVERHEAD, False),
-            (Objective.LEAST_OVERHEAD, True),
-            (Objective.MOST_OVERHEAD, True),
+            (LowerSetObjective.LEAST_OVERHEAD, False),
+            (LowerSetObjective.LEAST_OVERHEAD, True),
+            (LowerSetObjective.MOST_OVERHEAD, True),
         ):
-            query = Query(
+            query = LowerSetQuery(
                 budget_bytes=int(base * multiple),
                 objective=objective,
                 charge_last=charge_last,
             )
             clock = Timed()
-            (found,) = timed(partial(sweep, graph, family, [query]), clock, 3)
+            (found,) = timed(
+                partial(sweep_lower_sets, graph, family, [query]), clock, 3
+            )
             line["queries"].append(
                 {
                     "multiple": multiple,
@@ -181,15 +183,15 @@ def plan_approximately(graph: ForwardGraph) -> dict[str, Any]:
     line = plan(graph, approximate_family)
     pruned = ancestor_sets(graph)
     least = smallest_budget(graph, pruned, refinements=0).peak_bytes
-    query = Query(budget_bytes=least, charge_last=True)
+    query = LowerSetQuery(budget_bytes=least, charge_last=True)
     line["pruned"] = {
         "sets": len(pruned),
         "smallest_budget_bytes": least,
         "overhead_percent": share(
-            graph, solve(graph, pruned, query, refinements=0).overhead
+            graph, plan_lower_sets(graph, pruned, query, refinements=0).overhead
         ),
         "overhead_percent_here": share(
-            graph, solve(graph, approximate_family(graph), query).overhead
+            graph, plan_lower_sets(graph, approximate_family(graph), query).overhead
         ),
     }
     line["chosen"] = choose_family(graph).label
@@ -219,7 +221,7 @@ def plan_plainly(graph: ForwardGraph, case: str) -> dict[str, Any]:
         queries.append(
             {
                 "multiple": multiple,
-                "objective": Objective.LEAST_OVERHEAD.value,
+                "objective": LowerSetObjective.LEAST_OVERHEAD.value,
                 "charge_last": False,
                 "overhead": overhead if ended else None,
                 "timed_out": not ended,
@@ -257,8 +259,11 @@ def candidates(graph: ForwardGraph, budgets: int = 40) -> Iterator[Segmentation]
     """
     family = choose_family(graph)
     objectives = {
-        None: (*Objective,),
-        graph.memory_bytes: (Objective.LEAST_OVERHEAD, Objective.MOST_OVERHEAD),
+        None: (*LowerSetObjective,),
+        graph.memory_bytes: (
+            LowerSetObjective.LEAST_OVERHEAD,
+            LowerSetObjective.MOST_OVERHEAD,
+        ),
     }
     for segment_bytes, wanted in objectives.items():
         charged = replace(graph, segment_bytes=segment_bytes)
@@ -266,14 +271,14 @@ def candidates(graph: ForwardGraph, budgets: int = 40) -> Iterator[Segmentation]
         most = sum(charged.charged_bytes)
         ratio = (most / least) ** (1 / (budgets - 1))
         queries = [
-            Query(
+            LowerSetQuery(
                 budget_bytes=int(least * ratio**step) + 1,
                 objective=objective,
-                charge_last=objective is Objective.MOST_OVERHEAD,
+                charge_last=objective is LowerSetObjective.MOST_OVERHEAD,
             )
             for step, objective in product(range(budgets), wanted)
         ]
-        for found in sweep(charged, family, queries, refinements=1):
+        for found in sweep_lower_sets(charged, family, queries, refinements=1):
             if found is not None:
                 yield found
 
@@ -307,7 +312,9 @@ def judge_all(graph: ForwardGraph) -> dict[str, Any]:
 
 def one_segment(graph: ForwardGraph) -> Segmentation:
     """Return the segmentation that keeps everything."""
-    return solve(graph, ancestor_sets(graph), Query(budget_bytes=2**60))
+    return plan_lower_sets(
+        graph, ancestor_sets(graph), LowerSetQuery(budget_bytes=2**60)
+    )
 
 
 def measure(network: str, case: str) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from dataclasses import replace
 import remat
 from remat.algorithms.lower_sets.families import all_lower_sets
 from remat.algorithms.lower_sets.programs import (
-    Objective,
-    Query,
+    LowerSetObjective,
+    LowerSetQuery,
+    plan_lower_sets,
     smallest_budget,
-    solve,
 )
 from remat.core.graph import TrainingGraph
 from remat.planning.one_device import plan_graph
@@ -56,8 +56,10 @@ def draw_segments(graph: TrainingGraph) -> None:
     forward = replace(values.graph, name=graph.name)
     least = smallest_budget(forward, family).peak_bytes
     # The coarsest segments that fit are the easiest to see.
-    query = Query(budget_bytes=int(SLACK * least), objective=Objective.MOST_OVERHEAD)
-    found = solve(forward, family, query)
+    query = LowerSetQuery(
+        budget_bytes=int(SLACK * least), objective=LowerSetObjective.MOST_OVERHEAD
+    )
+    found = plan_lower_sets(forward, family, query)
     ax = segments_figure(forward, found.segment_of)
     save_figure(ax, IMAGES / "lower-sets-segments.svg")
 

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import inspect
 import json
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +14,12 @@ import pytest
 import torch
 
 import remat
+from remat import algorithms
 from remat.cli import main
 from remat.cli.base import ExitCode
 from remat.cli.commands import COMMANDS
 from remat.solvers import AUTO, SOLVERS
-from studies import headline
+from studies import headline, notebook
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -28,6 +30,7 @@ PAGES_WITH_CODE = [
     "docs/usage.md",
     "docs/extending.md",
     "docs/lower-sets.md",
+    "docs/reference.md",
     "docs/chains/revolve.md",
     "docs/chains/levels.md",
     "docs/chains/joins.md",
@@ -105,11 +108,10 @@ class TestCode:
         for number, code in enumerate(found):
             exec(compile(code, f"{page}, block {number}", "exec"), names)
 
-    @pytest.mark.parametrize("page", ["README.md", "docs/command-line.md"])
     def test_factory_of_the_command_line_works(
-        self, page: str, capsys: pytest.CaptureFixture[str]
+        self, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        *_, factory = blocks(read(page), "python")
+        *_, factory = blocks(read("docs/command-line.md"), "python")
         Path("train.py").write_text(factory, encoding="utf-8")
         words = ["plan", "train.py", "--budget", "60%", "--estimated", "--quiet"]
         assert main([*words, "--output", "plan.json"]) == ExitCode.OK
@@ -124,12 +126,90 @@ class TestCode:
         }
         assert with_code == {*PAGES_WITH_CODE, "docs/command-line.md"}
 
-    @pytest.mark.parametrize("page", ["README.md", "docs/command-line.md"])
-    def test_commands_shown_can_be_parsed(self, page: str) -> None:
-        shown = re.findall(r"^remat ([a-z].*)$", "".join(blocks(read(page), "console")))
-        lines = [line.split("#")[0].split() for line in shown]
-        for words in lines:
-            assert words[0] in {command.name for command in COMMANDS}, words
+    def test_commands_shown_exist(self) -> None:
+        texts = [page.read_text(encoding="utf-8") for page in PAGES]
+        consoles = "".join(code for text in texts for code in blocks(text, "console"))
+        shown = [
+            *re.findall(r"^remat ([a-z-]+)", consoles, re.MULTILINE),
+            *re.findall(r"`remat ([a-z-]+) [^`]*`", "".join(map(prose, texts))),
+        ]
+        assert len(shown) >= 9
+        assert set(shown) <= {command.name for command in COMMANDS}
+
+
+class TestNotebook:
+    """The notebook of first steps runs, and holds what it showed."""
+
+    @pytest.fixture
+    def cells(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[list[dict[str, Any]]]:
+        monkeypatch.setenv("REMAT_CACHE_DIR", str(tmp_path))
+        yield notebook.load(notebook.NOTEBOOK)["cells"]
+        torch.compiler.reset()
+
+    @pytest.mark.slow
+    def test_it_runs_and_keeps_its_promises(self, cells: list[dict[str, Any]]) -> None:
+        kept = [self.shown(cell) for cell in cells]
+        notebook.run({"cells": cells})
+        found = [self.shown(cell) for cell in cells]
+        assert [[kind for kind, _ in cell] for cell in kept] == [
+            [kind for kind, _ in cell] for cell in found
+        ]
+        text = "".join(part for cell in found for _, part in cell)
+        for promise in ("within the budget: True", "same bits: True"):
+            assert promise in text
+        assert "False" not in text
+        assert found[-2][-1] == ("text/plain", "True")
+
+    def shown(self, cell: dict[str, Any]) -> list[tuple[str, str]]:
+        """Return the kind and the text of all that a cell shows."""
+        return [
+            part
+            for output in cell.get("outputs", [])
+            for part in output.get("data", {"stdout": output.get("text")}).items()
+        ]
+
+    def test_its_page_has_its_text_its_code_and_what_it_showed(self) -> None:
+        loaded = notebook.load(notebook.NOTEBOOK)
+        page = notebook.markdown(loaded)
+        assert page.startswith("# First steps\n")
+        for cell in loaded["cells"]:
+            assert cell["source"] in page
+            for kind, text in self.shown(cell):
+                assert kind == "text/plain" or text.rstrip() in page
+        assert "<strong>plan for Sequential</strong>" in page
+
+    def test_references_of_docstrings_become_links(self) -> None:
+        html = notebook.on_page_content("as :func:<code>~remat.core.units.f</code>.")
+        name = "remat.core.units.f"
+        assert html == (
+            f'as <autoref optional identifier="{name}"><code>f</code></autoref>.'
+        )
+
+
+class TestGenerated:
+    """The pages made from docstrings name what exists, and all that is public."""
+
+    NAMES = tuple(
+        name
+        for page in sorted((DOCS / "api").glob("*.md"))
+        for name in re.findall(r"^::: (\S+)$", page.read_text("utf-8"), re.MULTILINE)
+    )
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_name_exists_and_is_documented(self, name: str) -> None:
+        assert pkgutil.resolve_name(name).__doc__
+
+    def test_everything_public_is_there(self) -> None:
+        there = [pkgutil.resolve_name(name) for name in self.NAMES]
+        modules = {one.__name__ for one in there if inspect.ismodule(one)}
+        for package, names in ((remat, public_names()), (algorithms, dir(algorithms))):
+            for name in names:
+                value = getattr(package, name)
+                if name.startswith("_") or not callable(value):
+                    continue
+                assert value in there or value.__module__ in modules, name
 
 
 class TestLinks:
@@ -154,10 +234,22 @@ class TestLinks:
                 target = (page.parent / link.partition("#")[0]).resolve()
                 assert target.is_relative_to(DOCS), link
 
-    def test_readme_leads_to_every_page(self) -> None:
-        linked = set(_LINK.findall(read("README.md")))
-        pages = {p.relative_to(ROOT).as_posix() for p in DOCS.glob("*.md")}
-        assert pages <= linked
+    def test_readme_leads_to_the_page_that_leads_to_every_page(self) -> None:
+        assert "docs/index.md#all-pages" in _LINK.findall(read("README.md"))
+        linked = set(_LINK.findall(sections(read("docs/index.md"))["All pages"]))
+        pages = {*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")} - {DOCS / "index.md"}
+        assert linked == {page.relative_to(DOCS).as_posix() for page in pages}
+
+    def test_every_picture_is_shown(self) -> None:
+        pictures = {path.relative_to(DOCS).as_posix() for path in DOCS.glob("images/*")}
+        texts = [page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md")]
+        shown = re.findall(r"!\[[^\]]*\]\((?:\.\./)?(images/\S+)\)", "\n".join(texts))
+        assert pictures == set(shown)
+
+    def test_no_two_pages_have_the_same_title(self) -> None:
+        pages = DOCS.rglob("*.md")
+        titles = [page.read_text(encoding="utf-8").splitlines()[0] for page in pages]
+        assert len(set(titles)) == len(titles)
 
 
 class TestSolvers:
@@ -189,9 +281,40 @@ class TestSolvers:
         )
         assert described == [solver.__name__ for solver in AUTO]
 
-    def test_readme_lists_them_all(self) -> None:
-        table = rows(sections(read("README.md"))["Solvers"])
-        assert [row[0] for row in table] == [f"`{name}`" for name in SOLVERS]
+    def test_how_it_works_names_the_same_ones(self) -> None:
+        text = sections(read("docs/how-it-works.md"))["3 Plan"]
+        assert len(AUTO) == 7
+        assert '`solver="auto"` runs seven' in text
+        listed = "".join(re.findall(r"^\d\. (.*?)[:,]", text, re.MULTILINE))
+        assert set(re.findall(r"`(\w+)`", listed)) == {one.__name__ for one in AUTO}
+
+    def test_readme_says_how_many_there_are(self) -> None:
+        assert "nineteen solvers" in read("README.md")
+        assert len(SOLVERS) == 19
+
+
+class TestRooms:
+    """The page of rooms has every room, and its answers are files that exist."""
+
+    PACKAGE = ROOT / "src/remat"
+    QUESTIONS = 20
+
+    @pytest.mark.parametrize("page", ["docs/design/rooms.md", "docs/how-it-works.md"])
+    def test_every_room_is_there(self, page: str) -> None:
+        found = {path.parent.name for path in self.PACKAGE.glob("*/__init__.py")}
+        named = {
+            name for row in rows(read(page)) for name in re.findall(r"`(\w+)`", row[0])
+        }
+        assert found <= named
+
+    def test_each_question_of_the_newcomer_has_a_file(self) -> None:
+        text = sections(read("docs/design/rooms.md"))["A newcomer's test"]
+        asked = re.findall(r"^(\d+)\. .*\?$", text, re.MULTILINE)
+        assert asked == [str(number + 1) for number in range(self.QUESTIONS)]
+        answers = rows(text)
+        assert [number for number, _ in answers] == asked
+        for _, answer in answers:
+            assert (self.PACKAGE / answer.strip("`")).is_file(), answer
 
 
 def public_names() -> set[str]:
@@ -218,7 +341,7 @@ def signature(name: str) -> str:
 
 
 def study_line(model: str, case: str, **more: Any) -> dict[str, Any]:
-    """Return a line of results of a study, as far as the README's table reads it."""
+    """Return a line of results of a study, as far as the table of models reads it."""
     line: dict[str, Any] = {
         "model": model,
         "case": case,
@@ -234,7 +357,7 @@ def study_line(model: str, case: str, **more: Any) -> dict[str, Any]:
 
 
 class TestHeadline:
-    """The table of the README says what the recorded results say."""
+    """The table of ten models says what the recorded results say, the README too."""
 
     def written(self, folder: Path, *lines: dict[str, Any]) -> list[list[str]]:
         text = "\n".join(json.dumps(line) for line in lines)
@@ -274,10 +397,16 @@ class TestHeadline:
         )
         assert row[3] == "40.0 MiB, 1.25 x, **over budget**, **not exact**"
 
-    def test_readme_has_the_place(self) -> None:
-        assert "<!-- headline -->\n" in read("README.md")
+    def test_page_has_the_place(self) -> None:
+        assert "<!-- headline -->\n" in read("docs/studies.md")
         with pytest.raises(ValueError, match="headline"):
             headline.fill("nothing", headline.Results(ROOT))
+
+    def test_readme_shows_rows_of_the_table(self) -> None:
+        table = rows(sections(read("docs/studies.md"))["In one table"])
+        shown = rows(sections(read("README.md"))["Measured"])
+        assert len(shown) == 3
+        assert all(row in table for row in shown)
 
 
 class TestReference:

@@ -114,7 +114,7 @@ class SolverUnsuitableError(RematError, ValueError):
 
 
 class ExecutionError(RematError, RuntimeError):
-    """The runtime deviates from its plan (a value differs, a plan is missing)."""
+    """A plan cannot be run: a value or a device is not there, or the model is gone."""
 
 
 class FileFormatError(RematError, ValueError):

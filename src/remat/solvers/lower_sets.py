@@ -45,11 +45,11 @@ from remat.algorithms.lower_sets.choice import (
 )
 from remat.algorithms.lower_sets.families import Family
 from remat.algorithms.lower_sets.programs import (
-    Objective,
-    Query,
+    LowerSetObjective,
+    LowerSetQuery,
     Segmentation,
     smallest_budget,
-    sweep,
+    sweep_lower_sets,
 )
 from remat.core.checks import checked_integer, checked_record
 from remat.core.problem import Limits, Problem, Proposal
@@ -136,7 +136,7 @@ class _Search(OrderSearch):
         for index, model_budget in enumerate(budgets):
             if self.is_over:
                 return
-            if self.ask(model_budget, tuple(Objective)):
+            if self.ask(model_budget, tuple(LowerSetObjective)):
                 low = model_budget
             yield (index + 1) / len(budgets)
         high = min((b for b in budgets if b > low), default=low)
@@ -144,16 +144,16 @@ class _Search(OrderSearch):
             if self.is_over:
                 return
             middle = (low + high) // 2
-            fits = self.ask(middle, (Objective.LEAST_OVERHEAD,))
+            fits = self.ask(middle, (LowerSetObjective.LEAST_OVERHEAD,))
             low, high = (middle, high) if fits else (low, middle)
             yield 1.0
 
-    def ask(self, model_budget: int, objectives: Sequence[Objective]) -> bool:
+    def ask(self, model_budget: int, objectives: Sequence[LowerSetObjective]) -> bool:
         """Lift the program's answers; return whether any of them fits."""
-        answers = sweep(
+        answers = sweep_lower_sets(
             self.values.graph,
             self.family,
-            [Query(budget_bytes=model_budget, objective=o) for o in objectives],
+            [LowerSetQuery(budget_bytes=model_budget, objective=o) for o in objectives],
             deadline_s=self.limits.deadline_s,
         )
         peaks = [self.lift(found) for found in answers if found is not None]

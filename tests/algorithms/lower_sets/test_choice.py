@@ -30,7 +30,11 @@ from remat.algorithms.lower_sets.orders import (
     from_end,
     narrow_first,
 )
-from remat.algorithms.lower_sets.programs import Query, smallest_budget, solve
+from remat.algorithms.lower_sets.programs import (
+    LowerSetQuery,
+    plan_lower_sets,
+    smallest_budget,
+)
 
 RULES = (breadth_first, depth_first, by_depth, narrow_first)
 
@@ -281,9 +285,9 @@ def families(case: Case) -> tuple[Family, Family, Family]:
 
 @pytest.mark.parametrize("case", DEARER, ids=lambda case: case.part)
 def test_every_part_saves_overhead_somewhere(case: Dearer) -> None:
-    query = Query(budget_bytes=case.budget_bytes)
+    query = LowerSetQuery(budget_bytes=case.budget_bytes)
     exact, approximate, without = (
-        solve(case.graph, family, query, refinements=0).overhead
+        plan_lower_sets(case.graph, family, query, refinements=0).overhead
         for family in families(case)
     )
     assert (exact, approximate, without) == (

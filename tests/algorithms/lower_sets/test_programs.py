@@ -44,14 +44,14 @@ from remat.algorithms.lower_sets.families import (
 from remat.algorithms.lower_sets.formula import check_segmentation, overhead, peak_bytes
 from remat.algorithms.lower_sets.forward_graph import ForwardGraph
 from remat.algorithms.lower_sets.programs import (
-    Objective,
-    Query,
+    LowerSetObjective,
+    LowerSetQuery,
     Segmentation,
     chain_of_segmentation,
+    plan_lower_sets,
     segmentation_of_chain,
     smallest_budget,
-    solve,
-    sweep,
+    sweep_lower_sets,
 )
 from remat.core.errors import BudgetError
 from remat.core.platform import single_device
@@ -101,12 +101,14 @@ def test_exact_programs_agree_with_brute_force_and_judge(part: int) -> None:
         judge(graph, least, charge_last=False)
         budgets = {peaks[0] - 1, peaks[0], peaks[-1], *rng.choices(peaks, k=2)}
         queries = [
-            Query(budget_bytes=budget, objective=objective, charge_last=charge_last)
+            LowerSetQuery(
+                budget_bytes=budget, objective=objective, charge_last=charge_last
+            )
             for budget in sorted(budgets)
-            for objective in Objective
+            for objective in LowerSetObjective
             for charge_last in (False, True)
         ]
-        answers = sweep(graph, family, queries)
+        answers = sweep_lower_sets(graph, family, queries)
         for query, found in zip(queries, answers, strict=True):
             expected = best_outcome(outcomes, query)
             if found is None:
@@ -118,7 +120,7 @@ def test_exact_programs_agree_with_brute_force_and_judge(part: int) -> None:
             judge(graph, found, charge_last=query.charge_last)
 
 
-def best_outcome(outcomes: list[Any], query: Query) -> tuple[int, int] | None:
+def best_outcome(outcomes: list[Any], query: LowerSetQuery) -> tuple[int, int] | None:
     fitting = [
         (
             outcome.overhead if query.charge_last else outcome.overhead_last_free,
@@ -128,11 +130,11 @@ def best_outcome(outcomes: list[Any], query: Query) -> tuple[int, int] | None:
         if outcome.peak_bytes <= query.budget_bytes
     ]
     match query.objective:
-        case Objective.LEAST_OVERHEAD:
+        case LowerSetObjective.LEAST_OVERHEAD:
             return min(fitting, default=None)
-        case Objective.MOST_OVERHEAD:
+        case LowerSetObjective.MOST_OVERHEAD:
             return min(fitting, key=lambda pair: (-pair[0], pair[1]), default=None)
-        case Objective.LEAST_CACHED:
+        case LowerSetObjective.LEAST_CACHED:
             return min(fitting, key=lambda pair: pair[::-1], default=None)
 
 
@@ -144,11 +146,13 @@ def test_other_charges_agree_with_brute_force() -> None:
         peaks = sorted({outcome.peak_bytes for outcome in outcomes})
         assert smallest_budget(graph, family).peak_bytes == peaks[0]
         queries = [
-            Query(budget_bytes=budget, objective=objective)
+            LowerSetQuery(budget_bytes=budget, objective=objective)
             for budget in (peaks[0], peaks[len(peaks) // 2], peaks[-1])
-            for objective in Objective
+            for objective in LowerSetObjective
         ]
-        for query, found in zip(queries, sweep(graph, family, queries), strict=True):
+        for query, found in zip(
+            queries, sweep_lower_sets(graph, family, queries), strict=True
+        ):
             assert found is not None
             check_segmentation(graph, found.segment_of)
             expected = best_outcome(outcomes, query)
@@ -170,8 +174,8 @@ def test_programs_are_optimal_within_any_family() -> None:
         least = smallest_budget(graph, family, refinements=0)
         assert least.peak_bytes == min(outcome.peak_bytes for outcome in outcomes)
         for budget in sorted({outcome.peak_bytes for outcome in outcomes}):
-            query = Query(budget_bytes=budget, charge_last=True)
-            found = solve(graph, family, query, refinements=0)
+            query = LowerSetQuery(budget_bytes=budget, charge_last=True)
+            found = plan_lower_sets(graph, family, query, refinements=0)
             expected = best_outcome(outcomes, query)
             assert (found.overhead, found.cached_bytes) == expected
 
@@ -202,17 +206,22 @@ def test_published_oracle() -> None:
             budget = entry["budget"]
             assert entry["feasible_sequences"] == sum(p <= budget for p in peaks)
             for key, family, objective, charge_last in (
-                ("exact_TC", exact, Objective.LEAST_OVERHEAD, True),
-                ("exact_MC", exact, Objective.MOST_OVERHEAD, True),
-                ("exact_TC_last_free", exact, Objective.LEAST_OVERHEAD, False),
-                ("pruned_TC", pruned, Objective.LEAST_OVERHEAD, True),
-                ("pruned_MC", pruned, Objective.MOST_OVERHEAD, True),
-                ("pruned_prefix_TC", with_prefixes, Objective.LEAST_OVERHEAD, True),
+                ("exact_TC", exact, LowerSetObjective.LEAST_OVERHEAD, True),
+                ("exact_MC", exact, LowerSetObjective.MOST_OVERHEAD, True),
+                ("exact_TC_last_free", exact, LowerSetObjective.LEAST_OVERHEAD, False),
+                ("pruned_TC", pruned, LowerSetObjective.LEAST_OVERHEAD, True),
+                ("pruned_MC", pruned, LowerSetObjective.MOST_OVERHEAD, True),
+                (
+                    "pruned_prefix_TC",
+                    with_prefixes,
+                    LowerSetObjective.LEAST_OVERHEAD,
+                    True,
+                ),
             ):
-                query = Query(
+                query = LowerSetQuery(
                     budget_bytes=budget, objective=objective, charge_last=charge_last
                 )
-                (found,) = sweep(graph, family, [query], refinements=0)
+                (found,) = sweep_lower_sets(graph, family, [query], refinements=0)
                 expected = entry[key]
                 assert (found is None) is (expected is None)
                 if found is not None:
@@ -261,8 +270,8 @@ def test_never_more_overhead_than_the_published_programs(name: str) -> None:
     ):
         # Published budgets are rounded to MB, shares to percents above 10.
         budget = int((budget_gb + 0.0005) * 1e9)
-        query = Query(budget_bytes=budget, charge_last=True)
-        found = solve(graph, family, query)
+        query = LowerSetQuery(budget_bytes=budget, charge_last=True)
+        found = plan_lower_sets(graph, family, query)
         share = 100 * found.overhead / sum(graph.cost)
         published = reference.variants[program][1]
         assert share <= published + (0.5 if published > 10 else 0.05)
@@ -293,10 +302,12 @@ def test_published_overheads(name: str) -> None:
     graph = network(name)
     family = complete(graph)
     least = smallest_budget(graph, family).peak_bytes
-    queries = [Query(budget_bytes=int(least * multiple)) for multiple in MULTIPLES]
+    queries = [
+        LowerSetQuery(budget_bytes=int(least * multiple)) for multiple in MULTIPLES
+    ]
     shares = [
         round(100 * found.overhead / sum(graph.cost), 1)
-        for found in sweep(graph, family, queries)
+        for found in sweep_lower_sets(graph, family, queries)
         if found is not None
     ]
     assert tuple(shares) == LAST_FREE[name]
@@ -309,9 +320,13 @@ def test_approximate_program_is_close_to_exact(make: Any) -> None:
     assert not approximate.is_complete
     least = smallest_budget(graph, exact).peak_bytes
     assert smallest_budget(graph, approximate).peak_bytes <= 1.001 * least
-    queries = [Query(budget_bytes=int(least * multiple)) for multiple in MULTIPLES]
+    queries = [
+        LowerSetQuery(budget_bytes=int(least * multiple)) for multiple in MULTIPLES
+    ]
     for best, found in zip(
-        sweep(graph, exact, queries), sweep(graph, approximate, queries), strict=True
+        sweep_lower_sets(graph, exact, queries),
+        sweep_lower_sets(graph, approximate, queries),
+        strict=True,
     ):
         assert best is not None
         assert found is not None
@@ -324,10 +339,10 @@ def test_refinement_reaches_what_the_pruned_family_misses() -> None:
         graph = random_graph(seed, most_nodes=8)
         family = ancestor_sets(graph)
         budget = smallest_budget(graph, family, refinements=0).peak_bytes
-        query = Query(budget_bytes=budget)
-        plain = solve(graph, family, query, refinements=0)
-        refined = solve(graph, family, query, refinements=5)
-        best = solve(graph, complete(graph), query)
+        query = LowerSetQuery(budget_bytes=budget)
+        plain = plan_lower_sets(graph, family, query, refinements=0)
+        refined = plan_lower_sets(graph, family, query, refinements=5)
+        best = plan_lower_sets(graph, complete(graph), query)
         assert best.overhead <= refined.overhead <= plain.overhead
         assert refined.peak_bytes <= budget
         better += refined.overhead < plain.overhead
@@ -343,9 +358,9 @@ def test_refinement_finds_budgets_below_the_family_s_own() -> None:
         least = smallest_budget(graph, family).peak_bytes
         assert least <= plain
         if least < plain:
-            query = Query(budget_bytes=least)
-            assert sweep(graph, family, [query], refinements=0) == [None]
-            assert solve(graph, family, query).peak_bytes == least
+            query = LowerSetQuery(budget_bytes=least)
+            assert sweep_lower_sets(graph, family, [query], refinements=0) == [None]
+            assert plan_lower_sets(graph, family, query).peak_bytes == least
             refined += 1
     assert refined > 10
 
@@ -358,7 +373,9 @@ def test_many_parallel_towers_are_planned_without_enumeration() -> None:
         assert not family.is_complete
         assert len(family) <= 12 * graph.node_count
         least = smallest_budget(graph, family)
-        found = solve(graph, family, Query(budget_bytes=int(1.5 * least.peak_bytes)))
+        found = plan_lower_sets(
+            graph, family, LowerSetQuery(budget_bytes=int(1.5 * least.peak_bytes))
+        )
         assert time.process_time() - started < 10
         judge(graph, found, charge_last=False)
         pruned = smallest_budget(graph, ancestor_sets(graph), refinements=0)
@@ -374,9 +391,13 @@ def test_few_parallel_towers_are_planned_as_well_as_exactly(
     assert len(exact) == (length + 1) ** count + 2 > 2 * len(approximate)
     least = smallest_budget(graph, exact).peak_bytes
     assert smallest_budget(graph, approximate).peak_bytes <= 1.1 * least
-    queries = [Query(budget_bytes=int(least * multiple)) for multiple in MULTIPLES]
+    queries = [
+        LowerSetQuery(budget_bytes=int(least * multiple)) for multiple in MULTIPLES
+    ]
     for best, found in zip(
-        sweep(graph, exact, queries), sweep(graph, approximate, queries), strict=True
+        sweep_lower_sets(graph, exact, queries),
+        sweep_lower_sets(graph, approximate, queries),
+        strict=True,
     ):
         assert best is not None
         assert found is not None
@@ -395,8 +416,10 @@ def test_sizes_and_budget_scale_together() -> None:
         least = smallest_budget(graph, family).peak_bytes
         assert smallest_budget(larger, family).peak_bytes == 1_000 * least
         for budget in (least, 2 * least):
-            one = solve(graph, family, Query(budget_bytes=budget))
-            other = solve(larger, family, Query(budget_bytes=1_000 * budget + 999))
+            one = plan_lower_sets(graph, family, LowerSetQuery(budget_bytes=budget))
+            other = plan_lower_sets(
+                larger, family, LowerSetQuery(budget_bytes=1_000 * budget + 999)
+            )
             assert other.overhead == 7 * one.overhead
 
 
@@ -404,12 +427,20 @@ def test_more_budget_never_costs_more() -> None:
     graph = resnet50()
     family = complete(graph)
     least = smallest_budget(graph, family).peak_bytes
-    queries = [Query(budget_bytes=least + step * least // 20) for step in range(40)]
-    found = [answer for answer in sweep(graph, family, queries) if answer is not None]
+    queries = [
+        LowerSetQuery(budget_bytes=least + step * least // 20) for step in range(40)
+    ]
+    found = [
+        answer
+        for answer in sweep_lower_sets(graph, family, queries)
+        if answer is not None
+    ]
     assert len(found) == 40
     spent = [answer.overhead for answer in found]
     assert spent == sorted(spent, reverse=True)
-    assert [solve(graph, family, query).overhead for query in queries] == spent
+    assert [
+        plan_lower_sets(graph, family, query).overhead for query in queries
+    ] == spent
 
 
 def test_a_budget_too_small_names_the_smallest() -> None:
@@ -417,10 +448,14 @@ def test_a_budget_too_small_names_the_smallest() -> None:
         [2, 3, 5, 1], [1, 10, 10, 1], [(0, 1), (0, 2), (1, 3), (2, 3)], name="diamond"
     )
     with pytest.raises(BudgetError, match=r"diamond: .* 18 bytes; .* 19 bytes") as info:
-        solve(graph, complete(graph), Query(budget_bytes=18))
+        plan_lower_sets(graph, complete(graph), LowerSetQuery(budget_bytes=18))
     assert (info.value.budget_bytes, info.value.required_bytes) == (18, 19)
-    assert sweep(graph, complete(graph), [Query(budget_bytes=-5)]) == [None]
-    unlimited = solve(graph, complete(graph), Query(budget_bytes=10**30))
+    assert sweep_lower_sets(
+        graph, complete(graph), [LowerSetQuery(budget_bytes=-5)]
+    ) == [None]
+    unlimited = plan_lower_sets(
+        graph, complete(graph), LowerSetQuery(budget_bytes=10**30)
+    )
     assert unlimited.overhead == 0
 
 
@@ -443,18 +478,18 @@ def test_questions_of_a_wrong_type_are_refused(
     question: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError, match="must be") as info:
-        Query(**question)
+        LowerSetQuery(**question)
     assert words in str(info.value)
 
 
 def test_questions_may_be_put_in_other_words() -> None:
     words: Any = {"budget_bytes": np.int64(19), "objective": "most overhead"}
-    query = Query(**words, charge_last=True)
-    assert query == Query(
-        budget_bytes=19, objective=Objective.MOST_OVERHEAD, charge_last=True
+    query = LowerSetQuery(**words, charge_last=True)
+    assert query == LowerSetQuery(
+        budget_bytes=19, objective=LowerSetObjective.MOST_OVERHEAD, charge_last=True
     )
     assert type(query.budget_bytes) is int
-    assert isinstance(query.objective, Objective)
+    assert isinstance(query.objective, LowerSetObjective)
 
 
 def test_refinements_are_counted() -> None:
@@ -463,7 +498,9 @@ def test_refinements_are_counted() -> None:
     rounds: Any
     for rounds, words in ((2.5, "2.5; it must be an integer"), (-1, "at least 0")):
         with pytest.raises(ValueError, match=f"refinements is .*{words}"):
-            sweep(graph, family, [Query(budget_bytes=10**9)], refinements=rounds)
+            sweep_lower_sets(
+                graph, family, [LowerSetQuery(budget_bytes=10**9)], refinements=rounds
+            )
         with pytest.raises(ValueError, match=f"refinements is .*{words}"):
             smallest_budget(graph, family, refinements=rounds)
 
@@ -471,7 +508,7 @@ def test_refinements_are_counted() -> None:
 def test_a_family_of_another_graph_is_refused() -> None:
     small, large = towers(2, 2), towers(2, 3)
     with pytest.raises(ValueError, match="8"):
-        sweep(large, complete(small), [Query(budget_bytes=10**9)])
+        sweep_lower_sets(large, complete(small), [LowerSetQuery(budget_bytes=10**9)])
     with pytest.raises(ValueError, match="6"):
         smallest_budget(small, complete(large))
 
@@ -502,14 +539,16 @@ def test_a_deadline_gives_what_is_known() -> None:
     deadline_s, started = time.monotonic(), time.process_time()
     least = smallest_budget(graph, family, deadline_s=deadline_s)
     assert not least.is_optimal
-    query = Query(budget_bytes=least.peak_bytes)
-    (found,) = sweep(graph, family, [query], deadline_s=deadline_s)
+    query = LowerSetQuery(budget_bytes=least.peak_bytes)
+    (found,) = sweep_lower_sets(graph, family, [query], deadline_s=deadline_s)
     assert found is not None
     assert not found.is_optimal
     check_segmentation(graph, found.segment_of)
     assert found.peak_bytes <= least.peak_bytes
     with pytest.raises(TimeoutError, match="time ran out"):
-        solve(graph, family, Query(budget_bytes=1), deadline_s=deadline_s)
+        plan_lower_sets(
+            graph, family, LowerSetQuery(budget_bytes=1), deadline_s=deadline_s
+        )
     assert time.process_time() - started < 5
 
 
@@ -519,7 +558,7 @@ def sweep_without_end(begun: Callable[[], None]) -> None:
     begun_when_working(begun)
     # Without the scout, whose many short calls any signal ends.
     with patch.object(programs, "_SCOUT_ABOVE", 10**9):
-        sweep(graph, family, [Query(budget_bytes=10**8)] * 10_000)
+        sweep_lower_sets(graph, family, [LowerSetQuery(budget_bytes=10**8)] * 10_000)
 
 
 def test_interrupts_stop_the_search() -> None:

@@ -236,6 +236,27 @@ def block_stage(block: Block, *, budgets: int = DEFAULT_BUDGETS) -> BlockStage:
         If ``budgets`` is no integer of 2 to :data:`MOST_BUDGETS`.
     SolverUnsuitableError
         As for :func:`~remat.algorithms.chains.stage_joins.plan_stage_join`.
+
+    Notes
+    -----
+    For B budgets: time O(B) times that of
+    :func:`~remat.algorithms.chains.stage_joins.plan_stage_join`, and of some ten more
+    with 100 slots for the least budget.
+
+    References
+    ----------
+    X. Zhao, T. Le Hellard, L. Eyraud-Dubois, J. Gusak, O. Beaumont. Rockmate: an
+    efficient, fast, automatic and generic tool for re-materialization in PyTorch. ICML
+    2023 (options per stage; the decomposition of joins was derived here).
+
+    Examples
+    --------
+    >>> branch = StageChain.of_lists(
+    ...     forward_ns=[5] * 3, backward_ns=[9] * 3, output_bytes=[2] * 3
+    ... )
+    >>> inside = block_stage(Block(branches=(branch, branch), output_bytes=2))
+    >>> [(option.saved_bytes, option.backward_ns) for option in inside.stage.options]
+    [(4, 79), (6, 69), (12, 54)]
     """
     checked_record("block", block, Block, error=InvalidGraphError)
     budgets = checked_integer(

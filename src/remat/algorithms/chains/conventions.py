@@ -36,6 +36,11 @@ class MemoryConvention:
     ------
     InvalidGraphError
         If a field is neither true nor false.
+
+    Examples
+    --------
+    >>> IN_PLACE == MemoryConvention(overwrites_inputs=True)
+    True
     """
 
     overwrites_inputs: bool = False

@@ -83,6 +83,17 @@ def plan_join(
     SolverUnsuitableError
         If the table would take more than ``max_table_bytes``.
 
+    Notes
+    -----
+    For branches of l_j stages and M units: time O(M sum(l_j) prod(l_j)), memory
+    O(M prod(l_j + 1)) numbers.
+
+    References
+    ----------
+    O. Beaumont, J. Herrmann, G. Pallez, A. Shilova. Optimal memory-aware
+    backpropagation of deep join networks. Phil. Trans. R. Soc. A 378, 2020 (the
+    problem; the program was derived here).
+
     Examples
     --------
     >>> from remat.algorithms.chains.conventions import IN_PLACE, STRICT
@@ -116,9 +127,28 @@ def plan_join_by_branch(
 ) -> UnitPlan | None:
     """Return the best schedule of a join that reverses one whole branch at a time.
 
-    Parameters, errors and answer are those of :func:`plan_join`, except that the
-    number of branches is at most :data:`MAX_PERMUTED_BRANCHES`, and that the tables
-    take at most :data:`MAX_TABLE_BYTES`.
+    Parameters
+    ----------
+    stage_costs
+        Per branch the forward cost of each stage, as for :func:`plan_join`; at most
+        :data:`MAX_PERMUTED_BRANCHES` branches.
+    memory_units
+        Units that all counted values have to fit in at any time.
+    convention
+        Which values count, and whether outputs may replace inputs.
+
+    Returns
+    -------
+    UnitPlan or None
+        The schedule; ``None`` if no schedule of this form fits.
+
+    Raises
+    ------
+    InvalidGraphError
+        As for :func:`plan_join`.
+    SolverUnsuitableError
+        If there are more than :data:`MAX_PERMUTED_BRANCHES` branches, or the tables
+        would take more than :data:`MAX_TABLE_BYTES`.
 
     Notes
     -----
@@ -126,6 +156,20 @@ def plan_join_by_branch(
     O(k! k M^2 + M^2 sum(l^2)), memory O(M^2 max(l)) numbers. A schedule with
     interleaved branches can be feasible where this finds none, and cheaper; it rarely
     is.
+
+    References
+    ----------
+    O. Beaumont, J. Herrmann, G. Pallez, A. Shilova. Optimal memory-aware
+    backpropagation of deep join networks. Phil. Trans. R. Soc. A 378, 2020 (the
+    problem; the program was derived here).
+
+    Examples
+    --------
+    >>> from remat.algorithms.chains.conventions import IN_PLACE
+    >>> costs = [[1] * 20] * 2
+    >>> plans = [plan(costs, 10, IN_PLACE) for plan in (plan_join, plan_join_by_branch)]
+    >>> [plan.forward_cost for plan in plans]
+    [74, 75]
     """
     checked_convention(convention)
     costs = checked_costs(stage_costs)
@@ -155,6 +199,13 @@ def plan_join_by_branch(
 def smallest_units(lengths: Sequence[int], convention: MemoryConvention) -> int:
     """Return the fewest units in which a join can be trained with one turn.
 
+    Parameters
+    ----------
+    lengths
+        Number of stages of each branch, at least 1.
+    convention
+        Which values count, and whether outputs may replace inputs.
+
     Raises
     ------
     InvalidGraphError
@@ -168,6 +219,12 @@ def smallest_units(lengths: Sequence[int], convention: MemoryConvention) -> int:
     -----
     Asks :func:`plan_join` for growing numbers of units, from what the turn takes, on
     branches cut to three stages: for k branches time O(k^2 4^k) each.
+
+    References
+    ----------
+    O. Beaumont, J. Herrmann, G. Pallez, A. Shilova. Optimal memory-aware
+    backpropagation of deep join networks. Phil. Trans. R. Soc. A 378, 2020 (the
+    problem; the program was derived here).
 
     Examples
     --------

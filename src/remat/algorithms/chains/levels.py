@@ -171,6 +171,11 @@ def plan_hrevolve(
     Time O(length^2 * sum(slots)), memory O(length * sum(slots)) numbers; slots beyond
     ``length`` do not count.
 
+    References
+    ----------
+    J. Herrmann, G. Pallez (Aupy). H-Revolve: a framework for adjoint computation on
+    synchronous hierarchical platforms. ACM TOMS 46(2), 2020.
+
     Examples
     --------
     >>> host = StorageLevel(slots=3, write_ns=2, read_ns=2)
@@ -234,6 +239,11 @@ def plan_disk_revolve(
     Notes
     -----
     Time O(length^2), memory O(length).
+
+    References
+    ----------
+    G. Aupy, J. Herrmann, P. Hovland, Y. Robert. Optimal multistage algorithm for
+    adjoint computation. SIAM J. Sci. Comput. 38(3), 2016.
 
     Examples
     --------

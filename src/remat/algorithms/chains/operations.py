@@ -9,10 +9,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Run stage ``stage`` of branch ``branch`` forward.
+    """Run a stage forward.
 
-    ``option`` is ``None`` when only the output is wanted; otherwise it is the index of
-    the option that says what the stage saves inside for its backward.
+    Parameters
+    ----------
+    stage, branch
+        Indices of the stage and of its branch; a chain is branch 0.
+    option
+        ``None`` when only the output is wanted; otherwise the index of the option that
+        says what the stage saves inside for its backward.
     """
 
     stage: int
@@ -22,7 +27,15 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Run stage ``stage`` of branch ``branch`` backward, from what ``option`` saved."""
+    """Run a stage backward.
+
+    Parameters
+    ----------
+    stage, branch
+        Indices of the stage and of its branch; a chain is branch 0.
+    option
+        Index of the option whose savings it starts from; ``None`` where there is one.
+    """
 
     stage: int
     branch: int = 0
@@ -36,7 +49,15 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Copy the input of stage ``stage`` from the device to storage level ``level``."""
+    """Copy the input of a stage from the device to a storage level.
+
+    Parameters
+    ----------
+    stage
+        Index of the stage.
+    level
+        Index of the level; 0 is the device's own.
+    """
 
     stage: int
     level: int = 1
@@ -44,7 +65,15 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Copy the input of stage ``stage`` from storage level ``level`` to the device."""
+    """Copy the input of a stage from a storage level to the device.
+
+    Parameters
+    ----------
+    stage
+        Index of the stage.
+    level
+        Index of the level; 0 is the device's own.
+    """
 
     stage: int
     level: int = 1

@@ -34,10 +34,15 @@ from remat.core.units import LARGEST_TOTAL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bandwidth:
-    """Speeds of the links between device and host, in bytes per second.
+    """Speeds of the links between device and host.
 
-    0 means that there is no such link: nothing can be paged. Each copy takes a latency
-    in nanoseconds besides.
+    Parameters
+    ----------
+    out_bytes_per_s, in_bytes_per_s
+        Bytes per second to the host and back; 0 means that there is no such link, so
+        that nothing can be paged.
+    out_latency_ns, in_latency_ns
+        Time that each copy takes besides.
 
     Raises
     ------

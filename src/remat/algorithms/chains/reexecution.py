@@ -77,6 +77,12 @@ def plan_two_turns(
     Time O(M^2 l^2 + M l^4) for the longer branch, in Python: meant for tight budgets
     and tens of stages.
 
+    References
+    ----------
+    O. Beaumont, J. Herrmann, G. Pallez, A. Shilova. Optimal memory-aware
+    backpropagation of deep join networks. Phil. Trans. R. Soc. A 378, 2020 (the
+    problem; the program was derived here).
+
     Examples
     --------
     >>> from remat.algorithms.chains.conventions import IN_PLACE
@@ -126,10 +132,46 @@ def plan_join_any_turns(
 ) -> UnitPlan | None:
     """Return the better of one turn and, for two branches, of two turns.
 
-    Parameters, errors and answer are those of
-    :func:`~remat.algorithms.chains.joins.plan_join`; ``turn_cost`` is the cost of a
-    turn, which a second one has to be worth. Two turns are not tried where
-    :func:`plan_two_turns` refuses them.
+    Two turns are not tried where :func:`plan_two_turns` refuses them.
+
+    Parameters
+    ----------
+    stage_costs
+        Per branch the forward cost of each stage, as for
+        :func:`~remat.algorithms.chains.joins.plan_join`.
+    memory_units
+        Units that all counted values have to fit in at any time.
+    convention
+        Which values count, and whether outputs may replace inputs.
+    turn_cost
+        Cost of a turn, in the unit of the stages' costs, at least 0: a second turn has
+        to be worth it.
+
+    Returns
+    -------
+    UnitPlan or None
+        The cheaper schedule; ``None`` if neither kind fits.
+
+    Raises
+    ------
+    InvalidGraphError, SolverUnsuitableError
+        As for :func:`~remat.algorithms.chains.joins.plan_join`.
+
+    Notes
+    -----
+    For the longer branch of l stages and M units: time O(M l^3 + M^2 l^2 + M l^4).
+
+    References
+    ----------
+    O. Beaumont, J. Herrmann, G. Pallez, A. Shilova. Optimal memory-aware
+    backpropagation of deep join networks. Phil. Trans. R. Soc. A 378, 2020 (the
+    problem; the program was derived here).
+
+    Examples
+    --------
+    >>> from remat.algorithms.chains.conventions import IN_PLACE
+    >>> [plan_join_any_turns([[1] * 20] * 2, m, IN_PLACE).forward_cost for m in (5, 6)]
+    [156, 123]
     """
     turn_cost = checked_integer(
         "turn_cost", turn_cost, least=0, most=LARGEST_TOTAL, error=InvalidGraphError

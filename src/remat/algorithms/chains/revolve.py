@@ -100,6 +100,10 @@ def extra_forwards(steps: int, checkpoints: int) -> int | None:
     Satisfies ``t(l, s) = min over i of i + t(i, s) + t(l - i, s - 1)``. Time
     O(log r) binomial coefficients for the repetition number r.
 
+    References
+    ----------
+    A. Griewank, A. Walther. Algorithm 799: Revolve. ACM TOMS 26(1), 2000.
+
     Examples
     --------
     >>> [extra_forwards(n, 3) for n in (1, 2, 10, 100)]
@@ -175,6 +179,15 @@ def revolve_forwards(length: int, slots: int) -> int | None:
     InvalidGraphError
         If either is no integer, or negative.
 
+    Notes
+    -----
+    Time as :func:`extra_forwards`: O(log r) binomial coefficients.
+
+    References
+    ----------
+    G. Aupy, J. Herrmann. Periodicity in optimal hierarchical checkpointing schemes for
+    adjoint computations. Optimization Methods and Software 32(3), 2017.
+
     Examples
     --------
     >>> [revolve_forwards(l, 2) for l in range(8)]
@@ -215,7 +228,12 @@ def chain_forwards(
     Before the turn no gradient is live, so one value more can be kept than a reversal
     of the whole chain could: the base of a last segment of one stage. What remains is
     a standard instance of ``length - 1`` stages. Without counted gradients there is no
-    such gain, and it is Revolve with the running value in a unit of its own.
+    such gain, and it is Revolve with the running value in a unit of its own. Time as
+    :func:`extra_forwards`: O(log r) binomial coefficients.
+
+    References
+    ----------
+    A. Griewank, A. Walther. Algorithm 799: Revolve. ACM TOMS 26(1), 2000.
 
     Examples
     --------
@@ -246,10 +264,22 @@ def plan_chain(
 ) -> UnitPlan | None:
     """Return a best schedule of a homogeneous chain, or ``None`` if none fits.
 
-    Parameters, errors and what is optimal are those of :func:`chain_forwards`.
+    Best is what :func:`chain_forwards` counts: the fewest forward stages, with the turn
+    and every backward stage run once.
+
+    Parameters
+    ----------
+    length
+        Number of stages, at least 1; the turn on the last value is not one of them.
+    memory_units
+        Units that all counted values have to fit in at any time, at least 0.
+    convention
+        Which values count, and whether outputs may replace inputs.
 
     Raises
     ------
+    InvalidGraphError
+        As for :func:`chain_forwards`.
     SolverUnsuitableError
         If there are more than
         :data:`~remat.algorithms.chains.conventions.MAX_OPERATIONS` operations.
@@ -258,6 +288,17 @@ def plan_chain(
     -----
     Needs no table: every split follows from :func:`first_checkpoint`. Time O(number of
     operations times r) for the repetition number r.
+
+    References
+    ----------
+    A. Griewank, A. Walther. Algorithm 799: Revolve. ACM TOMS 26(1), 2000.
+
+    Examples
+    --------
+    >>> from remat.algorithms.chains.conventions import IN_PLACE
+    >>> plan = plan_chain(8, 4, IN_PLACE)
+    >>> plan.forward_count, len(plan.operations), plan.operations[0]
+    (15, 24, Forward(stage=0, branch=0, option=None))
     """
     cost = chain_forwards(length, memory_units, convention)
     if cost is None:

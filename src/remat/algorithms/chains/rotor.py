@@ -109,6 +109,20 @@ def plan_rotor(
     -----
     For L stages, S slots and K options: time O(S L^3) for persistent schedules and
     O(S L^3 K^2) beyond, memory O(S L^2) and O(S L^2 K).
+
+    References
+    ----------
+    O. Beaumont, L. Eyraud-Dubois, J. Herrmann, A. Joly, A. Shilova. Optimal
+    checkpointing for heterogeneous chains. arXiv:1911.13214, 2019.
+
+    Examples
+    --------
+    >>> chain = StageChain.of_lists(
+    ...     forward_ns=[1] * 5, backward_ns=[0] * 5, output_bytes=[1] * 5, input_bytes=1
+    ... )
+    >>> plans = [plan_rotor(chain, budget) for budget in (4, 5, 6, 7, 8)]
+    >>> [plan and plan.cost_ns for plan in plans]
+    [None, 11, 7, 6, 5]
     """
     budget_bytes, slots, max_table_bytes = checked_request(
         budget_bytes, slots, beyond_persistence, max_table_bytes

@@ -175,6 +175,21 @@ def plan_stage_join(
     For branches of l_j stages with K options and S slots: time
     O(S K^2 (sum l_j^3 + sum l_j prod l_j K)), memory S prod(1 + l_j (1 + K)) numbers
     and the tables of Rotor for each branch.
+
+    References
+    ----------
+    O. Beaumont, J. Herrmann, G. Pallez, A. Shilova. Optimal memory-aware
+    backpropagation of deep join networks. Phil. Trans. R. Soc. A 378, 2020 (the
+    problem; the program was derived here).
+
+    Examples
+    --------
+    >>> branch = StageChain.of_lists(
+    ...     forward_ns=[1] * 3, backward_ns=[0] * 3, output_bytes=[1] * 3, input_bytes=1
+    ... )
+    >>> join = StageJoin(branches=(branch, branch))
+    >>> [plan_stage_join(join, budget).cost_ns for budget in (7, 8, 9)]
+    [10, 9, 8]
     """
     budget_bytes, slots, max_table_bytes = checked_request(
         budget_bytes, slots, beyond_persistence, max_table_bytes

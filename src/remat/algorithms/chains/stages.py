@@ -4,7 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from remat.core.checks import checked_records, checked_text, keep_flags, keep_integers
+from remat.core.checks import (
+    checked_integers,
+    checked_records,
+    checked_text,
+    keep_flags,
+    keep_integers,
+)
 from remat.core.errors import InvalidGraphError
 from remat.core.units import LARGEST_TOTAL
 
@@ -196,6 +202,85 @@ class StageChain:
             of="a chain",
         )
         check_total("a chain", self.all_sizes)
+
+    @classmethod
+    def of_lists(
+        cls,
+        *,
+        forward_ns: Sequence[int],
+        backward_ns: Sequence[int],
+        output_bytes: Sequence[int],
+        saved_bytes: Sequence[int] | None = None,
+        input_bytes: int = 0,
+        input_gradient_bytes: int | None = None,
+    ) -> "StageChain":
+        """Return the chain of stages with one option each, as papers describe it.
+
+        Parameters
+        ----------
+        forward_ns, backward_ns
+            Time of each stage's forward and backward.
+        output_bytes
+            Size of each stage's output, and of the output's gradient.
+        saved_bytes
+            What each forward keeps for its backward besides input and output; by
+            default nothing.
+        input_bytes, input_gradient_bytes
+            Sizes of the chain's input and of its gradient, by default as large.
+
+        Raises
+        ------
+        InvalidGraphError
+            As the constructors, and if the lists differ in length.
+
+        Examples
+        --------
+        >>> chain = StageChain.of_lists(
+        ...     forward_ns=[1, 2],
+        ...     backward_ns=[2, 4],
+        ...     output_bytes=[3, 1],
+        ...     input_bytes=5,
+        ... )
+        >>> chain.least_ns, chain.value_bytes, chain.gradient_bytes
+        (9, (5, 3, 1), (5, 3, 1))
+        """
+        given = {
+            "forward_ns": forward_ns,
+            "backward_ns": backward_ns,
+            "output_bytes": output_bytes,
+        }
+        if saved_bytes is not None:
+            given["saved_bytes"] = saved_bytes
+        lists = {
+            label: checked_integers(label, entries, least=0, error=InvalidGraphError)
+            for label, entries in given.items()
+        }
+        length = len(lists["forward_ns"])
+        lists.setdefault("saved_bytes", (0,) * length)
+        if {len(entries) for entries in lists.values()} != {length}:
+            found = ", ".join(f"{len(lists[label])} {label}" for label in lists)
+            msg = f"a chain of {found}; give each list one entry a stage"
+            raise InvalidGraphError(msg)
+        return cls(
+            stages=tuple(
+                Stage(
+                    forward_ns=forward,
+                    output_bytes=output,
+                    options=(
+                        StageOption(
+                            forward_ns=forward, backward_ns=backward, saved_bytes=saved
+                        ),
+                    ),
+                )
+                for forward, backward, output, saved in zip(
+                    *lists.values(), strict=True
+                )
+            ),
+            input_bytes=input_bytes,
+            input_gradient_bytes=(
+                input_bytes if input_gradient_bytes is None else input_gradient_bytes
+            ),
+        )
 
     @cached_property
     def value_bytes(self) -> tuple[int, ...]:

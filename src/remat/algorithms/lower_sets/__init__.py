@@ -21,13 +21,15 @@ The entry points can be imported from here.
 """
 
 from remat.algorithms.lower_sets.chen import chen_segmentation as chen_segmentation
+from remat.algorithms.lower_sets.choice import approximate_family as approximate_family
 from remat.algorithms.lower_sets.choice import choose_family as choose_family
 from remat.algorithms.lower_sets.families import Family as Family
 from remat.algorithms.lower_sets.families import all_lower_sets as all_lower_sets
+from remat.algorithms.lower_sets.families import ancestor_sets as ancestor_sets
 from remat.algorithms.lower_sets.forward_graph import ForwardGraph as ForwardGraph
-from remat.algorithms.lower_sets.programs import Objective as Objective
-from remat.algorithms.lower_sets.programs import Query as Query
+from remat.algorithms.lower_sets.programs import LowerSetObjective as LowerSetObjective
+from remat.algorithms.lower_sets.programs import LowerSetQuery as LowerSetQuery
 from remat.algorithms.lower_sets.programs import Segmentation as Segmentation
+from remat.algorithms.lower_sets.programs import plan_lower_sets as plan_lower_sets
 from remat.algorithms.lower_sets.programs import smallest_budget as smallest_budget
-from remat.algorithms.lower_sets.programs import solve as solve
-from remat.algorithms.lower_sets.programs import sweep as sweep
+from remat.algorithms.lower_sets.programs import sweep_lower_sets as sweep_lower_sets

@@ -70,11 +70,29 @@ def chen_segmentation(
     Segmentation
         Not the best of anything; its peak is whatever it is.
 
+    Raises
+    ------
+    ValueError
+        If the family is of another graph.
+
     Notes
     -----
     With ``k = floor(sqrt(candidates))`` the walk takes each candidate that is the first
     to reach the next multiple of ``M(V) / k``. Candidates need not contain each other:
-    one that lacks values of the last one taken is passed over.
+    one that lacks values of the last one taken is passed over. For a family of S sets
+    the time is O(S (|V| + |E|)).
+
+    References
+    ----------
+    T. Chen, B. Xu, C. Zhang, C. Guestrin. Training deep nets with sublinear memory
+    cost. arXiv:1604.06174, 2016.
+
+    Examples
+    --------
+    >>> from remat.algorithms.lower_sets.families import all_lower_sets
+    >>> chain = ForwardGraph.of_values([1] * 9, [1] * 9, [(v, v + 1) for v in range(8)])
+    >>> chen_segmentation(chain, all_lower_sets(chain, 100)).segment_of
+    (0, 0, 0, 1, 1, 1, 2, 2, 2)
     """
     checked_flag("charge_last", charge_last)
     candidates = chen_candidates(graph, family)

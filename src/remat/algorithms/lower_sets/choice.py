@@ -28,10 +28,32 @@ DEFAULT_CAP = 3_000
 def choose_family(graph: ForwardGraph, cap: int = DEFAULT_CAP) -> Family:
     """Return all lower sets if they are at most ``cap``, else an approximate family.
 
+    Parameters
+    ----------
+    graph
+        The graph.
+    cap
+        Most lower sets that are enumerated, at least 1.
+
     Raises
     ------
     ValueError
         If ``cap`` is not a positive integer.
+
+    Notes
+    -----
+    Time O(cap |V|) to enumerate, and that of :func:`approximate_family`.
+
+    References
+    ----------
+    M. Kusumoto, T. Inoue, G. Watanabe, T. Akiba, M. Koyama. A graph theoretic framework
+    of recomputation algorithms for memory-efficient backpropagation. NeurIPS 2019.
+
+    Examples
+    --------
+    >>> graph = ForwardGraph.of_values([1] * 12, [1] * 12, [])
+    >>> choose_family(graph).is_complete, choose_family(graph, 5000).is_complete
+    (False, True)
     """
     return all_lower_sets(graph, cap) or approximate_family(graph)
 
@@ -41,6 +63,32 @@ def approximate_family(graph: ForwardGraph) -> Family:
 
     The ancestor sets of the paper's approximate program, their duals, the narrowest
     sets, and the prefixes of eight topological orders: at most ``12 |V|`` sets.
+
+    Parameters
+    ----------
+    graph
+        The graph.
+
+    Raises
+    ------
+    ValueError
+        If it is no :class:`~remat.algorithms.lower_sets.forward_graph.ForwardGraph`.
+
+    Notes
+    -----
+    One least cut a value: time O(|V| |E| P) for P paths, about as many as values on
+    the boundary.
+
+    References
+    ----------
+    M. Kusumoto, T. Inoue, G. Watanabe, T. Akiba, M. Koyama. A graph theoretic framework
+    of recomputation algorithms for memory-efficient backpropagation. NeurIPS 2019.
+
+    Examples
+    --------
+    >>> graph = ForwardGraph.of_values([1] * 4, [1] * 4, [(0, 1), (0, 2), (1, 3)])
+    >>> len(approximate_family(graph)), approximate_family(graph).is_complete
+    (7, False)
     """
     checked_graph(graph)
     forward, backward = from_beginning(graph), from_end(graph)

@@ -273,10 +273,34 @@ def all_lower_sets(graph: ForwardGraph, cap: int) -> Family | None:
 
     Whatever the cap, no more are enumerated than :func:`most_sets` says.
 
+    Parameters
+    ----------
+    graph
+        The graph.
+    cap
+        Most lower sets, at least 1.
+
     Raises
     ------
     ValueError
         If ``cap`` is not a positive integer.
+
+    Notes
+    -----
+    Time and memory O(min(sets, cap) |V|).
+
+    References
+    ----------
+    M. Kusumoto, T. Inoue, G. Watanabe, T. Akiba, M. Koyama. A graph theoretic framework
+    of recomputation algorithms for memory-efficient backpropagation. NeurIPS 2019.
+
+    Examples
+    --------
+    >>> diamond = ForwardGraph.of_values(
+    ...     [2, 3, 5, 1], [1, 10, 10, 1], [(0, 1), (0, 2), (1, 3), (2, 3)]
+    ... )
+    >>> len(all_lower_sets(diamond, 100)), all_lower_sets(diamond, 5)
+    (6, None)
     """
     checked_graph(graph)
     cap = checked_integer("the cap on lower sets", cap, least=1)
@@ -294,10 +318,34 @@ def all_lower_sets(graph: ForwardGraph, cap: int) -> Family | None:
 
 
 def ancestor_sets(graph: ForwardGraph) -> Family:
-    """Return the paper's pruned family: each value with all that it needs.
+    """Return the family of the approximate program: each value with all it needs.
 
-    Source: Kusumoto et al. (NeurIPS 2019), the approximate program.
+    Parameters
+    ----------
+    graph
+        The graph.
+
+    Raises
+    ------
+    ValueError
+        If it is no :class:`~.forward_graph.ForwardGraph`.
+
+    Notes
+    -----
+    At most ``|V| + 1`` sets; time O(|V| |E|).
+
+    References
+    ----------
+    M. Kusumoto, T. Inoue, G. Watanabe, T. Akiba, M. Koyama. A graph theoretic framework
+    of recomputation algorithms for memory-efficient backpropagation. NeurIPS 2019.
+
+    Examples
+    --------
+    >>> chain = ForwardGraph.of_values([4] * 9, [1] * 9, [(v, v + 1) for v in range(8)])
+    >>> len(ancestor_sets(chain))
+    10
     """
+    checked_graph(graph)
     sets = [1 << v for v in range(graph.node_count)]
     for v in graph.topological_order:
         for u in graph.all_predecessors[v]:

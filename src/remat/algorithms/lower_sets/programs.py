@@ -4,7 +4,9 @@ The entry points of the method::
 
     family = choose_family(graph)
     least = smallest_budget(graph, family).peak_bytes
-    answers = sweep(graph, family, [Query(budget_bytes=2 * least), ...])
+    answers = sweep_lower_sets(
+        graph, family, [LowerSetQuery(budget_bytes=2 * least), ...]
+    )
 
 What they return is optimal among the increasing sequences of the family, and so of the
 graph when the family is complete. When it is not, it is made larger where that may
@@ -64,7 +66,7 @@ _SCOUT_ABOVE = 1_500
 found there bounds the search, which becomes many times shorter."""
 
 
-class Objective(StrEnum):
+class LowerSetObjective(StrEnum):
     """What to look for among the sequences within the budget."""
 
     LEAST_OVERHEAD = "least overhead"
@@ -80,9 +82,9 @@ class Objective(StrEnum):
 
 
 _GOALS = {
-    Objective.LEAST_OVERHEAD: Goal.LEAST_OVERHEAD,
-    Objective.MOST_OVERHEAD: Goal.MOST_OVERHEAD,
-    Objective.LEAST_CACHED: Goal.LEAST_CACHED,
+    LowerSetObjective.LEAST_OVERHEAD: Goal.LEAST_OVERHEAD,
+    LowerSetObjective.MOST_OVERHEAD: Goal.MOST_OVERHEAD,
+    LowerSetObjective.LEAST_CACHED: Goal.LEAST_CACHED,
 }
 _OWED = {Owed.CONSUMERS: 0, Owed.BOUNDARY: 1, Owed.NOTHING: 2}
 
@@ -133,7 +135,7 @@ class Segmentation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Query:
+class LowerSetQuery:
     """One question of a sweep.
 
     Parameters
@@ -154,21 +156,21 @@ class Query:
     """
 
     budget_bytes: int
-    objective: Objective = Objective.LEAST_OVERHEAD
+    objective: LowerSetObjective = LowerSetObjective.LEAST_OVERHEAD
     charge_last: bool = False
 
     def __post_init__(self) -> None:
         budget_bytes = checked_integer("budget_bytes", self.budget_bytes)
         object.__setattr__(self, "budget_bytes", budget_bytes)
-        objective = checked_word("objective", self.objective, Objective)
+        objective = checked_word("objective", self.objective, LowerSetObjective)
         object.__setattr__(self, "objective", objective)
         checked_flag("charge_last", self.charge_last)
 
 
-def sweep(
+def sweep_lower_sets(
     graph: ForwardGraph,
     family: Family,
-    queries: Sequence[Query],
+    queries: Sequence[LowerSetQuery],
     *,
     refinements: int = DEFAULT_REFINEMENTS,
     deadline_s: float | None = None,
@@ -197,9 +199,29 @@ def sweep(
     -----
     Time per query O(S^2 F) and memory O(S F) for a family of S sets and fronts of
     length F, at most the sum of the costs; in practice far less.
+
+    References
+    ----------
+    M. Kusumoto, T. Inoue, G. Watanabe, T. Akiba, M. Koyama. A graph theoretic framework
+    of recomputation algorithms for memory-efficient backpropagation. NeurIPS 2019.
+
+    Examples
+    --------
+    >>> from remat.algorithms.lower_sets.families import ancestor_sets
+    >>> chain = ForwardGraph.of_values([1] * 9, [1] * 9, [(v, v + 1) for v in range(8)])
+    >>> family = ancestor_sets(chain)
+    >>> queries = [
+    ...     LowerSetQuery(budget_bytes=budget, charge_last=True)
+    ...     for budget in (6, 7, 8, 9, 12)
+    ... ]
+    >>> found = sweep_lower_sets(chain, family, queries)
+    >>> [answer and answer.overhead for answer in found]
+    [None, 4, 3, 2, 1]
     """
     check_family(graph, family)
-    queries = cast("Sequence[Query]", checked_records("queries", queries, Query))
+    queries = cast(
+        "Sequence[LowerSetQuery]", checked_records("queries", queries, LowerSetQuery)
+    )
     refinements = checked_integer("refinements", refinements, least=0)
     planner = _Planner(graph, deadline_s)
     if family.is_complete:
@@ -217,15 +239,26 @@ def sweep(
     ]
 
 
-def solve(
+def plan_lower_sets(
     graph: ForwardGraph,
     family: Family,
-    query: Query,
+    query: LowerSetQuery,
     *,
     refinements: int = DEFAULT_REFINEMENTS,
     deadline_s: float | None = None,
 ) -> Segmentation:
-    """Return the best segmentation for one query, as :func:`sweep` does.
+    """Return the best segmentation for one query, as :func:`sweep_lower_sets` does.
+
+    Parameters
+    ----------
+    graph, family
+        The graph, and a family of its lower sets.
+    query
+        Budget in bytes, and objective.
+    refinements
+        Most rounds of adding sets beside an answer's, in an incomplete family.
+    deadline_s
+        A value of ``time.monotonic()`` at which to stop, or ``None``.
 
     Raises
     ------
@@ -235,8 +268,26 @@ def solve(
         If the deadline came before any sequence was found.
     ValueError
         If the family is of another graph, or ``refinements`` is not 0, 1, 2, ...
+
+    Notes
+    -----
+    Time and memory of one query of :func:`sweep_lower_sets`: O(S^2 F) and O(S F).
+
+    References
+    ----------
+    M. Kusumoto, T. Inoue, G. Watanabe, T. Akiba, M. Koyama. A graph theoretic framework
+    of recomputation algorithms for memory-efficient backpropagation. NeurIPS 2019.
+
+    Examples
+    --------
+    >>> from remat.algorithms.lower_sets.families import ancestor_sets
+    >>> chain = ForwardGraph.of_values([1] * 9, [1] * 9, [(v, v + 1) for v in range(8)])
+    >>> family = ancestor_sets(chain)
+    >>> answer = plan_lower_sets(chain, family, LowerSetQuery(budget_bytes=8))
+    >>> answer.overhead, answer.peak_bytes
+    (2, 8)
     """
-    (found,) = sweep(
+    (found,) = sweep_lower_sets(
         graph, family, [query], refinements=refinements, deadline_s=deadline_s
     )
     if found is not None:
@@ -271,8 +322,8 @@ def smallest_budget(
     """Return a segmentation of least formula peak; its ``peak_bytes`` is that budget.
 
     Its overhead is that of one such segmentation, not the least: for that, ask
-    :func:`solve` with this budget. Stopped by the deadline, it is the least known, at
-    worst a single segment.
+    :func:`plan_lower_sets` with this budget. Stopped by the deadline, it is the least
+    known, at worst a single segment.
 
     Parameters
     ----------
@@ -289,6 +340,23 @@ def smallest_budget(
     ------
     ValueError
         If the family is of another graph, or ``refinements`` is not 0, 1, 2, ...
+
+    Notes
+    -----
+    Time O(S^2 F), memory O(S F) for a family of S sets and fronts of length F.
+
+    References
+    ----------
+    M. Kusumoto, T. Inoue, G. Watanabe, T. Akiba, M. Koyama. A graph theoretic framework
+    of recomputation algorithms for memory-efficient backpropagation. NeurIPS 2019.
+
+    Examples
+    --------
+    >>> from remat.algorithms.lower_sets.families import ancestor_sets
+    >>> chain = ForwardGraph.of_values([1] * 9, [1] * 9, [(v, v + 1) for v in range(8)])
+    >>> family = ancestor_sets(chain)
+    >>> smallest_budget(chain, family).peak_bytes
+    7
     """
     check_family(graph, family)
     checked_flag("charge_last", charge_last)
@@ -431,7 +499,10 @@ class _Planner:
         return max(0.0, self.deadline_s - time.monotonic())
 
     def chains(
-        self, family: Family, queries: Sequence[Query], known: Sequence[Sequence[int]]
+        self,
+        family: Family,
+        queries: Sequence[LowerSetQuery],
+        known: Sequence[Sequence[int]],
     ) -> list[Answer]:
         return solve_lower_sets(
             self.arrays,
@@ -454,7 +525,10 @@ class _Planner:
         )
 
     def answer(
-        self, family: Family, queries: Sequence[Query], known: Sequence[Sequence[int]]
+        self,
+        family: Family,
+        queries: Sequence[LowerSetQuery],
+        known: Sequence[Sequence[int]],
     ) -> list[Segmentation | None]:
         return [
             segmentation_of_chain(
@@ -470,7 +544,9 @@ class _Planner:
             )
         ]
 
-    def scout(self, family: Family, queries: Sequence[Query]) -> list[Sequence[int]]:
+    def scout(
+        self, family: Family, queries: Sequence[LowerSetQuery]
+    ) -> list[Sequence[int]]:
         """Return good sequences for the queries, found in an approximate family.
 
         Where time is limited, they are refined: they may be the answer.
@@ -503,7 +579,7 @@ class _Planner:
     def refine(
         self,
         family: Family,
-        query: Query,
+        query: LowerSetQuery,
         found: Segmentation | None,
         rounds: int,
     ) -> Segmentation | None:
