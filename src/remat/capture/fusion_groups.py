@@ -22,7 +22,7 @@ from remat.capture.norm_parts import (
     running_statistics,
 )
 from remat.torch_compat.attributes import schema_of
-from remat.torch_compat.metadata import has_pass, is_backward
+from remat.torch_compat.metadata import is_backward, pass_of
 from remat.torch_compat.names import OpOverload
 
 _MOST_OPERATORS = 400
@@ -149,7 +149,7 @@ def is_fusible(node: fx.Node) -> bool:
         return True
     if not isinstance(target, OpOverload) or is_random(node):
         return False
-    if not has_pass(node) or _is_complex(node):
+    if pass_of(node) is None or _is_complex(node):
         return False
     if not node.all_input_nodes:
         return False  # What it makes, on which device, is said by arguments.
@@ -212,8 +212,7 @@ class _Grouping:
 
     def may_share(self, index: int, node: fx.Node) -> bool:
         other = self.operators[index]
-        tag = "partitioner_tag"
-        return self.is_fusible(other) and other.meta.get(tag) == node.meta.get(tag)
+        return self.is_fusible(other) and pass_of(other) == pass_of(node)
 
     def is_fusible(self, node: fx.Node) -> bool:
         return node not in self.held and is_fusible(node)

@@ -6,7 +6,7 @@ FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
 """The log in which the tracer prints the traceback of errors that it raises anyway."""
 
 FAILED_BACKWARD = "Error detected in "
-"""How autograd's warning begins that says where forward made what raised in backward."""
+"""How autograd begins its warning about where the op of a failed backward was made."""
 
 IGNORED_LOGS = "torch._dynamo.config.ignore_logging_functions"
 """The setting with the methods of loggers that the tracer leaves out."""

@@ -38,9 +38,9 @@ def is_backward(node: fx.Node) -> bool:
     return node.meta.get(_PASS) == _BACKWARD
 
 
-def has_pass(node: fx.Node) -> bool:
-    """Return whether a node is tagged as one of either pass."""
-    return node.meta.get(_PASS) is not None
+def pass_of(node: fx.Node) -> object:
+    """Return what is equal for nodes of one pass, ``None`` of those with no tag."""
+    return node.meta.get(_PASS)
 
 
 def in_backward(meta: Mapping[str, Any]) -> dict[str, Any]:

@@ -149,7 +149,7 @@ def _message(missing: Iterable[Private], version: str) -> str:
     ]
     return (
         f"torch {version} lacks what remat uses of its internals: {'; '.join(lines)}. "
-        f"Install torch {_tested_versions()}, on which remat is tested, or a newer remat"
+        f"Install torch {_tested_versions()}, which remat is tested with, or a newer remat"
     )
 
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 TESTED = ("2.11", "2.12", "2.13")
 """The versions of torch, without the last number, that the tests have run on."""
 
-OLDEST = TESTED[0]
-
 
 @dataclass(frozen=True, slots=True)
 class Private:
