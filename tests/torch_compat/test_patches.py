@@ -46,10 +46,10 @@ def test_torch_is_its_own_again_while_a_plan_is_made() -> None:
         during[activity] = state_of_torch()
 
     remat.plan(
-        Resampling(), (torch.randn(2, 3, 9, 9),), budget="90%", progress=progress
+        Resampling(), (torch.randn(2, 3, 9, 9),), budget="100%", progress=progress
     )
-    assert any("measuring" in activity for activity in during)
-    assert len(during) > 3
+    assert "counting parameters, batch, optimizer and loss" in during
+    assert len(during) > 2
     assert set(during.values()) == {before}
     assert state_of_torch() == before
 
@@ -164,7 +164,7 @@ def test_two_threads_fit_and_train_at_once() -> None:
         try:
             start.wait()
             model, data = models[index], batches[index]
-            plans[index] = remat.fit(model, (data[0],), budget="80%")
+            plans[index] = remat.fit(model, (data[0],), budget="85%")
             found[index] = trained(model, data)
         except BaseException as error:  # noqa: BLE001 - raised below, in the test
             errors.append(error)

@@ -9,15 +9,24 @@ from typing import TYPE_CHECKING, Any
 from remat.torch_compat.self_check import name_of_torch
 
 if TYPE_CHECKING:
-    import torch as _torch
+    import torch
+    import torch._dynamo.config
+    import torch._functorch.config
+    from torch import _neg_view
     from torch._C import DisableTorchFunction as DisableTorchFunction
     from torch._C import DispatchKey as DispatchKey
+    from torch._C import (
+        _DisablePythonDispatcher,
+        _get_dispatch_mode,
+        _TorchDispatchModeKey,
+    )
     from torch._C._functorch import (
         is_functorch_wrapped_tensor as is_functorch_wrapped_tensor,
     )
     from torch._C._functorch import peek_interpreter_stack as peek_interpreter_stack
     from torch._C._profiler import ProfilerConfig as ProfilerConfig
     from torch._C._profiler import ProfilerState as ProfilerState
+    from torch._C._profiler import _ExperimentalConfig
     from torch._dispatch.python import no_python_dispatcher as no_python_dispatcher
     from torch._dynamo.backends.common import aot_autograd as aot_autograd
     from torch._dynamo.comptime import ComptimeContext as ComptimeContext
@@ -71,8 +80,16 @@ if TYPE_CHECKING:
         unset_fake_temporarily as unset_fake_temporarily,
     )
     from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
+    from torch.autograd import (
+        _disable_profiler_legacy,
+        _enable_profiler_legacy,
+        _profiler_enabled,
+    )
+    from torch.fx.graph import _BoxedCodeGen
+    from torch.optim.optimizer import _default_to_fused_or_foreach
     from torch.utils._mode_utils import no_dispatch as no_dispatch
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._python_dispatch import _disable_current_modes
     from torch.utils._python_dispatch import (
         is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
     )
@@ -84,25 +101,38 @@ if TYPE_CHECKING:
     from torch.utils._pytree import tree_map_only as tree_map_only
     from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-    unsafe_view: Any = _torch.ops.aten._unsafe_view.default
-    log_softmax_backward: Any = _torch.ops.aten._log_softmax_backward_data.default
-    batch_norm_legit: Any = _torch.ops.aten._native_batch_norm_legit.default
+    dynamo_config = torch._dynamo.config
+    BoxedCodeGen = _BoxedCodeGen
+    functorch_config = torch._functorch.config
+    DispatchModeKey = _TorchDispatchModeKey
+    get_dispatch_mode = _get_dispatch_mode
+    DisablePythonDispatcher = _DisablePythonDispatcher
+    disable_current_modes = _disable_current_modes
+    neg_view = _neg_view
+    profiler_enabled = _profiler_enabled
+    enable_profiler_legacy = _enable_profiler_legacy
+    disable_profiler_legacy = _disable_profiler_legacy
+    ExperimentalConfig = _ExperimentalConfig
+    default_to_fused_or_foreach = _default_to_fused_or_foreach
+    unsafe_view: Any = torch.ops.aten._unsafe_view.default
+    log_softmax_backward: Any = torch.ops.aten._log_softmax_backward_data.default
+    batch_norm_legit: Any = torch.ops.aten._native_batch_norm_legit.default
     batch_norm_without_statistics: Any = (
-        _torch.ops.aten._native_batch_norm_legit.no_stats
+        torch.ops.aten._native_batch_norm_legit.no_stats
     )
     functional_batch_norm: Any = (
-        _torch.ops.aten._native_batch_norm_legit_functional.default
+        torch.ops.aten._native_batch_norm_legit_functional.default
     )
     functional_batch_norm_with_update: Any = (
-        _torch.ops.aten._batch_norm_with_update_functional.default
+        torch.ops.aten._batch_norm_with_update_functional.default
     )
-    local_scalar_dense: Any = _torch.ops.aten._local_scalar_dense.default
-    linalg_check_errors: Any = _torch.ops.aten._linalg_check_errors.default
-    upsample_nearest_exact1d: Any = _torch.ops.aten._upsample_nearest_exact1d
-    upsample_nearest_exact2d: Any = _torch.ops.aten._upsample_nearest_exact2d
-    upsample_nearest_exact3d: Any = _torch.ops.aten._upsample_nearest_exact3d
-    upsample_bilinear2d_aa: Any = _torch.ops.aten._upsample_bilinear2d_aa
-    upsample_bicubic2d_aa: Any = _torch.ops.aten._upsample_bicubic2d_aa
+    local_scalar_dense: Any = torch.ops.aten._local_scalar_dense.default
+    linalg_check_errors: Any = torch.ops.aten._linalg_check_errors.default
+    upsample_nearest_exact1d: Any = torch.ops.aten._upsample_nearest_exact1d
+    upsample_nearest_exact2d: Any = torch.ops.aten._upsample_nearest_exact2d
+    upsample_nearest_exact3d: Any = torch.ops.aten._upsample_nearest_exact3d
+    upsample_bilinear2d_aa: Any = torch.ops.aten._upsample_bilinear2d_aa
+    upsample_bicubic2d_aa: Any = torch.ops.aten._upsample_bicubic2d_aa
 
 else:
 
