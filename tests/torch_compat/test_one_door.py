@@ -40,6 +40,8 @@ def own_names(tree: ast.AST) -> Iterator[str]:
                 value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()
             ):
                 yield name
+            case _:
+                pass
 
 
 def root_of(node: ast.expr) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import remat
+from remat.profile.kernel_choice import Kernels
 from remat.torch_compat.names import FakeTensorMode, MemoryFormatMeta
 from remat.torch_compat.patches import KEYS, alone, patched, python_kernels
 
@@ -55,7 +56,7 @@ def test_torch_is_its_own_again_while_a_plan_is_made() -> None:
 
 
 @pytest.mark.parametrize("kernels", ["eager", "fused"])
-def test_torch_is_its_own_again_after_an_error(kernels: str) -> None:
+def test_torch_is_its_own_again_after_an_error(kernels: Kernels) -> None:
     before = state_of_torch()
     with pytest.raises(remat.BudgetError):
         remat.plan(Resampling(), (torch.randn(2, 3, 9, 9),), budget=1, kernels=kernels)

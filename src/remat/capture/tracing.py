@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from functools import _lru_cache_wrapper
 from typing import Any, NoReturn
 
 import torch
@@ -120,7 +119,7 @@ def _ignored_logs() -> set[Callable[..., Any]]:
     once = {
         method
         for method in vars(logging.Logger).values()
-        if isinstance(method, _lru_cache_wrapper)
+        if hasattr(method, "cache_info")
     }
     return once | dynamo_config.ignore_logging_functions
 

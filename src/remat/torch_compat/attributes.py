@@ -44,12 +44,12 @@ def installed_call(module: nn.Module) -> Call | None:
 
 def install_call(module: nn.Module, call: Call | None) -> None:
     """Run ``call`` in the place of a module's own call, as ``Module.compile`` does."""
-    module._compiled_call_impl = call  # type: ignore[assignment]
+    module._compiled_call_impl = call
 
 
 def install_replication(module: nn.Module, replicate: Call) -> None:
     """Make the replicas of ``DataParallel`` by ``replicate``."""
-    module._replicate_for_data_parallel = replicate  # type: ignore[assignment]
+    module._replicate_for_data_parallel = replicate
 
 
 def uninstall_replication(module: nn.Module) -> None:

@@ -3,7 +3,7 @@
 ``"val"`` and ``"stack_trace"`` are documented, and read where they are needed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
@@ -91,11 +91,16 @@ def changed_inputs(output: fx.Node) -> list[int | None]:
 
     ``None`` for other values.
     """
-    descriptions: Sequence[Any] = output.meta.get(_DESCRIPTION, ())
     return [
-        each.mutated_input.idx if isinstance(each, InputMutationAOTOutput) else None
-        for each in descriptions
+        _position_of(each.mutated_input)
+        if isinstance(each, InputMutationAOTOutput)
+        else None
+        for each in output.meta.get(_DESCRIPTION, ())
     ]
+
+
+def _position_of(argument: Any) -> int:
+    return argument.idx
 
 
 def leave_unchecked(node: fx.Node) -> None:
