@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -47,6 +48,9 @@ TRACE_ERRORS = (
     UnsupportedOperatorException,
 )
 """What a trace may raise; all else that a planned call raises is of the call itself."""
+
+_WITH_CACHE = type(cache(abs))
+"""The class of functions with a cache in front."""
 
 _QUOTES = "\"'"
 _OWN_FILE = "remat/capture/tracing.py"
@@ -119,7 +123,7 @@ def _ignored_logs() -> set[Callable[..., Any]]:
     once = {
         method
         for method in vars(logging.Logger).values()
-        if hasattr(method, "cache_info")
+        if isinstance(method, _WITH_CACHE)
     }
     return once | dynamo_config.ignore_logging_functions
 
