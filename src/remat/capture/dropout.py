@@ -13,16 +13,16 @@ division will do. The native core draws large masks about five times as fast as 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._python_dispatch import _disable_current_modes
 
-from remat.capture.python_kernels import python_kernels
 from remat.native import native
+from remat.torch_compat.attributes import composite_kernel, traced_kernel
+from remat.torch_compat.names import disable_current_modes, unset_fake_temporarily
+from remat.torch_compat.patches import patched, python_kernels
 
 _aten = torch.ops.aten
 
@@ -91,8 +91,7 @@ def _core_draws_alike() -> bool:
 _LIBRARY.impl("dropout_mask", _draw_mask, "CompositeExplicitAutograd")
 torch.library.register_fake("remat::dropout_mask", _empty_mask, lib=_LIBRARY)
 
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-_TRACED = _aten.dropout.default.py_kernels[_COMPOSITE]
+_TRACED = traced_kernel(_aten.dropout.default)
 
 
 def _mask(input_: torch.Tensor, p: float) -> torch.Tensor:
@@ -111,7 +110,7 @@ def _noise(input_: torch.Tensor, p: float) -> torch.Tensor:
 
 def _kept(dtype: torch.dtype, keep: float) -> float:
     """Return what eager PyTorch multiplies by where it keeps."""
-    with unset_fake_temporarily(), _disable_current_modes():
+    with unset_fake_temporarily(), disable_current_modes():
         return torch.ones((), dtype=dtype).div_(keep).item()
 
 
@@ -171,10 +170,9 @@ def _kernel(
 def eager_dropout() -> AbstractContextManager[None]:
     """Trace dropout as eager PyTorch computes it."""
     in_place, alpha = _aten.dropout_.default, _aten.alpha_dropout.default
-    return python_kernels(
-        {
-            _aten.dropout.default: _kernel(_dropout, _TRACED),
-            in_place: _kernel(_dropout_in_place, partial(in_place._op_dk, _COMPOSITE)),
-            alpha: _kernel(_alpha_dropout, partial(alpha._op_dk, _COMPOSITE)),
-        }
-    )
+    kernels = {
+        _aten.dropout.default: _kernel(_dropout, _TRACED),
+        in_place: _kernel(_dropout_in_place, composite_kernel(in_place)),
+        alpha: _kernel(_alpha_dropout, composite_kernel(alpha)),
+    }
+    return patched(python_kernels(kernels))

@@ -11,10 +11,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.utils import preserve_rng_state
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from remat.torch_compat.attributes import plain_call
+from remat.torch_compat.names import (
+    FakeTensor,
+    FakeTensorMode,
+    preserve_rng_state,
+    tree_leaves,
+    tree_map_only,
+)
 
 _prepared: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
 
@@ -32,7 +38,7 @@ class _Plain(nn.Module):
         self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model._call_impl(*args, **kwargs)
+        return plain_call(self.model)(*args, **kwargs)
 
 
 def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._python_dispatch import _disable_current_modes
+
+from remat.torch_compat.attributes import kernel_of
+from remat.torch_compat.names import disable_current_modes, unset_fake_temporarily
 
 
 class FusedKernel:
@@ -64,8 +65,11 @@ class FusedKernel:
 
     def _compile(self, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
         # The compiler takes a second to import, and most plans never need it.
-        from torch._functorch import config  # noqa: PLC0415
-        from torch._inductor.compile_fx import compile_fx_inner  # noqa: PLC0415
+        from remat.torch_compat.names import (  # noqa: PLC0415
+            compile_fx_inner,
+            functorch_config,
+            standalone_compile,
+        )
 
         made: list[Any] = []
 
@@ -76,13 +80,13 @@ class FusedKernel:
         device_type = inputs[0].device.type
         with (
             unset_fake_temporarily(),
-            _disable_current_modes(),
+            disable_current_modes(),
             torch.no_grad(),
             torch.autocast(device_type, enabled=False),
             # What it keeps is what is around the kernel.
-            config.patch(enable_autograd_cache=False),
+            functorch_config.patch(enable_autograd_cache=False),
         ):
-            torch._inductor.standalone_compile(
+            standalone_compile(
                 self.module,
                 [x.detach() for x in inputs],
                 dynamic_shapes="from_example_inputs",
@@ -91,5 +95,5 @@ class FusedKernel:
         # The kernel itself: around it are checks, for views and changed inputs, that
         # take longer than many a kernel.
         (kernel,) = made
-        call = kernel.current_callable
+        call = kernel_of(kernel)
         return lambda *values: call(list(values))

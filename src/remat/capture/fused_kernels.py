@@ -22,7 +22,6 @@ from remat.capture.joint_program import (
     needed_arguments,
 )
 from remat.capture.kernel_recomputation import original_of
-from remat.capture.layers import origin_of
 from remat.capture.node_order import put_in_order
 from remat.capture.norm_parts import (
     INSTEAD,
@@ -30,6 +29,7 @@ from remat.capture.norm_parts import (
     norm_of,
     running_statistics,
 )
+from remat.torch_compat.metadata import origin_of
 
 _KNOWN: weakref.WeakValueDictionary[str, FusedKernel] = weakref.WeakValueDictionary()
 """Kernels by name: one that is in use is not compiled again."""

@@ -21,6 +21,9 @@ from remat.capture.norm_parts import (
     norm_of,
     running_statistics,
 )
+from remat.torch_compat.attributes import schema_of
+from remat.torch_compat.metadata import is_backward, pass_of
+from remat.torch_compat.names import OpOverload
 
 _MOST_OPERATORS = 400
 """In one group: compilers take more than twice as long for twice as many."""
@@ -92,9 +95,9 @@ def name_of(node: fx.Node) -> str:
     """Return the bare name of an operator, or ``""`` if nobody can fuse it."""
     if node.target in PARTS:
         return PARTS[node.target]
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return ""
-    return node.target._schema.name.partition("::")[2]
+    return schema_of(node.target).name.partition("::")[2]
 
 
 def is_operator(node: fx.Node) -> bool:
@@ -144,9 +147,9 @@ def is_fusible(node: fx.Node) -> bool:
     target = node.target
     if target in PARTS:
         return True
-    if not isinstance(target, torch._ops.OpOverload) or is_random(node):
+    if not isinstance(target, OpOverload) or is_random(node):
         return False
-    if node.meta.get("partitioner_tag") is None or _is_complex(node):
+    if pass_of(node) is None or _is_complex(node):
         return False
     if not node.all_input_nodes:
         return False  # What it makes, on which device, is said by arguments.
@@ -183,7 +186,7 @@ class _Grouping:
         return {
             node
             for node in returned_operators(graph)
-            if node.meta.get("partitioner_tag") != "is_backward"
+            if not is_backward(node)
             and node.target not in {BATCH_NORM, running_statistics}
         }
 
@@ -209,8 +212,7 @@ class _Grouping:
 
     def may_share(self, index: int, node: fx.Node) -> bool:
         other = self.operators[index]
-        tag = "partitioner_tag"
-        return self.is_fusible(other) and other.meta.get(tag) == node.meta.get(tag)
+        return self.is_fusible(other) and pass_of(other) == pass_of(node)
 
     def is_fusible(self, node: fx.Node) -> bool:
         return node not in self.held and is_fusible(node)

@@ -8,14 +8,15 @@ part. What a loss makes is dense, in eager PyTorch too; so here such a gradient 
 expected dense.
 """
 
-from collections.abc import Generator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
-from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
-from torch._prims_common import suggest_memory_format
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from remat.torch_compat.names import (
+    is_traceable_wrapper_subclass,
+    suggest_memory_format,
+)
+from remat.torch_compat.patches import gradient_formats, patched
 
 
 def spanned_bytes(tensor: torch.Tensor) -> int:
@@ -42,22 +43,12 @@ def gradient_format(output: torch.Tensor) -> torch.memory_format | None:
     return suggest_memory_format(output)
 
 
-@contextmanager
-def dense_gradients() -> Generator[None]:
+def dense_gradients() -> AbstractContextManager[None]:
     """Trace so that gradients of outputs whose strides have gaps come dense."""
-    descriptor = vars(MemoryFormatMeta)["from_tensor"]
-    original = MemoryFormatMeta.from_tensor
+    return patched(gradient_formats(_format_of_gaps))
 
-    def from_tensor(
-        t: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> MemoryFormatMeta | None:
-        expected = None if is_traceable_wrapper_subclass(t) else gradient_format(t)
-        if expected is None:
-            return original(t, *args, **kwargs)
-        return MemoryFormatMeta(memory_format=expected)
 
-    MemoryFormatMeta.from_tensor = staticmethod(from_tensor)
-    try:
-        yield
-    finally:
-        MemoryFormatMeta.from_tensor = descriptor
+def _format_of_gaps(output: torch.Tensor) -> torch.memory_format | None:
+    if is_traceable_wrapper_subclass(output):
+        return None
+    return gradient_format(output)

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from remat.capture.detached import is_returned
+from remat.torch_compat.attributes import storage_identity
 
 aten = torch.ops.aten
 
@@ -183,8 +184,9 @@ def _joined(
 
 def _held_bytes(nodes: Sequence[fx.Node]) -> int:
     """Return the bytes of the blocks in which values are."""
-    blocks = [node.meta["val"].untyped_storage() for node in nodes]
-    return sum({block._cdata: block.nbytes() for block in blocks}.values())
+    values = [node.meta["val"] for node in nodes]
+    sizes = {storage_identity(v): v.untyped_storage().nbytes() for v in values}
+    return sum(sizes.values())
 
 
 def _layout(node: fx.Node) -> tuple[object, ...]:

@@ -14,8 +14,6 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import fx
-from torch._higher_order_ops.effects import with_effects
-from torch.utils._pytree import tree_leaves, tree_map
 
 from remat.capture.autocast import Autocast
 from remat.capture.fused_kernel import FusedKernel
@@ -26,10 +24,22 @@ from remat.core.contributors import labelled
 from remat.core.errors import CaptureError
 from remat.core.graph import Op, Phase, Role, Storage, TrainingGraph
 from remat.core.platform import Platform
+from remat.torch_compat.attributes import schema_of, storage_identity
+from remat.torch_compat.metadata import changed_inputs, is_backward, is_forward
+from remat.torch_compat.names import (
+    OpOverload,
+    functional_batch_norm,
+    functional_batch_norm_with_update,
+    linalg_check_errors,
+    tree_leaves,
+    tree_map,
+    unsafe_view,
+    with_effects,
+)
 
 ALIASING_WITHOUT_SCHEMA = frozenset(
     {
-        torch.ops.aten._unsafe_view.default,
+        unsafe_view,
         torch.ops.aten.unsafe_split.Tensor,
         torch.ops.aten.unsafe_split_with_sizes.default,
     }
@@ -56,10 +66,8 @@ class _Statistics:
 
 
 _STATISTICS: dict[Any, _Statistics] = {
-    torch.ops.aten._native_batch_norm_legit_functional.default: _Statistics(
-        (3, 4), training=5, outputs=(3, 4)
-    ),
-    torch.ops.aten._batch_norm_with_update_functional.default: _Statistics(
+    functional_batch_norm: _Statistics((3, 4), training=5, outputs=(3, 4)),
+    functional_batch_norm_with_update: _Statistics(
         (3, 4), training=None, outputs=(4, 5)
     ),
     torch.ops.aten.native_batch_norm_backward.default: _Statistics(
@@ -114,7 +122,7 @@ class InputSpec:
         """Return the description with what is known of the tensor itself."""
         return replace(
             self,
-            storage=value.untyped_storage()._cdata,
+            storage=storage_identity(value),
             has_gradient=value.is_leaf and value.grad is not None,
         )
 
@@ -208,7 +216,7 @@ def is_view(node: fx.Node) -> bool:
     target = node.target
     if target in ALIASING_WITHOUT_SCHEMA:
         return True
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     if schema is None:
         return False
     return any(
@@ -283,7 +291,7 @@ class _Analysis:
         outputs = next(iter(module.graph.find_nodes(op="output")))
         self.forward_values = list(outputs.args[0][:forward_output_count])
         self.backward_values = list(outputs.args[0][forward_output_count:])
-        self.output_descriptions = outputs.meta.get("desc", [])
+        self.changed_inputs = changed_inputs(outputs)
         self.storages: list[Storage] = []
         self.base_nodes: list[list[fx.Node]] = []
         self.storages_of: dict[fx.Node, tuple[int, ...]] = {}
@@ -358,20 +366,16 @@ class _Analysis:
 
     def find_mutated_inputs(self) -> frozenset[int]:
         """Return the positions of the inputs that the step changes in place."""
-        return frozenset(
-            description.mutated_input.idx
-            for description in self.output_descriptions
-            if type(description).__name__ == "InputMutationAOTOutput"
-        )
+        return frozenset(i for i in self.changed_inputs if i is not None)
 
     def held_outputs(self) -> list[Any]:
         """Return the forward values that the caller holds until the step ends."""
         return [
             value
-            for value, description in zip(
-                self.forward_values, self.output_descriptions, strict=False
+            for value, changed in zip(
+                self.forward_values, self.changed_inputs, strict=False
             )
-            if type(description).__name__ != "InputMutationAOTOutput"
+            if changed is None
         ]
 
     def add_storage(self, storage: Storage, *nodes: fx.Node) -> int:
@@ -449,7 +453,7 @@ class _Analysis:
         return tuple(dict.fromkeys(read))
 
     def take_op(self, node: fx.Node) -> None:
-        schema = getattr(node.target, "_schema", None)
+        schema = schema_of(node.target)
         if schema is not None and schema.is_mutable:
             self.fail(node, "an operation that changes its input in place")
         phase = self.phase_of(node)
@@ -536,7 +540,7 @@ class _Analysis:
         """Return why the op may run only once, or ``None``."""
         if not any(value is not None for value in values):
             return "it has an effect besides its outputs"
-        if not isinstance(node.target, torch._ops.OpOverload | FusedKernel):
+        if not isinstance(node.target, OpOverload | FusedKernel):
             return f"{node.target} is not a plain operator"
         changed = [
             self.storages[storage].name
@@ -592,18 +596,17 @@ class _Analysis:
         return storage
 
     def phase_of(self, node: fx.Node) -> Phase:
-        tag = node.meta.get("partitioner_tag")
-        if tag == "is_backward":
+        if is_backward(node):
             return Phase.BACKWARD
-        if tag == "is_forward":
+        if is_forward(node):
             return Phase.FORWARD
         # Untagged nodes stem from passes over the joint graph: they belong to the
         # backward if anything they read does.
-        is_backward = any(
+        reads_backward = any(
             s in self.tangents or self.is_written_in_backward(s)
             for s in self.read_storages(node)
         )
-        return Phase.BACKWARD if is_backward else Phase.FORWARD
+        return Phase.BACKWARD if reads_backward else Phase.FORWARD
 
     def is_written_in_backward(self, storage: int) -> bool:
         return any(storage in op.writes for op, _ in self.backward_ops)
@@ -677,12 +680,11 @@ class _Analysis:
 
     def fail_for_effect(self, node: fx.Node) -> NoReturn:
         _token, op = node.args[:2]
-        check = torch.ops.aten._linalg_check_errors.default
         hint = "; use the variant that returns its errors, such as torch.linalg.inv_ex"
         self.fail(
             node,
             f"{op} does something beyond returning values, in an order that must be "
-            f"kept{hint if op is check else ''}",
+            f"kept{hint if op is linalg_check_errors else ''}",
         )
 
     def fail(self, node: fx.Node, found: str) -> NoReturn:

@@ -15,8 +15,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import fx
-from torch._functorch import config
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from remat.capture.fusion_groups import (
     computed_by,
@@ -25,6 +23,12 @@ from remat.capture.fusion_groups import (
     returned_operators,
 )
 from remat.capture.joint_program import is_random
+from remat.torch_compat.metadata import in_backward, is_backward
+from remat.torch_compat.names import (
+    OpOverload,
+    functorch_config,
+    min_cut_rematerialization_partition,
+)
 
 _ORIGINAL = "remat_original"
 """In ``meta``: the operator of the forward pass that a node computes again."""
@@ -52,7 +56,7 @@ def recompute_in_backward(joint: fx.GraphModule, forward_output_count: int) -> N
                 _in_backward(joint.graph, node, first_use, new)
     added = set(new.values())
     for node in list(joint.graph.nodes):
-        if node not in added and _is_backward(node) and _is_read(node):
+        if node not in added and is_backward(node) and _is_read(node):
             with joint.graph.inserting_before(node):
                 node.args, node.kwargs = fx.map_arg(
                     (node.args, node.kwargs),
@@ -82,19 +86,15 @@ def _recomputed_names(joint: fx.GraphModule, forward_output_count: int) -> set[s
     copies: dict[fx.Node, fx.Node] = {}
     for node in joint.graph.nodes:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
-    with config.patch(activation_memory_budget=1.0):
+    with functorch_config.patch(activation_memory_budget=1.0):
         forward, backward = min_cut_rematerialization_partition(
             fx.GraphModule(joint, graph), (), num_fwd_outputs=forward_output_count
         )
-    ours = {node.name for node in joint.graph.nodes if not _is_backward(node)}
+    ours = {node.name for node in joint.graph.nodes if not is_backward(node)}
     both = {node.name for node in forward.graph.nodes} & {
         node.name for node in backward.graph.nodes if node.op == "call_function"
     }
     return both & ours
-
-
-def _is_backward(node: fx.Node) -> bool:
-    return node.meta.get("partitioner_tag") == "is_backward"
 
 
 def _readers_in_backward(graph: fx.Graph, again: set[str]) -> dict[fx.Node, fx.Node]:
@@ -109,7 +109,7 @@ def _readers_in_backward(graph: fx.Graph, again: set[str]) -> dict[fx.Node, fx.N
         if node.name not in again or not _is_elementwise(node) or node in returned:
             continue
         readers = _readers(node)
-        mine = [(reader, at) for reader, at in readers if _is_backward(reader)]
+        mine = [(reader, at) for reader, at in readers if is_backward(reader)]
         also = [first_use[reader] for reader, _ in readers if reader in first_use]
         uses = [*also, *(at for _, at in mine)]
         if uses and all(is_fusible(reader) for reader, _ in mine):
@@ -120,8 +120,8 @@ def _readers_in_backward(graph: fx.Graph, again: set[str]) -> dict[fx.Node, fx.N
 def _is_elementwise(node: fx.Node) -> bool:
     return (
         is_operator(node)
-        and not _is_backward(node)
-        and isinstance(node.target, torch._ops.OpOverload)
+        and not is_backward(node)
+        and isinstance(node.target, OpOverload)
         and torch.Tag.pointwise in node.target.tags
         and not is_random(node)
         and len(node.all_input_nodes) > 0
@@ -140,7 +140,7 @@ def _readers(node: fx.Node, at: fx.Node | None = None) -> list[tuple[fx.Node, fx
     """
     found: list[tuple[fx.Node, fx.Node]] = []
     for user in node.users:
-        first = at or (user if _is_backward(user) else None)
+        first = at or (user if is_backward(user) else None)
         if user.op == "call_function" and not is_operator(user):
             found += _readers(user, first)
         else:
@@ -157,10 +157,10 @@ def _in_backward(
     """Return what backward reads for ``node``; new nodes go where the graph inserts."""
     if node in new:
         return new[node]
-    if _is_backward(node) or computed_by(node) not in first_use:
+    if is_backward(node) or computed_by(node) not in first_use:
         return node
     copy = graph.node_copy(node, lambda n: _in_backward(graph, n, first_use, new))
-    copy.meta = {**node.meta, "partitioner_tag": "is_backward"}
+    copy.meta = in_backward(node.meta)
     if is_operator(node):
         copy.meta[_ORIGINAL] = node
     new[node] = copy

@@ -1,29 +1,9 @@
 """Which of the user's modules an operator of a traced step belongs to."""
 
-import re
-from collections.abc import Mapping
-from typing import Any
-
 from torch import fx
 
-_ROOT = re.compile(r"\AL\['\w+'\](?:\.__self__)?")
-_ITEM = re.compile(r"(?:\._modules)?\[['\"]?([^'\"\]]+)['\"]?\]")
-
-
-_ORIGIN = (
-    "partitioner_tag",
-    "stack_trace",
-    "nn_module_stack",
-    "fwd_nn_module_stack",
-)
-
-
-def origin_of(node: fx.Node) -> dict[str, Any]:
-    """Return what ``meta`` says of a node's pass, module and source line.
-
-    A node that takes its place says the same.
-    """
-    return {key: node.meta[key] for key in _ORIGIN if key in node.meta}
+from remat.torch_compat.messages import CHILD_MODULE, ROOT_MODULE
+from remat.torch_compat.metadata import Stack, modules_around, modules_differentiated
 
 
 def layer_name(node: fx.Node) -> str:
@@ -32,14 +12,14 @@ def layer_name(node: fx.Node) -> str:
     An operator of the backward pass belongs to the module whose forward pass it
     differentiates, and says so.
     """
-    forward = _path(node.meta.get("nn_module_stack"))
+    forward = _path(modules_around(node))
     if forward:
         return forward
-    backward = _path(node.meta.get("fwd_nn_module_stack"))
+    backward = _path(modules_differentiated(node))
     return f"{backward} backward" if backward else ""
 
 
-def _path(stack: Mapping[Any, tuple[str, Any]] | None) -> str:
+def _path(stack: Stack | None) -> str:
     """Return the last path of the tracer's stack of modules, as the user writes it.
 
     Examples
@@ -56,4 +36,4 @@ def _path(stack: Mapping[Any, tuple[str, Any]] | None) -> str:
     if not stack:
         return ""
     path, _ = list(stack.values())[-1]
-    return _ITEM.sub(r".\1", _ROOT.sub("", path)).strip(".")
+    return CHILD_MODULE.sub(r".\1", ROOT_MODULE.sub("", path)).strip(".")

@@ -4,6 +4,8 @@ import heapq
 
 from torch import fx
 
+from remat.torch_compat.attributes import root_of
+
 
 def put_in_order(graph: fx.Graph, rank: dict[fx.Node, float]) -> None:
     """Sort the nodes, in place: after what they read, and else by rank."""
@@ -12,7 +14,7 @@ def put_in_order(graph: fx.Graph, rank: dict[fx.Node, float]) -> None:
     place = {node: i for i, node in enumerate(nodes)}
     ready = [(rank[node], place[node]) for node in nodes if not missing[node]]
     heapq.heapify(ready)
-    anchor = graph._root
+    anchor = root_of(graph)
     while ready:
         node = nodes[heapq.heappop(ready)[1]]
         anchor.append(node)

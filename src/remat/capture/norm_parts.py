@@ -24,12 +24,13 @@ import torch
 from torch import fx
 
 from remat.capture.joint_program import example_value
-from remat.capture.layers import origin_of
 from remat.capture.node_order import put_in_order
+from remat.torch_compat.metadata import origin_of
+from remat.torch_compat.names import functional_batch_norm
 
 aten = torch.ops.aten
 
-BATCH_NORM = aten._native_batch_norm_legit_functional.default
+BATCH_NORM = functional_batch_norm
 
 _NORM = "remat_norm"
 """In ``meta``: the number of the batch norm that a node is a part of."""

@@ -12,10 +12,16 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.capture.joint_program import is_view
+from remat.torch_compat.names import (
+    FakeTensor,
+    batch_norm_without_statistics,
+    disable_current_modes,
+    functional_batch_norm,
+    functional_batch_norm_with_update,
+    unset_fake_temporarily,
+)
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -44,9 +50,9 @@ def _small_group_norm(values: Sequence[Any]) -> list[Any]:
 
 
 _SMALL: dict[Any, Callable[[Sequence[Any]], list[Any]]] = {
-    aten._native_batch_norm_legit_functional.default: _small_batch_norm,
-    aten._batch_norm_with_update_functional.default: _small_batch_norm,
-    aten._native_batch_norm_legit.no_stats: _small_batch_norm,
+    functional_batch_norm: _small_batch_norm,
+    functional_batch_norm_with_update: _small_batch_norm,
+    batch_norm_without_statistics: _small_batch_norm,
     aten.native_layer_norm.default: _small_layer_norm,
     aten.native_group_norm.default: _small_group_norm,
 }
@@ -97,7 +103,7 @@ def _results(
     small: Callable[[Sequence[Any]], list[Any]],
     values: Sequence[Any],
 ) -> list[Any]:
-    with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
+    with unset_fake_temporarily(), disable_current_modes(), torch.no_grad():
         return list(target(*small(values)))
 
 

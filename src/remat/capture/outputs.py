@@ -2,14 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remat.capture.returned import ReturnedTensor
 from remat.capture.tracing import compiled_entry
+from remat.torch_compat.attributes import storage_identity, view_again, viewed
+from remat.torch_compat.metadata import example_of
+from remat.torch_compat.names import FakeTensorMode, dynamo_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,7 @@ def fake_outputs(
 
     def return_fakes(module: fx.GraphModule, _example_inputs: Sequence[Any]) -> Any:
         (output,) = module.graph.find_nodes(op="output")
-        values = [node.meta["example_value"] for node in output.args[0]]
+        values = [example_of(node) for node in output.args[0]]
 
         def run(*_inputs: Any) -> list[torch.Tensor]:
             fakes, bases = fakes_like(values, mode)
@@ -67,7 +70,7 @@ def fake_outputs(
         return run
 
     with (
-        torch._dynamo.config.patch(replay_side_effects=False),
+        dynamo_config.patch(replay_side_effects=False),
         torch.enable_grad(),
     ):
         value = compiled_entry(model, return_fakes)(*args, **kwargs)
@@ -93,21 +96,21 @@ def fakes_like(
     """
     groups: dict[int, list[torch.Tensor]] = {}
     for value in values:
-        groups.setdefault(_storage_of(value), []).append(value)
+        groups.setdefault(storage_identity(value), []).append(value)
     are_viewed_again = {
         storage: sum(not _is_one_of_many_views(value) for value in group) > 1
         for storage, group in groups.items()
     }
     # A value may be an output next to its views.
-    sources = {id(v): fake_like(v, mode) for v in values if v._base is None}
+    sources = {id(v): fake_like(v, mode) for v in values if viewed(v) is None}
     fakes: list[torch.Tensor] = []
     bases: dict[int, torch.Tensor] = {}
     for value in values:
-        base = value._base
+        base = viewed(value)
         if base is None:
             fakes.append(sources[id(value)])
         elif (
-            are_viewed_again[_storage_of(value)]
+            are_viewed_again[storage_identity(value)]
             and value.requires_grad
             and base.requires_grad
         ):
@@ -115,26 +118,29 @@ def fakes_like(
             if source is None:
                 source = bases.setdefault(id(base), fake_like(base, mode))
             # Unchecked: the check would ask the mode of one about the other.
-            fakes.append(value._view_func_unsafe(source))
+            fakes.append(view_again(value, source))
         else:
             fakes.append(fake_like(value, mode))
     return fakes, list(bases.values())
 
 
-def _storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-_MAKE_MANY_VIEWS = ("SplitBackward", "SplitWithSizesBackward", "UnbindBackward")
+@cache
+def _makers_of_many_views() -> tuple[type, ...]:
+    """Return the classes of autograd's nodes of operators that make several views."""
+    with torch.enable_grad():
+        whole = torch.ones(2, requires_grad=True)
+        views = (whole.split(1)[0], whole.split([1, 1])[0], whole.unbind()[0])
+    return tuple(type(view.grad_fn) for view in views)
 
 
 def _is_one_of_many_views(value: torch.Tensor) -> bool:
     """Return whether an operator that makes several views had part in this one."""
-    if value._base is None:
+    base = viewed(value)
+    if base is None:
         return False
-    made_by, source = value.grad_fn, value._base.grad_fn
+    made_by, source = value.grad_fn, base.grad_fn
     while made_by is not None and made_by is not source:
-        if type(made_by).__name__.startswith(_MAKE_MANY_VIEWS):
+        if isinstance(made_by, _makers_of_many_views()):
             return True
         made_by = made_by.next_functions[0][0] if made_by.next_functions else None
     return False

@@ -12,17 +12,34 @@ asked, on zeros, once for each such operator. A view of a batch of one is anothe
 case: the stride of the batch decides whether it is taken for channels-last.
 """
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import make_contiguous_strides_for, suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from remat.torch_compat.attributes import schema_of
+from remat.torch_compat.names import (
+    DisablePythonDispatcher,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    batch_norm_legit,
+    batch_norm_without_statistics,
+    functional_batch_norm,
+    log_softmax_backward,
+    make_contiguous_strides_for,
+    no_dispatch,
+    suggest_memory_format,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+    unsafe_view,
+)
+from remat.torch_compat.patches import fake_results, patched
 
 _aten = torch.ops.aten
 
@@ -49,16 +66,16 @@ def _as_a_product(_result: Tensor, *args: Any) -> Tensor:
 
 _LAYOUTS: dict[Any, Layout] = {
     # Contiguous whatever the inputs are.
-    _aten._log_softmax_backward_data.default: _contiguous,
+    log_softmax_backward: _contiguous,
     _aten.glu_backward.default: _contiguous,
     _aten.huber_loss_backward.default: _contiguous,
     _aten.mse_loss_backward.default: _contiguous,
     _aten.native_layer_norm_backward.default: _contiguous,
     _aten.smooth_l1_loss_backward.default: _contiguous,
     # Channels-last if the values are, and contiguous otherwise.
-    _aten._native_batch_norm_legit.default: _after_input,
-    _aten._native_batch_norm_legit.no_stats: _after_input,
-    _aten._native_batch_norm_legit_functional.default: _after_input,
+    batch_norm_legit: _after_input,
+    batch_norm_without_statistics: _after_input,
+    functional_batch_norm: _after_input,
     _aten.native_batch_norm.default: _after_input,
     _aten.native_batch_norm_backward.default: _after_second_input,
     _aten.native_group_norm_backward.default: _after_second_input,
@@ -76,7 +93,7 @@ _LAYOUTS: dict[Any, Layout] = {
 }
 """Operator -> how the CPU's kernel lays out its first result."""
 
-_VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
+_VIEWS = frozenset({_aten.view.default, unsafe_view})
 """Operators to which the tracer gives other strides along dimensions of size 1."""
 
 
@@ -87,7 +104,7 @@ def _with_real_strides(view: Tensor, source: Tensor, size: Any) -> Tensor:
     ):
         return view
     # Without the formulas of the tracer, which are those of such a tensor otherwise.
-    with no_dispatch(), torch._C._DisablePythonDispatcher():
+    with no_dispatch(), DisablePythonDispatcher():
         real = torch.empty_strided(source.shape, source.stride(), device="meta")
         stride = real.view(size).stride()
     if stride == view.stride():
@@ -95,18 +112,9 @@ def _with_real_strides(view: Tensor, source: Tensor, size: Any) -> Tensor:
     return view.as_strided(view.shape, stride, view.storage_offset())
 
 
-@contextmanager
-def real_layouts() -> Generator[None]:
+def real_layouts() -> AbstractContextManager[None]:
     """Trace with the layouts of the CPU's kernels."""
-    dispatch = FakeTensorMode._dispatch_impl
-    # What was found for fake tensors before is remembered across traces.
-    FakeTensorMode.cache_clear()
-    FakeTensorMode._dispatch_impl = _with_real_layouts(dispatch)
-    try:
-        yield
-    finally:
-        FakeTensorMode._dispatch_impl = dispatch
-        FakeTensorMode.cache_clear()
+    return patched(fake_results(_with_real_layouts))
 
 
 def _with_real_layouts(dispatch: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,9 +155,9 @@ def _makes_new_values(operator: Any) -> bool:
     Matrices of zeros are refused by the factorisations, and nothing is known of what
     other libraries' operators do.
     """
-    if not isinstance(operator, torch._ops.OpOverload) or operator.namespace != "aten":
+    if not isinstance(operator, OpOverload) or operator.namespace != "aten":
         return False
-    schema = operator._schema
+    schema = schema_of(operator)
     return not (
         any(a.alias_info for a in (*schema.arguments, *schema.returns))
         or "linalg" in schema.name

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._dynamo.comptime import ComptimeContext
-from torch._subclasses.fake_tensor import FakeTensor
+
+from remat.torch_compat.metadata import example_of
+from remat.torch_compat.names import ComptimeContext, FakeTensor
 
 Note = Callable[[ComptimeContext], None]
 """Called by the tracer where a call is about to return."""
@@ -102,7 +103,7 @@ def note_returned(take: Callable[[Returned], None]) -> Note:
 
 def _tensor(variable: Any) -> ReturnedTensor | None:
     node = variable.as_proxy().node
-    value = node.meta["example_value"]
+    value = example_of(node)
     if node.op == "placeholder" or not isinstance(value, FakeTensor):
         return None
     return ReturnedTensor(
@@ -116,5 +117,5 @@ def _tensor(variable: Any) -> ReturnedTensor | None:
 
 def _loss_name(variable: Any) -> str | None:
     node = variable.as_proxy().node
-    is_computed = node.op != "placeholder" and is_loss(node.meta["example_value"])
+    is_computed = node.op != "placeholder" and is_loss(example_of(node))
     return node.name if is_computed else None

@@ -1,6 +1,5 @@
 """What lives and runs around the traced step: parameters, optimizer, loss, batch."""
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -8,12 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.torch_version import TorchVersion
-from torch.utils._pytree import tree_leaves
 
 from remat.capture.captured import captured_tensors as captured_tensors
 from remat.capture.captured import plain_tensors as plain_tensors
 from remat.capture.joint_program import InputSpec, JointProgram
 from remat.core.graph import Op, Phase, Role, Storage
+from remat.torch_compat.attributes import storage_identity
+from remat.torch_compat.messages import BUFFER, ITEM, PARAMETER
+from remat.torch_compat.names import tree_leaves
 
 SCALARS_BYTES = 512
 """Set aside for the loss and other scalars that the caller and autograd hold."""
@@ -23,8 +24,6 @@ FREES_TANGENTS = TorchVersion(torch.__version__) >= "2.13"
 
 Since 2.13 they do; before, autograd is taken to hold them until backward returns.
 """
-
-_ITEM = re.compile(r"\['([^']*)'\]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +98,11 @@ def resident_bytes(
     seen = set(counted)
     for role, tensors in groups:
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if tensor.device.type == device.type and storage._cdata not in seen:
-                seen.add(storage._cdata)
-                sizes[role] = sizes.get(role, 0) + storage.nbytes()
+            identity = storage_identity(tensor)
+            if tensor.device.type == device.type and identity not in seen:
+                seen.add(identity)
+                size_bytes = tensor.untyped_storage().nbytes()
+                sizes[role] = sizes.get(role, 0) + size_bytes
     return sizes
 
 
@@ -116,10 +116,10 @@ def describe_input(source: str) -> InputSpec:
     >>> describe_input("L['args'][0]").role
     <Role.INPUT: 'input'>
     """
-    parts = _ITEM.findall(source)
-    if "._parameters[" in source:
+    parts = ITEM.findall(source)
+    if PARAMETER in source:
         return InputSpec(".".join(parts[1:]), Role.PARAMETER)
-    if "._buffers[" in source:
+    if BUFFER in source:
         return InputSpec(".".join(parts[1:]), Role.BUFFER)
     return InputSpec(source.replace("L['", "").replace("']", "", 1), Role.INPUT)
 

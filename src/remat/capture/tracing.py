@@ -7,27 +7,37 @@ import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from functools import _lru_cache_wrapper
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
-from torch._dynamo.comptime import comptime
-from torch._dynamo.exc import TorchDynamoException
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from remat.capture.first_call import prepare
 from remat.capture.joint_program import user_source_line
 from remat.capture.returned import Note, loss_in, note_nothing
 from remat.core.errors import CaptureError, RematError
+from remat.torch_compat import messages
+from remat.torch_compat.attributes import (
+    has_backward_hooks,
+    has_forward_pre_hooks,
+    plain_call,
+)
+from remat.torch_compat.metadata import example_of
+from remat.torch_compat.names import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    InternalTorchDynamoError,
+    TorchDynamoException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    comptime,
+    dynamo_config,
+    tree_leaves,
+)
+from remat.torch_compat.patches import alone
 
 TRACE_ERRORS = (
     TorchDynamoException,
@@ -39,21 +49,9 @@ TRACE_ERRORS = (
 )
 """What a trace may raise; all else that a planned call raises is of the call itself."""
 
-_RAISED = re.compile(r"Developer debug context: raised exception (.+)")
-_CONTEXT = re.compile(r"Developer debug context: (.+)")
-_FAILED_CALL = re.compile(
-    r"call_\w+ (?:<[^>]*?(?P<function>\w+)(?: at \w+)?>|(?P<operator>[\w.]+)\()"
-    r".*: got (?P<error>\w+)\((?P<words>.+)\)$",
-    re.MULTILINE,
-)
-_FALSE_ASSERTION = re.compile(r"Developer debug context: .*False")
-_AT_A_LOCK = re.compile(
-    r"Unsupported context manager[^$]*`(?:\w+\.)?r?lock`", re.IGNORECASE
-)
-_RECURRENT = "RNN, GRU, or LSTM"
-_BACKWARD_HOOKS = "Module-level backwards hooks"
-_LOGGED = "logging.Logger"
-_BY_VALUE = "data-dependent expression"
+_WITH_CACHE = type(cache(abs))
+"""The class of functions with a cache in front."""
+
 _QUOTES = "\"'"
 _OWN_FILE = "remat/capture/tracing.py"
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/(\w+)")
@@ -70,7 +68,7 @@ def compiled_entry(
     """Return the model's call compiled by ``compiler``, with a code cache of its own.
 
     The tracer caches by code object, and all modules share that of
-    ``nn.Module._call_impl``; a function made here has its own code object, so that
+    ``nn.Module``'s call; a function made here has its own code object, so that
     plans of different models never meet.
 
     Parameters
@@ -89,7 +87,7 @@ def compiled_entry(
     What a library prepares in a model's first call, under a lock that the tracer
     refuses, is prepared by a call on fake tensors, and the model is traced again.
     """
-    run = model._call_impl if traced is None else traced
+    run = plain_call(model) if traced is None else traced
 
     def call(*args: Any, **kwargs: Any) -> Any:
         returned = run(*args, **kwargs)
@@ -101,13 +99,13 @@ def compiled_entry(
     compiled = torch.compile(call, backend=compiler, fullgraph=True, dynamic=False)
 
     def entry(*args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(ignore_logging_functions=_ignored_logs()):
+        with dynamo_config.patch(ignore_logging_functions=_ignored_logs()):
             try:
                 return compiled(*args, **kwargs)
             except TorchDynamoException as error:
-                if _BACKWARD_HOOKS in str(error):
+                if messages.BACKWARD_HOOKS in str(error):
                     raise _refused_hooks(model) from error
-                if not _AT_A_LOCK.search(str(error)):
+                if not messages.AT_A_LOCK.search(str(error)):
                     raise
                 prepare(model, args, kwargs)
             return compiled(*args, **kwargs)
@@ -125,9 +123,9 @@ def _ignored_logs() -> set[Callable[..., Any]]:
     once = {
         method
         for method in vars(logging.Logger).values()
-        if isinstance(method, _lru_cache_wrapper)
+        if isinstance(method, _WITH_CACHE)
     }
-    return once | torch._dynamo.config.ignore_logging_functions
+    return once | dynamo_config.ignore_logging_functions
 
 
 def check_batch(
@@ -163,7 +161,7 @@ def check_batch(
 def _check_arguments(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    if model._forward_pre_hooks or torch.nn.modules.module._global_forward_pre_hooks:
+    if has_forward_pre_hooks(model):
         return  # They may give forward other arguments.
     signature = inspect.signature(model.forward)
     try:
@@ -226,7 +224,7 @@ def _refused_hooks(model: nn.Module) -> CaptureError:
     hooked = [
         f"{name or 'the model'} ({type(module).__name__})"
         for name, module in model.named_modules()
-        if module._backward_hooks or module._backward_pre_hooks
+        if has_backward_hooks(module)
     ]
     return CaptureError(
         "backward hooks of modules (register_full_backward_hook, "
@@ -246,7 +244,7 @@ def check_sizes(module: fx.GraphModule) -> None:
         With the operator and the user's source line.
     """
     for node in module.graph.nodes:
-        for value in tree_leaves(node.meta.get("example_value")):
+        for value in tree_leaves(example_of(node)):
             if isinstance(value, torch.SymInt | torch.SymBool):
                 found = "reads a whole number or a truth value from a tensor"
             elif isinstance(value, torch.Tensor) and any(
@@ -275,7 +273,7 @@ def raise_capture_error(error: Exception, failure: RematError | None) -> NoRetur
     if failure is not None:
         # The frames of the tracer in between tell a user nothing.
         raise failure.with_traceback(None) from None
-    inner = getattr(error, "inner_exception", None)
+    inner = messages.wrapped_error(error)
     if inner is not None or not isinstance(error, TorchDynamoException):
         inner = inner or error
         line = _line_behind(inner)
@@ -292,21 +290,21 @@ def raise_capture_error(error: Exception, failure: RematError | None) -> NoRetur
     text = str(error)
     what = _first_sentence(text)
     where, library = _source_line(text)
-    raised = _RAISED.search(text)
+    raised = messages.RAISED.search(text)
     if raised is not None:
         msg = f"the example raises inside the model: {raised[1]}; at {where}"
-    elif "assertion failed" in what and _FALSE_ASSERTION.search(text):
+    elif messages.ASSERTION in what and messages.FALSE_ASSERTION.search(text):
         msg = f"the example raises inside the model: AssertionError; at {where}"
-    elif type(error).__name__ == "InternalTorchDynamoError":
+    elif isinstance(error, InternalTorchDynamoError):
         msg = f"the tracer itself failed: {what}; at {where}"
-    elif _RECURRENT in text:
+    elif messages.RECURRENT in text:
         msg = (
             "nn.RNN, nn.GRU and nn.LSTM cannot be traced: their loop over time is one "
             f"operator that the tracer refuses; at {where}. Write the loop with "
             "nn.RNNCell, nn.GRUCell or nn.LSTMCell, or fit the part of the model without "
             "it"
         )
-    elif "making fake tensor call" in text:
+    elif messages.FAKE_CALL in text:
         what = _what_failed(text)
         msg = f"the example raises inside the model: {what}; at {where}"
     else:
@@ -334,18 +332,18 @@ def _remedy(text: str, library: str) -> str:
     library
         The package whose code it is, ``""`` for the user's own.
     """
-    if _AT_A_LOCK.search(text):
+    if messages.AT_A_LOCK.search(text):
         return (
             "If that is done only once, at the first call, run one forward pass first "
             "(with torch.no_grad(): model(...)); else take the lock outside forward"
         )
-    if _LOGGED in text:
+    if messages.LOGGED in text:
         return (
             f"{library or 'forward'} writes a log there: let it take a path without the "
-            "log, or add the logger's method to "
-            "torch._dynamo.config.ignore_logging_functions, which leaves it out"
+            f"log, or add the logger's method to {messages.IGNORED_LOGS}, which leaves "
+            "it out"
         )
-    if _BY_VALUE in text and not library:
+    if messages.BY_VALUE in text and not library:
         return _FIXED_SIZES
     if library:
         return (
@@ -357,33 +355,38 @@ def _remedy(text: str, library: str) -> str:
 
 @contextmanager
 def quiet_tracer() -> Generator[None]:
-    """Keep torch from printing the traceback of an error that is raised anyway."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.disabled
-    logger.disabled = True
-    try:
-        with warnings.catch_warnings():
-            # Where forward made the op whose backward raised: with an interrupt, noise.
-            warnings.filterwarnings("ignore", message="Error detected in ")
+    """Keep torch from printing the traceback of an error that is raised anyway.
+
+    In one thread at a time: the log and the filters of warnings are everybody's.
+    """
+    logger = logging.getLogger(messages.FAKE_TENSOR_LOG)
+    with alone(), warnings.catch_warnings():
+        # Where forward made the op whose backward raised: with an interrupt, noise.
+        warnings.filterwarnings("ignore", message=messages.FAILED_BACKWARD)
+        before = logger.disabled
+        logger.disabled = True
+        try:
             yield
-    finally:
-        logger.disabled = before
+        finally:
+            logger.disabled = before
 
 
 def _first_sentence(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    explanation = next((x for x in lines if x.startswith("Explanation:")), "")
+    found = [line for line in lines if line.startswith(messages.EXPLANATION)]
     head = lines[0] if lines else "no explanation"
-    return f"{head} ({explanation[13:]})" if explanation else head
+    if not found:
+        return head
+    return f"{head} ({found[0].removeprefix(messages.EXPLANATION).lstrip()})"
 
 
 def _what_failed(text: str) -> str:
     """Return the error of an operator that the tracer ran, and the operator's name."""
-    call = _FAILED_CALL.search(text)
+    call = messages.FAILED_CALL.search(text)
     if call is not None:
         name = call["function"] or call["operator"]
         return f"{call['error']} in {name}: {call['words'].strip(_QUOTES)}"
-    context = _CONTEXT.search(text)
+    context = messages.CONTEXT.search(text)
     return _first_sentence(text) if context is None else context[1]
 
 
@@ -393,7 +396,7 @@ def _source_line(text: str) -> tuple[str, str]:
     That is the innermost line outside torch, with the innermost line of the user's own
     code, where a library stopped that it calls.
     """
-    lines = text.rsplit("from user code:", maxsplit=1)[-1].splitlines()
+    lines = text.rsplit(messages.USER_CODE, maxsplit=1)[-1].splitlines()
     own = outside = inside = library = ""
     for position, line in enumerate(lines):
         match = _FRAME.search(line)

@@ -6,29 +6,38 @@ otherwise. The dispatcher does so for as long as an operator has a Python kernel
 """
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
-from remat.capture.python_kernels import python_kernels
+from remat.torch_compat.names import (
+    upsample_bicubic2d_aa,
+    upsample_bilinear2d_aa,
+    upsample_nearest_exact1d,
+    upsample_nearest_exact2d,
+    upsample_nearest_exact3d,
+)
+from remat.torch_compat.patches import patched, python_kernels
 
-_NAMES = (
-    "upsample_linear1d",
-    "upsample_bilinear2d",
-    "upsample_trilinear3d",
-    "upsample_bicubic2d",
-    "upsample_nearest1d",
-    "upsample_nearest2d",
-    "upsample_nearest3d",
-    "_upsample_nearest_exact1d",
-    "_upsample_nearest_exact2d",
-    "_upsample_nearest_exact3d",
-    "_upsample_bilinear2d_aa",
-    "_upsample_bicubic2d_aa",
+_aten = torch.ops.aten
+
+_PACKETS: tuple[Any, ...] = (
+    _aten.upsample_linear1d,
+    _aten.upsample_bilinear2d,
+    _aten.upsample_trilinear3d,
+    _aten.upsample_bicubic2d,
+    _aten.upsample_nearest1d,
+    _aten.upsample_nearest2d,
+    _aten.upsample_nearest3d,
+    upsample_nearest_exact1d,
+    upsample_nearest_exact2d,
+    upsample_nearest_exact3d,
+    upsample_bilinear2d_aa,
+    upsample_bicubic2d_aa,
 )
 
 
 def whole_operators() -> AbstractContextManager[None]:
     """Trace resampling as the operators that eager PyTorch runs."""
-    packets = [getattr(torch.ops.aten, name) for name in _NAMES]
-    overloads = [getattr(p, overload) for p in packets for overload in p.overloads()]
-    return python_kernels(dict.fromkeys(overloads))
+    overloads = [getattr(p, overload) for p in _PACKETS for overload in p.overloads()]
+    return patched(python_kernels(dict.fromkeys(overloads)))

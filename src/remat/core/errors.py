@@ -125,5 +125,9 @@ class UsageError(RematError, ValueError):
     """A command was called with something that does not exist or does not fit."""
 
 
+class UnsupportedTorchError(RematError, ImportError):
+    """The installed torch lacks what is used of it; the message says what."""
+
+
 class MissingDependencyError(RematError, ImportError):
     """An optional package is absent; the message names the extra to install."""

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from remat.core.errors import ProfileError
+from remat.torch_compat.names import profiler_enabled
 
 _MARK = "remat: recorded region"
 
@@ -80,7 +80,7 @@ def check_no_profiler() -> None:
     ProfileError
         If one is.
     """
-    if torch.autograd._profiler_enabled():
+    if profiler_enabled():
         msg = (
             "a torch profiler is already recording, and only one can: leave its block "
             "before measuring memory"

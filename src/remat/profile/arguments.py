@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from remat.core.errors import ProfileError
+from remat.torch_compat.attributes import storage_identity
+from remat.torch_compat.names import OpOverload, tree_leaves
 
 _POOL_COUNT = 1 << 16
 
@@ -83,7 +84,7 @@ class Description:
 
 def target_name(target: Callable[..., Any]) -> str:
     """Return the name of an operator, its overload included."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target)
     module = getattr(target, "__module__", "") or ""
     name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
@@ -161,7 +162,7 @@ def _describe_tensor(tensor: torch.Tensor, place: str, storages: dict[int, int])
     if offset or size != _extent(tensor) * tensor.element_size():
         text += f" offset {offset} of {size} bytes"
     if size:
-        key = tensor.untyped_storage()._cdata
+        key = storage_identity(tensor)
         if key in storages:
             text += f" in storage {storages[key]}"
         storages.setdefault(key, len(storages))
@@ -246,7 +247,7 @@ class ArgumentMaker:
                 "made for profiling; only dense, strided tensors can"
             )
             raise ProfileError(msg)
-        key = like.untyped_storage()._cdata
+        key = storage_identity(like)
         block = self._storages.get(key) if _storage_bytes(like) else None
         if block is None:
             block = self._block(like)

@@ -9,8 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any, TypeVar
 
-from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
-from torch.autograd import _disable_profiler_legacy, _enable_profiler_legacy
+from remat.torch_compat.names import (
+    ExperimentalConfig,
+    ProfilerConfig,
+    ProfilerState,
+    disable_profiler_legacy,
+    enable_profiler_legacy,
+)
 
 Result = TypeVar("Result")
 Progress = Callable[[str, float], None]
@@ -60,13 +65,13 @@ def record_growth(function: Callable[[], object]) -> tuple[int, object]:
         False,  # noqa: FBT003 - stacks
         False,  # noqa: FBT003 - floating-point operations
         False,  # noqa: FBT003 - modules
-        _ExperimentalConfig(),
+        ExperimentalConfig(),
     )
-    _enable_profiler_legacy(config)
+    enable_profiler_legacy(config)
     try:
         result = function()
     finally:
-        threads: list[list[Any]] = _disable_profiler_legacy()
+        threads: list[list[Any]] = disable_profiler_legacy()
     used = peak = 0
     for events in threads:
         for event in events:

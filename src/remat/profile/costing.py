@@ -5,8 +5,6 @@ from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map
 
 from remat.capture.joint_program import (
     JointProgram,
@@ -26,6 +24,7 @@ from remat.profile.estimate import Rates, estimate_operators, measure_rates
 from remat.profile.known import KnownCosts, is_here, measured_costs
 from remat.profile.operators import OperatorCall, OperatorCost, profile_operators
 from remat.solvers.base import ProgressCallback
+from remat.torch_compat.names import FakeTensor, tree_map
 
 Costs = Literal["measured", "estimated"]
 

@@ -19,8 +19,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from remat.core.errors import ProfileError
@@ -33,6 +31,8 @@ from remat.profile.arguments import (
 from remat.profile.cache import CostCache
 from remat.profile.clock import operator_clock
 from remat.profile.operators import OperatorCall, OperatorCost
+from remat.torch_compat.attributes import schema_of, storage_identity
+from remat.torch_compat.names import FakeTensorMode, disable_current_modes
 
 _MATMUL_SIDE = 768
 _COPY_BYTES = 1 << 26
@@ -95,7 +95,7 @@ def measure_rates(
     known = None if cache is None else cache.get(key)
     if known is not None:
         return Rates(**known)
-    with _disable_current_modes(), torch.no_grad():
+    with disable_current_modes(), torch.no_grad():
         matrix = torch.full((_MATMUL_SIDE, _MATMUL_SIDE), 0.5, device=place)
         source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=place)
         target = torch.empty_like(source)
@@ -152,7 +152,7 @@ def estimate_operators(
     """
     known: dict[str, OperatorCost] = {}
     costs: list[OperatorCost] = []
-    with _disable_current_modes(), torch.no_grad():
+    with disable_current_modes(), torch.no_grad():
         for call in calls:
             description = describe(call.target, call.args, call.kwargs)
             cost = known.get(description.text) if description.is_complete else None
@@ -168,19 +168,21 @@ def _estimate(call: OperatorCall, rates: Rates) -> OperatorCost:
     if outputs is None:
         call, outputs = _trace(call)
     inputs = tensors_in([call.args, dict(call.kwargs)])
-    of_inputs = {_identity(tensor) for tensor in inputs}
+    of_inputs = {storage_identity(tensor) for tensor in inputs}
     seen = set(of_inputs)
     sizes: list[int] = []
     aliases_input = False
     for tensor in tensors_in(outputs):
-        key = _identity(tensor)
+        key = storage_identity(tensor)
         aliases_input = aliases_input or key in of_inputs
         held_bytes = tensor.untyped_storage().nbytes()
         sizes.append(0 if key in seen else held_bytes)
         seen.add(key)
     if sum(sizes):
         sizes[0] += estimate_excess(call, outputs)
-    moved_bytes = sum(sizes) + sum({_identity(t): _bytes(t) for t in inputs}.values())
+    moved_bytes = sum(sizes) + sum(
+        {storage_identity(t): _bytes(t) for t in inputs}.values()
+    )
     cost_ns = rates.launch_ns
     if sum(sizes) or not aliases_input or _mutates(call):
         cost_ns += max(
@@ -198,16 +200,12 @@ def _estimate(call: OperatorCall, rates: Rates) -> OperatorCost:
     )
 
 
-def _identity(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
 def _mutates(call: OperatorCall) -> bool:
-    schema = getattr(call.target, "_schema", None)
+    schema = schema_of(call.target)
     return bool(getattr(schema, "is_mutable", False))
 
 

@@ -269,8 +269,10 @@ def kernels_of(settings: Mapping[str, Any]) -> Kernels:
 
 def _check_compiler(candidates: Sequence[FusionCandidate]) -> None:
     # The compiler takes a second to import, and most plans never need it.
-    from torch._inductor.cpp_builder import get_cpp_compiler  # noqa: PLC0415
-    from torch._inductor.exc import InvalidCxxCompiler  # noqa: PLC0415
+    from remat.torch_compat.names import (  # noqa: PLC0415
+        InvalidCxxCompiler,
+        get_cpp_compiler,
+    )
 
     devices = {t.meta["val"].device.type for c in candidates for t in c.results}
     if "cpu" not in devices:

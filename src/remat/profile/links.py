@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.core.device_graph import place_of
 from remat.core.errors import InvalidPlatformError, ProfileError
 from remat.core.platform import COMMON_KINDS, Device, Link, Platform
 from remat.profile.cache import CostCache
+from remat.torch_compat.names import disable_current_modes
 
 _SMALL_BYTES = 1 << 10
 _LARGE_BYTES = 1 << 26
@@ -135,7 +135,7 @@ def measured_link(
             return link.bytes_per_s, link.latency_ns
         cache.discard(key)
     try:
-        with _disable_current_modes(), torch.no_grad():
+        with disable_current_modes(), torch.no_grad():
             small_ns = _fastest_copy_ns(source, target, _SMALL_BYTES)
             large_ns = _fastest_copy_ns(source, target, _LARGE_BYTES)
     except RuntimeError as error:

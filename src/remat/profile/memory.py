@@ -26,10 +26,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from remat.core.checks import checked_integer, checked_list
 from remat.core.errors import ProfileError
@@ -38,6 +34,13 @@ from remat.profile.allocations import (
     AllocationRecorder,
     Recording,
     record_allocations,
+)
+from remat.torch_compat.attributes import coordinate_parts
+from remat.torch_compat.names import (
+    FakeTensor,
+    FunctionalTensor,
+    is_functorch_wrapped_tensor,
+    is_traceable_wrapper_subclass,
 )
 
 
@@ -306,7 +309,7 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout is torch.strided:
         return [tensor]
     if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
+        return coordinate_parts(tensor)
     if tensor.layout in {torch.sparse_csr, torch.sparse_bsr}:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in {torch.sparse_csc, torch.sparse_bsc}:

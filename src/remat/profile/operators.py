@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch._dispatch.python import no_python_dispatcher
-from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.core.errors import ProfileError
 from remat.profile.allocations import record_allocations
@@ -30,6 +28,12 @@ from remat.profile.arguments import (
 from remat.profile.beside import Progress, record_growth, run_beside
 from remat.profile.cache import CostCache
 from remat.profile.clock import operator_clock
+from remat.torch_compat.names import (
+    DisableTorchFunction,
+    disable_current_modes,
+    no_python_dispatcher,
+    profiler_enabled,
+)
 
 _LEAST_SAMPLES = 3
 _MOST_SAMPLES = 15
@@ -163,7 +167,7 @@ def profile_operators(
                     cache.put(key, asdict(costs[key]))
 
     try:
-        if missing and torch.autograd._profiler_enabled():
+        if missing and profiler_enabled():
             run_beside(measure_missing, on_progress)
         else:
             measure_missing(on_progress)
@@ -240,8 +244,8 @@ def _isolated(device_types: set[str]) -> Generator[None]:
     devices = range(torch.cuda.device_count()) if "cuda" in device_types else ()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
-        stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(disable_current_modes())
+        stack.enter_context(DisableTorchFunction())
         stack.enter_context(torch.no_grad())
         # While a step is traced, Python kernels take some operators apart.
         stack.enter_context(no_python_dispatcher())

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import _default_to_fused_or_foreach
-from torch.utils._pytree import tree_leaves
+
+from remat.torch_compat.names import default_to_fused_or_foreach, tree_leaves
 
 _LONGEST_PERIOD = 100
 
@@ -210,7 +210,7 @@ class OptimizerCopier:
         if group.get("foreach", False) is None and not group.get("fused"):
             originals = [p for g in optimizer.param_groups for p in g["params"]]
             known = {id(self._copies[id(p)]): p for p in originals}
-            _, group["foreach"] = _default_to_fused_or_foreach(
+            _, group["foreach"] = default_to_fused_or_foreach(
                 [known[id(p)] for p in group["params"]],
                 bool(group.get("differentiable", False)),
                 use_fused=False,

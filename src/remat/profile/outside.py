@@ -12,9 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map
 
 from remat.capture.gradient_layouts import gradient_format
 from remat.capture.outputs import FakeOutputs
@@ -28,6 +25,15 @@ from remat.profile.optimizer_copy import (
     needed_arguments,
     period_of,
     stepping_optimizer,
+)
+from remat.torch_compat.attributes import storage_identity
+from remat.torch_compat.names import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    disable_current_modes,
+    local_scalar_dense,
+    tree_map,
 )
 
 _TAKES_NEW_CONSTANTS = frozenset(
@@ -62,7 +68,7 @@ class StorageCounter(TorchDispatchMode):
 
     def size_bytes(self, tensor: torch.Tensor) -> int:
         """Return the bytes counted for the storage of ``tensor``, 0 if it is not."""
-        return self._sizes.get(_identity(tensor), 0)
+        return self._sizes.get(storage_identity(tensor), 0)
 
     def real_tensors(self) -> tuple[torch.Tensor, ...]:
         """Return one tensor for each real storage that an operator took."""
@@ -75,7 +81,7 @@ class StorageCounter(TorchDispatchMode):
     def ignore(self, items: object) -> None:
         """Leave the storages of the tensors nested in ``items`` out of the count."""
         for tensor in tensors_in(items):
-            self._known.add(_identity(tensor))
+            self._known.add(storage_identity(tensor))
 
     def __torch_dispatch__(
         self,
@@ -85,17 +91,17 @@ class StorageCounter(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operator and count the storages it made."""
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is local_scalar_dense:
             return _made_up_number(args[0].dtype)
         inputs: tuple[tuple[Any, ...], dict[str, Any]] = (args, kwargs or {})
         if func not in _TAKES_NEW_CONSTANTS:
             inputs = tree_map(self._without_memory, inputs)
-        old = {_identity(tensor) for tensor in tensors_in(inputs)}
+        old = {storage_identity(tensor) for tensor in tensors_in(inputs)}
         call = OperatorCall(func, *inputs)
         result = func(*call.args, **call.kwargs)
         excess_bytes = estimate_excess(call, result)
         for tensor in tensors_in(result):
-            if _identity(tensor) not in old:
+            if storage_identity(tensor) not in old:
                 self._count(tensor, excess_bytes)
                 excess_bytes = 0
         workspace_bytes = estimate_workspace(call, result)
@@ -107,13 +113,13 @@ class StorageCounter(TorchDispatchMode):
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
             return leaf
         fake = self._mode.from_tensor(leaf)
-        self._taken.setdefault(_identity(leaf), (leaf, fake))
+        self._taken.setdefault(storage_identity(leaf), (leaf, fake))
         self.ignore(fake)
         return fake
 
     def _count(self, tensor: torch.Tensor, excess_bytes: int) -> None:
         storage = tensor.untyped_storage()
-        key = _identity(tensor)
+        key = storage_identity(tensor)
         if key in self._sizes or key in self._known:
             return
         size_bytes = storage.nbytes() + excess_bytes
@@ -124,10 +130,6 @@ class StorageCounter(TorchDispatchMode):
 
     def _release(self, key: int) -> None:
         self.live_bytes -= self._sizes.pop(key)
-
-
-def _identity(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _made_up_number(dtype: torch.dtype) -> complex | float | bool:
@@ -190,7 +192,7 @@ def optimizer_bytes(
     mode = FakeTensorMode()
     counter = StorageCounter(mode)
     try:
-        with _disable_current_modes(), mode:
+        with disable_current_modes(), mode:
             copy = OptimizerCopier(trained).copy(optimizer)
             period = period_of(copy)
             params_before = [p for g in copy.param_groups for p in g["params"]]
@@ -221,7 +223,9 @@ def optimizer_bytes(
 
 
 def _unique_bytes(items: object) -> int:
-    sizes = {_identity(t): t.untyped_storage().nbytes() for t in tensors_in(items)}
+    sizes = {
+        storage_identity(t): t.untyped_storage().nbytes() for t in tensors_in(items)
+    }
     return sum(sizes.values())
 
 
@@ -328,7 +332,7 @@ def loss_bytes(
     counter = StorageCounter(outputs.mode)
     try:
         with (
-            _disable_current_modes(),
+            disable_current_modes(),
             outputs.mode,
             torch.enable_grad(),
             # It warns when it really runs.
@@ -341,7 +345,8 @@ def loss_bytes(
                 own_gradients = _gradients(loss, outputs.leaves)
                 held_bytes = counter.size_bytes(loss) + sum(
                     {
-                        _identity(g): counter.size_bytes(g) for g in own_gradients
+                        storage_identity(g): counter.size_bytes(g)
+                        for g in own_gradients
                     }.values()
                 )
     except CaptureError:
@@ -448,7 +453,7 @@ def _in_the_layout_of(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tenso
 
 def _fake_outputs_like(outputs: object) -> FakeOutputs:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with _disable_current_modes(), mode:
+    with disable_current_modes(), mode:
         value = _fake_like(outputs, needs_grad=True)
     tensors = tensors_in(value)
     return FakeOutputs(value=value, tensors=tensors, leaves=tensors, mode=mode)

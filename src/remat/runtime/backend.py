@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
-from torch.fx.graph import _BoxedCodeGen
 
 from remat.capture.autocast import Autocast, autocast_now
 from remat.capture.detached import drop_detaching
@@ -28,6 +26,9 @@ from remat.core.liveness import schedule_from_order, store_all_order
 from remat.core.schedule import Schedule
 from remat.runtime.lowering import lower
 from remat.runtime.undefined import DefinedTangents
+from remat.torch_compat.attributes import boxed
+from remat.torch_compat.metadata import source_of
+from remat.torch_compat.names import BoxedCodeGen, aot_autograd
 
 
 class StoppedBeforeRunningError(Exception):
@@ -39,12 +40,7 @@ def sources_of(module: fx.GraphModule) -> list[str]:
 
     It has them only while it calls the backend.
     """
-    sources: list[str] = []
-    for node in module.graph.find_nodes(op="placeholder"):
-        argument = node.meta.get("grapharg")
-        source = "" if argument is None else argument.source.name
-        sources.append(source if isinstance(source, str) else source())
-    return sources
+    return [source_of(node) for node in module.graph.find_nodes(op="placeholder")]
 
 
 def keep_kernels(joint: fx.GraphModule, forward_output_count: int) -> None:
@@ -132,13 +128,12 @@ class PlannedBackend:
             num_fwd_outputs: int,
             **_options: Any,
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            # All is traced: other threads, and the solvers' callers, get torch's own.
-            replaced.close()
             return self.partition(
                 joint,
                 num_fwd_outputs,
                 inputs,
                 defined,
+                tracing=tracing,
                 autocast=autocast,
                 loss=loss,
             )
@@ -147,7 +142,7 @@ class PlannedBackend:
             module: fx.GraphModule, backward_inputs: Sequence[Any]
         ) -> Callable[[list[Any]], Any]:
             backward = self.compile_pass(module, backward_inputs)
-            return _boxed(lambda values: defined.drop_undefined(backward(values)))
+            return boxed(lambda values: defined.drop_undefined(backward(values)))
 
         defined = DefinedTangents()
         compiler = aot_autograd(
@@ -156,9 +151,11 @@ class PlannedBackend:
             inference_compiler=self.compile_pass,
             partition_fn=partition,
         )
-        with ExitStack() as replaced, real_layouts(), dense_gradients():
-            replaced.enter_context(whole_operators())
-            replaced.enter_context(eager_dropout())
+        with ExitStack() as tracing:
+            tracing.enter_context(real_layouts())
+            tracing.enter_context(dense_gradients())
+            tracing.enter_context(whole_operators())
+            tracing.enter_context(eager_dropout())
             compiled = compiler(module, example_inputs)
 
         def run(*values: Any) -> Any:
@@ -203,15 +200,21 @@ class PlannedBackend:
         inputs: list[InputSpec],
         defined: DefinedTangents,
         *,
+        tracing: ExitStack,
         autocast: tuple[Autocast, ...],
         loss: int | None,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Return the forward and backward modules that run the chosen schedule."""
+        """Return the forward and backward modules that run the chosen schedule.
+
+        ``tracing`` is closed when no fake tensor is computed any more: from then on
+        solvers, kernels that are measured and other threads get torch's own ways.
+        """
         defined.read(joint, forward_output_count)
         try:
             drop_detaching(joint)
             join_gradient_pieces(joint)
             correct_statistics(joint)
+            tracing.close()
             self.choose_kernels(joint, forward_output_count)
             program = analyse(
                 joint,
@@ -241,7 +244,7 @@ class PlannedBackend:
         self, module: fx.GraphModule, _example_inputs: Sequence[Any]
     ) -> Callable[[list[Any]], Any]:
         """Return boxed code that drops each value at its last use."""
-        module.graph.set_codegen(_BoxedCodeGen())
+        module.graph.set_codegen(BoxedCodeGen())
         module.recompile()
         forward = module.forward
 
@@ -250,13 +253,7 @@ class PlannedBackend:
                 raise StoppedBeforeRunningError
             return forward(arguments)
 
-        return _boxed(run)
-
-
-def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Mark code that takes its arguments in a list, and empties it."""
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+        return boxed(run)
 
 
 def _allow_retaining(forward: fx.GraphModule, output_count: int) -> None:

@@ -1,18 +1,27 @@
 """What calls a fitted model: tracers, transforms and wrappers around the call."""
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch._C._functorch import peek_interpreter_stack
-from torch.nn.modules import module as modules
-from torch.nn.parallel import DistributedDataParallel
+
+from remat.torch_compat.attributes import (
+    active_wrapper,
+    are_backward_hooks_global,
+    forward_hooks,
+    has_backward_hooks,
+    must_not_be_traced,
+)
+from remat.torch_compat.names import (
+    DispatchModeKey,
+    get_dispatch_mode,
+    peek_interpreter_stack,
+)
 
 _TRACING_MODES = {
-    torch._C._TorchDispatchModeKey.FAKE: "a FakeTensorMode",
-    torch._C._TorchDispatchModeKey.PROXY: "make_fx or torch.export",
-    torch._C._TorchDispatchModeKey.FUNCTIONAL: "make_fx or torch.export",
+    DispatchModeKey.FAKE: "a FakeTensorMode",
+    DispatchModeKey.PROXY: "make_fx or torch.export",
+    DispatchModeKey.FUNCTIONAL: "make_fx or torch.export",
 }
 
 
@@ -23,7 +32,7 @@ def tracer_around() -> str | None:
     if torch.jit.is_tracing():
         return "torch.jit.trace"
     for key, name in _TRACING_MODES.items():
-        if torch._C._get_dispatch_mode(key) is not None:
+        if get_dispatch_mode(key) is not None:
             return name
     return None
 
@@ -40,22 +49,15 @@ def gradient_buckets_bytes() -> int:
     0 where no ``DistributedDataParallel`` is around it. Its buckets hold each gradient
     once more, unless gradients are views of them.
     """
-    wrapper = DistributedDataParallel._get_active_ddp_module()
+    wrapper = active_wrapper()
     if wrapper is None or wrapper.gradient_as_bucket_view:
         return 0
     return sum(p.nbytes for p in wrapper.module.parameters() if p.requires_grad)
 
 
-def _forward_hooks(module: nn.Module) -> Iterator[Any]:
-    yield from module._forward_hooks.values()
-    yield from module._forward_pre_hooks.values()
-    yield from modules._global_forward_hooks.values()
-    yield from modules._global_forward_pre_hooks.values()
-
-
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether hooks run before or after the module's own forward."""
-    return any(True for _ in _forward_hooks(module))
+    return any(True for _ in forward_hooks(module))
 
 
 def has_untraceable_hooks(module: nn.Module) -> bool:
@@ -64,12 +66,8 @@ def has_untraceable_hooks(module: nn.Module) -> bool:
     Hooks for its backward pass cannot be traced; others say themselves that they must
     not be, as those of ``fully_shard``.
     """
-    for_backward: Iterable[Any] = (
-        module._backward_hooks,
-        module._backward_pre_hooks,
-        modules._global_backward_hooks,
-        modules._global_backward_pre_hooks,
-    )
-    return any(for_backward) or any(
-        getattr(hook, "_torchdynamo_disable", False) for hook in _forward_hooks(module)
+    return (
+        has_backward_hooks(module)
+        or are_backward_hooks_global()
+        or any(must_not_be_traced(hook) for hook in forward_hooks(module))
     )

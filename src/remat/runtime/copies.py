@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from remat.runtime.pinned import pinned_block
+from remat.torch_compat.names import neg_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,4 +129,4 @@ def _like(tensor: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     # Bits that say how the bytes are to be read are no part of the storage.
     if tensor.is_conj():
         made = made.conj()
-    return torch._neg_view(made) if tensor.is_neg() else made
+    return neg_view(made) if tensor.is_neg() else made

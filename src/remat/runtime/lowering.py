@@ -37,6 +37,7 @@ from remat.runtime.copies import (
 from remat.runtime.marks import mark_device
 from remat.runtime.overwriting import overwritable_argument
 from remat.runtime.random_state import note_state, replay
+from remat.torch_compat.metadata import is_unchecked, leave_unchecked
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,7 +457,7 @@ class _Pass:
         if bases:
             node.meta = self.meta_of(storage, device)
             if device == 0 and bases[0] in self.program.unchecked_inputs:
-                node.meta["saved_tensor_with_no_vc_check"] = True
+                leave_unchecked(node)
         else:  # The state of a random generator.
             size_bytes = self.program.graph.storages[storage].size_bytes
             with self.tangents[0].meta["val"].fake_mode:
@@ -469,7 +470,7 @@ class _Pass:
         """Put version-checked saved values first, as autograd's wrapper expects."""
 
         def unchecked(place: _Place) -> bool:
-            return bool(self.saved[place].meta.get("saved_tensor_with_no_vc_check"))
+            return is_unchecked(self.saved[place])
 
         ordered = sorted(self.saved, key=unchecked)
         for place in ordered:
@@ -485,7 +486,7 @@ class _Pass:
             raise ExecutionError(msg)
         bases = self.bases_of(storage)
         if device == 0 and bases and bases[0] in self.program.unchecked_inputs:
-            node.meta["saved_tensor_with_no_vc_check"] = True
+            leave_unchecked(node)
         return node
 
     def resolve(self, node: fx.Node, device: int) -> Any:

@@ -6,8 +6,9 @@ what is allocated until the next mark belongs to that device's account. Without 
 recording a mark costs next to nothing.
 """
 
-import torch
 from torch.profiler import record_function
+
+from remat.torch_compat.names import profiler_enabled
 
 PREFIX = "remat: on device "
 """Name of a mark, before the index of the device."""
@@ -15,6 +16,6 @@ PREFIX = "remat: on device "
 
 def mark_device(device: int) -> None:
     """Note, if a profiler records, that what follows is on a device of the plan."""
-    if torch.autograd._profiler_enabled():
+    if profiler_enabled():
         with record_function(f"{PREFIX}{device}"):
             pass

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._prims_common import make_contiguous_strides_for
 
 from remat.capture.joint_program import JointProgram
+from remat.torch_compat.names import OpOverload, make_contiguous_strides_for
 
 _aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ class OverwritingVariant:
         over its first argument.
     """
 
-    target: torch._ops.OpOverload
+    target: OpOverload
     keyword: str | None = "out"
 
 
@@ -127,7 +127,7 @@ def _is_plain(program: JointProgram, storage: int) -> bool:
     makers = [n.args[0] if n.target is operator.getitem else n for n in nodes]
     return bool(makers) and all(
         isinstance(maker, fx.Node)
-        and isinstance(maker.target, torch._ops.OpOverload)
+        and isinstance(maker.target, OpOverload)
         and maker.target.namespace == "aten"
         for maker in makers
     )

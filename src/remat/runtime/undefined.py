@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from remat.core.errors import PlanWarning
-
-_COMPILED = "CompiledFunctionBackward"
+from remat.torch_compat.attributes import is_compiled_step
+from remat.torch_compat.metadata import is_tangent, output_position
 
 
 class DefinedTangents:
@@ -43,9 +43,9 @@ class DefinedTangents:
         masks: dict[fx.Node, int] = {}
         self.output_of = []
         for node in joint.graph.nodes:
-            if node.op == "placeholder" and _is_tangent(node):
+            if node.op == "placeholder" and is_tangent(node):
                 masks[node] = 1 << len(self.output_of)
-                self.output_of.append(_output_position(node.meta["desc"].output))
+                self.output_of.append(output_position(node))
                 continue
             mask = 0
             for source in node.all_input_nodes:
@@ -133,27 +133,12 @@ class DefinedTangents:
         )
 
 
-def _is_tangent(node: fx.Node) -> bool:
-    return type(node.meta.get("desc")).__name__ == "TangentAOTInput"
-
-
-def _output_position(description: Any) -> int | None:
-    """Return the position of the output that a tangent belongs to.
-
-    Outputs that are views share the tangent of what they are views of, named after the
-    first of them. Tangents of inputs that the step changes have no output.
-    """
-    described = getattr(description, "base_of", description)
-    is_plain = type(described).__name__ == "PlainAOTOutput"
-    return described.idx if is_plain else None
-
-
 def _place_of(output: Any) -> tuple[Any, int] | None:
     """Return the compiled step that made an output, and which of its outputs it is."""
     node = output.grad_fn if isinstance(output, torch.Tensor) else None
     place = 0 if node is None else output.output_nr
     while node is not None:
-        if type(node).__name__ == _COMPILED:
+        if is_compiled_step(node):
             return node, place
         following = node.next_functions
         # Views that autograd makes anew have one source.

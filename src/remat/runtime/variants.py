@@ -12,13 +12,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx
-from torch._dynamo.utils import preserve_rng_state
-from torch._guards import CompileContext
 
 from remat.capture.joint_program import InputSpec, JointProgram
 from remat.core.errors import PlanWarning
 from remat.core.schedule import Schedule
 from remat.runtime.backend import PlannedBackend, sources_of
+from remat.torch_compat.metadata import example_of
+from remat.torch_compat.names import CompileContext, preserve_rng_state
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,5 +161,5 @@ def describe_tensor(tensor: torch.Tensor) -> str:
 
 def _outputs_of(module: fx.GraphModule) -> tuple[str, ...]:
     (output,) = module.graph.find_nodes(op="output")
-    values = [node.meta.get("example_value") for node in output.args[0]]
+    values = [example_of(node) for node in output.args[0]]
     return tuple(describe_tensor(v) for v in values if isinstance(v, torch.Tensor))

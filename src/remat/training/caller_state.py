@@ -18,16 +18,7 @@ from torch.optim import Optimizer
 
 from remat.capture.first_call import prepared_count
 from remat.core.errors import StateChangedError
-
-_MODULE_STATE = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+from remat.torch_compat.attributes import MODULE_STATE, write_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +142,7 @@ def _of_model(model: nn.Module) -> Iterator[_Noted]:
         if isinstance(module, torch.jit.ScriptModule):
             continue  # It makes these anew whenever they are asked for; refused later.
         where = f" of {path}" if path else ""
-        for kind in _MODULE_STATE:
+        for kind in MODULE_STATE:
             held = getattr(module, kind)
             name = f"{kind.strip('_').replace('_', ' ')}{where}"
             yield replace(_of_dict(name, held), is_of_hooks=kind.endswith("hooks"))
@@ -225,7 +216,7 @@ def _of_attribute(owner: Any, attribute: str, name: str) -> _Noted:
 
 def _of_writes(name: str, tensor: torch.Tensor) -> _Noted:
     # Counted by autograd at each write; the old values are not kept.
-    return _Noted(name, lambda: tensor._version, tensor._version, None)
+    return _Noted(name, lambda: write_count(tensor), write_count(tensor), None)
 
 
 def _of_dict(name: str, held: dict[Any, Any]) -> _Noted:

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
-from torch._dynamo.eval_frame import OptimizedModule
 
 from remat.capture.joint_program import JointProgram
 from remat.capture.returned import note_returned
@@ -44,6 +43,16 @@ from remat.runtime.callers import (
     transform_around,
 )
 from remat.runtime.variants import TracedCall, VariantBackend
+from remat.torch_compat.attributes import (
+    install_call,
+    install_replication,
+    installed_call,
+    plain_call,
+    replication_of,
+    uninstall_replication,
+)
+from remat.torch_compat.attributes import plain_model as plain_model
+from remat.torch_compat.names import dynamo_config
 from remat.training.optimizer_steps import StepWatch
 from remat.training.request import PlanRequest, check_is_plannable, check_model
 from remat.training.step_planning import Planner, gradient_bytes, optimizer_memory
@@ -63,16 +72,11 @@ def _tracer_settings() -> AbstractContextManager[None]:
     By default the tracer gives up after eight variants of a step, and does not look
     for hooks that are added later.
     """
-    return torch._dynamo.config.patch(
+    return dynamo_config.patch(
         recompile_limit=_VARIANTS,
         accumulated_recompile_limit=_VARIANTS,
         skip_nnmodule_hook_guards=False,
     )
-
-
-def plain_model(model: nn.Module) -> nn.Module:
-    """Return the module that ``torch.compile(module)`` wraps, or the module itself."""
-    return model._orig_mod if isinstance(model, OptimizedModule) else model
 
 
 def fitted_on(model: nn.Module) -> "FittedModel | None":
@@ -111,9 +115,7 @@ class FittedModel:
         self.model = model
         before = fitted_on(model)
         # What the calls of the model ran before it was fitted.
-        self.previous_call = (
-            before.previous_call if before else model._compiled_call_impl
-        )
+        self.previous_call = before.previous_call if before else installed_call(model)
         self.previous_forward = (
             before.previous_forward if before else vars(model).get("forward")
         )
@@ -142,15 +144,15 @@ class FittedModel:
 
     def install(self) -> None:
         """Let calls of the model, and of its ``forward``, run by plans."""
-        self.model._compiled_call_impl = self
+        install_call(self.model, self)
         self.model.forward = self.planned_forward
-        self.model._replicate_for_data_parallel = _Replicating(self)
+        install_replication(self.model, _Replicating(self))
         self._steps.begin()
 
     def uninstall(self) -> None:
         """Let the model's calls run as before it was fitted."""
-        self.model._compiled_call_impl = self.previous_call
-        vars(self.model).pop("_replicate_for_data_parallel", None)
+        install_call(self.model, self.previous_call)
+        uninstall_replication(self.model)
         self._set_forward(self.previous_forward)
         self._steps.end()
 
@@ -240,7 +242,7 @@ class FittedModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model: its forward pass runs by its plan, planned if it is new."""
         if not self.is_planned(args, kwargs):
-            call = self.previous_call or self.model._call_impl
+            call = self.previous_call or plain_call(self.model)
             return call(*args, **kwargs)
         installed = vars(self.model).get("forward")
         if installed is not self.planned_forward and installed is not (
@@ -249,7 +251,7 @@ class FittedModel:
             return self._call_replaced(args, kwargs)
         if has_untraceable_hooks(self.model):
             if installed is self.planned_forward:
-                return self.model._call_impl(*args, **kwargs)
+                return plain_call(self.model)(*args, **kwargs)
             msg = (
                 f"{type(self.model).__name__} has hooks of its own that cannot be "
                 "traced (for its backward pass, or of a wrapper such as fully_shard); "
@@ -368,14 +370,15 @@ class FittedModel:
     def _entry(self, *, runs_hooks: bool) -> Callable[..., Any]:
         """Return the compiled call, with the model's own hooks or without."""
         if runs_hooks not in self._compiled:
-            call = self.model._call_impl if runs_hooks else self._forward_to_trace()
+            call = plain_call(self.model) if runs_hooks else self.forward_to_trace()
             note = note_returned(self.backend.note_returned)
             self._compiled[runs_hooks] = compiled_entry(
                 self.model, self.backend, note, traced=call
             )
         return self._compiled[runs_hooks]
 
-    def _forward_to_trace(self) -> Callable[..., Any]:
+    def forward_to_trace(self) -> Callable[..., Any]:
+        """Return the forward that the model had before it was fitted."""
         if self.previous_forward is not None:
             return self.previous_forward
         return types.MethodType(type(self.model).forward, self.model)
@@ -396,7 +399,7 @@ class FittedModel:
     def _call_replaced(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a model whose forward somebody replaced since it was fitted."""
         before = self.planned_forward.call_count
-        outputs = self.model._call_impl(*args, **kwargs)
+        outputs = plain_call(self.model)(*args, **kwargs)
         if self.planned_forward.call_count == before:
             self.tell(
                 f"the forward of {self.name} was replaced after remat.fit, and the new "
@@ -457,7 +460,7 @@ class PlannedForward:
         # Libraries read names and code of a forward to learn its arguments.
         functools.update_wrapper(
             self,
-            fitted._forward_to_trace(),
+            fitted.forward_to_trace(),
             (*functools.WRAPPER_ASSIGNMENTS, "__code__"),
         )
 
@@ -469,10 +472,10 @@ class PlannedForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Files of the model have the forward that it had before.
-        return (_same, (self.fitted._forward_to_trace(),))
+        return (_same, (self.fitted.forward_to_trace(),))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_CopiedForward":
-        plain = copy.deepcopy(self.fitted._forward_to_trace(), memo)
+        plain = copy.deepcopy(self.fitted.forward_to_trace(), memo)
         return _CopiedForward(plain, self.fitted.name)
 
 
@@ -521,16 +524,14 @@ class _Replicating:
             f"{fitted.name} is replicated by DataParallel: the replicas run plainly, "
             "without the plan, and the budget is not kept. Use DistributedDataParallel"
         )
-        replica = type(fitted.model)._replicate_for_data_parallel(fitted.model)
-        for name in ("forward", "_replicate_for_data_parallel"):
-            vars(replica).pop(name, None)
-        replica._compiled_call_impl = None
+        replica = replication_of(fitted.model)()
+        vars(replica).pop("forward", None)
+        uninstall_replication(replica)
+        install_call(replica, None)
         return replica
 
     def __reduce__(self) -> tuple[Any, ...]:
-        model = self.fitted.model
-        method = types.MethodType(type(model)._replicate_for_data_parallel, model)
-        return (_same, (method,))
+        return (_same, (replication_of(self.fitted.model),))
 
 
 def _same(value: Any) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from remat.capture.autocast import autocast_again, autocast_now
 from remat.capture.example_batch import example_batch
@@ -58,6 +57,8 @@ from remat.profile.outside import (
     optimizer_bytes,
 )
 from remat.runtime.variants import TracedCall, describe_tensor
+from remat.torch_compat.attributes import storage_identity
+from remat.torch_compat.names import unset_fake_temporarily
 from remat.training.request import PlanRequest
 
 _MANY_REPETITIONS = 8
@@ -83,8 +84,8 @@ def gradient_bytes(tensors: Iterable[torch.Tensor]) -> int:
     for tensor in tensors:
         gradient = existing_gradient(tensor)
         if gradient is not None:
-            storage = gradient.untyped_storage()
-            sizes[storage._cdata] = storage.nbytes()
+            size_bytes = gradient.untyped_storage().nbytes()
+            sizes[storage_identity(gradient)] = size_bytes
     return sum(sizes.values())
 
 

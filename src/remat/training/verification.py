@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from remat.capture.returned import is_loss, loss_in
 from remat.capture.surroundings import captured_tensors, plain_tensors, tensors_in
@@ -26,6 +25,8 @@ from remat.profile.kernel_choice import Kernels
 from remat.profile.memory import measure
 from remat.profile.optimizer_copy import stepping_optimizer
 from remat.solvers.base import ProgressCallback, ignore_progress
+from remat.torch_compat.attributes import install_call, installed_call
+from remat.torch_compat.names import keystr, tree_flatten_with_path, tree_leaves
 from remat.training.caller_state import kept_optimizer, unchanged
 from remat.training.device_memory import DevicePeak, device_peaks
 from remat.training.fitted_model import FittedModel, fitted_on, plain_model
@@ -447,7 +448,7 @@ class TrainingStep:
         }
         batch = [t.detach().clone() for t in tensors_in((self.args, self.kwargs))]
         extra = {k: b.detach().clone() for k, b in self.model.named_buffers()}
-        fitted, call = fitted_on(self.model), self.model._compiled_call_impl
+        fitted, call = fitted_on(self.model), installed_call(self.model)
         if fitted is not None:
             fitted.uninstall()
         leaves = [*self.model.parameters(), *self.leaves()]
@@ -463,7 +464,7 @@ class TrainingStep:
                 yield
             finally:
                 self.reset()
-                self.model._compiled_call_impl = call
+                install_call(self.model, call)
                 if fitted is not None:
                     fitted.install()
                 for leaf, gradient in zip(leaves, gradients, strict=True):
@@ -494,11 +495,11 @@ class TrainingStep:
 
     def call(self, called: Callable[..., Any] | None) -> Any:
         """Run the forward pass, plainly or by a plan."""
-        self.model._compiled_call_impl = called
+        install_call(self.model, called)
         try:
             return self.model(*self.args, **self.kwargs)
         finally:
-            self.model._compiled_call_impl = None
+            install_call(self.model, None)
 
     def outcome(self, called: Callable[..., Any] | None, passes: int = 2) -> Outcome:
         """Return all results of some backward passes from the start."""

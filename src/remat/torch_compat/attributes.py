@@ -1,0 +1,170 @@
+"""Private attributes of torch's objects, read and written by functions.
+
+What each is needed for stands in :data:`remat.torch_compat.table.ATTRIBUTES`.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.modules import module as modules
+from torch.nn.parallel import DistributedDataParallel
+
+from remat.torch_compat import names
+
+Call = Callable[..., Any]
+
+MODULE_STATE = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+"""Attributes in which a module keeps what belongs to it, each a dictionary."""
+
+
+# --- modules and their calls ---------------------------------------------------------
+
+
+def plain_call(module: nn.Module) -> Call:
+    """Return the call of a module with its hooks, whatever is installed on it."""
+    return module._call_impl
+
+
+def installed_call(module: nn.Module) -> Call | None:
+    """Return what runs in the place of a module's call, or ``None``."""
+    return module._compiled_call_impl
+
+
+def install_call(module: nn.Module, call: Call | None) -> None:
+    """Run ``call`` in the place of a module's own call, as ``Module.compile`` does."""
+    module._compiled_call_impl = call
+
+
+def install_replication(module: nn.Module, replicate: Call) -> None:
+    """Make the replicas of ``DataParallel`` by ``replicate``."""
+    module._replicate_for_data_parallel = replicate
+
+
+def uninstall_replication(module: nn.Module) -> None:
+    """Make the replicas of ``DataParallel`` as torch makes them."""
+    vars(module).pop("_replicate_for_data_parallel", None)
+
+
+def replication_of(module: nn.Module) -> Call:
+    """Return how the class of a module makes its replicas for ``DataParallel``."""
+    return MethodType(type(module)._replicate_for_data_parallel, module)
+
+
+def plain_model(model: nn.Module) -> nn.Module:
+    """Return the module that ``torch.compile(module)`` wraps, or the module itself."""
+    return model._orig_mod if isinstance(model, names.OptimizedModule) else model
+
+
+def forward_hooks(module: nn.Module) -> Iterator[Any]:
+    """Yield the hooks before and after a module's forward, those of all modules too."""
+    yield from module._forward_hooks.values()
+    yield from module._forward_pre_hooks.values()
+    yield from modules._global_forward_hooks.values()
+    yield from modules._global_forward_pre_hooks.values()
+
+
+def has_forward_pre_hooks(module: nn.Module) -> bool:
+    """Return whether hooks may change what a module's forward is called with."""
+    return bool(module._forward_pre_hooks or modules._global_forward_pre_hooks)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks of its own for its backward pass."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def are_backward_hooks_global() -> bool:
+    """Return whether all modules have hooks for their backward pass."""
+    return bool(modules._global_backward_hooks or modules._global_backward_pre_hooks)
+
+
+def must_not_be_traced(hook: object) -> bool:
+    """Return whether a hook says itself that no tracer may look into it."""
+    return getattr(hook, "_torchdynamo_disable", False)
+
+
+def active_wrapper() -> DistributedDataParallel | None:
+    """Return the ``DistributedDataParallel`` whose forward is running, or ``None``."""
+    return DistributedDataParallel._get_active_ddp_module()
+
+
+# --- tensors -------------------------------------------------------------------------
+
+
+def storage_identity(tensor: torch.Tensor) -> int:
+    """Return what no other storage has, while the tensor's storage lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def viewed(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return what autograd knows a tensor to be a view of, or ``None``."""
+    return tensor._base
+
+
+def view_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """Return the view of another tensor that ``view`` is of its own base, unchecked."""
+    return view._view_func_unsafe(base)
+
+
+def write_count(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written, as autograd counts it."""
+    return tensor._version
+
+
+def coordinate_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return indices and values of a sparse tensor in coordinates."""
+    return [tensor._indices(), tensor._values()]
+
+
+def is_compiled_step(node: object) -> bool:
+    """Return whether a node of autograd's graph is the backward pass of a traced step.
+
+    Its class is made anew for each step, and has no other mark than this.
+    """
+    return hasattr(getattr(node, "_forward_cls", None), "_aot_id")
+
+
+# --- operators and graphs ------------------------------------------------------------
+
+
+def schema_of(target: object) -> Any:
+    """Return the schema of an operator, ``None`` of other functions."""
+    return getattr(target, "_schema", None)
+
+
+def traced_kernel(operator: Any) -> Call:
+    """Return the Python kernel by which the tracer takes an operator apart."""
+    return operator.py_kernels[names.DispatchKey.CompositeImplicitAutograd]
+
+
+def composite_kernel(operator: Any) -> Call:
+    """Return the kernel of an operator that is made of other operators."""
+    return partial(operator._op_dk, names.DispatchKey.CompositeImplicitAutograd)
+
+
+def root_of(graph: fx.Graph) -> fx.Node:
+    """Return the node before the first of a graph."""
+    return graph._root
+
+
+def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Mark code that takes its arguments in a list, and empties it."""
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def kernel_of(compiled: Any) -> Call:
+    """Return the callable in what the compiler of kernels made, without checks."""
+    return compiled.current_callable

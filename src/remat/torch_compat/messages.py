@@ -1,0 +1,57 @@
+"""What the tracer says only in words: errors, and names of inputs and modules."""
+
+import re
+
+FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
+"""The log in which the tracer prints the traceback of errors that it raises anyway."""
+
+FAILED_BACKWARD = "Error detected in "
+"""How autograd begins its warning about where the op of a failed backward was made."""
+
+IGNORED_LOGS = "torch._dynamo.config.ignore_logging_functions"
+"""The setting with the methods of loggers that the tracer leaves out."""
+
+# --- errors --------------------------------------------------------------------------
+
+RAISED = re.compile(r"Developer debug context: raised exception (.+)")
+CONTEXT = re.compile(r"Developer debug context: (.+)")
+FALSE_ASSERTION = re.compile(r"Developer debug context: .*False")
+FAILED_CALL = re.compile(
+    r"call_\w+ (?:<[^>]*?(?P<function>\w+)(?: at \w+)?>|(?P<operator>[\w.]+)\()"
+    r".*: got (?P<error>\w+)\((?P<words>.+)\)$",
+    re.MULTILINE,
+)
+AT_A_LOCK = re.compile(
+    r"Unsupported context manager[^$]*`(?:\w+\.)?r?lock`", re.IGNORECASE
+)
+ASSERTION = "assertion failed"
+FAKE_CALL = "making fake tensor call"
+RECURRENT = "RNN, GRU, or LSTM"
+BACKWARD_HOOKS = "Module-level backwards hooks"
+LOGGED = "logging.Logger"
+BY_VALUE = "data-dependent expression"
+EXPLANATION = "Explanation:"
+USER_CODE = "from user code:"
+
+
+def wrapped_error(error: Exception) -> Exception | None:
+    """Return the error that an error of the tracer is about, if there is one."""
+    return getattr(error, "inner_exception", None)
+
+
+# --- names of inputs and modules -----------------------------------------------------
+
+PARAMETER = "._parameters["
+"""In the name of an input that is a parameter."""
+
+BUFFER = "._buffers["
+"""In the name of an input that is a buffer."""
+
+ITEM = re.compile(r"\['([^']*)'\]")
+"""One step on the way to an input."""
+
+ROOT_MODULE = re.compile(r"\AL\['\w+'\](?:\.__self__)?")
+"""The model itself, at the start of a module's path."""
+
+CHILD_MODULE = re.compile(r"(?:\._modules)?\[['\"]?([^'\"\]]+)['\"]?\]")
+"""One step on the way from there to a module."""

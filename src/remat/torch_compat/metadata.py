@@ -1,0 +1,131 @@
+"""What the tracer writes at the nodes of its graphs, under keys that it may rename.
+
+``"val"`` and ``"stack_trace"`` are documented, and read where they are needed.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from remat.torch_compat.names import (
+    InputMutationAOTOutput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+
+_PASS, _FORWARD, _BACKWARD = "partitioner_tag", "is_forward", "is_backward"
+_MODULES, _FORWARD_MODULES = "nn_module_stack", "fwd_nn_module_stack"
+_UNCHECKED = "saved_tensor_with_no_vc_check"
+_DESCRIPTION = "desc"
+_EXAMPLE = "example_value"
+_ARGUMENT = "grapharg"
+
+Stack = Mapping[Any, tuple[str, Any]]
+"""The modules around a call, outermost first: the tracer's path, and the class."""
+
+
+# --- the pass and the module of a node -----------------------------------------------
+
+
+def is_forward(node: fx.Node) -> bool:
+    """Return whether a node is tagged as one of the forward pass."""
+    return node.meta.get(_PASS) == _FORWARD
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Return whether a node is tagged as one of the backward pass."""
+    return node.meta.get(_PASS) == _BACKWARD
+
+
+def pass_of(node: fx.Node) -> object:
+    """Return what is equal for nodes of one pass, ``None`` of those with no tag."""
+    return node.meta.get(_PASS)
+
+
+def in_backward(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``meta`` tagged as that of a node of the backward pass."""
+    return {**meta, _PASS: _BACKWARD}
+
+
+def origin_of(node: fx.Node) -> dict[str, Any]:
+    """Return what ``meta`` says of a node's pass, module and source line.
+
+    A node that takes its place says the same.
+    """
+    keys = (_PASS, "stack_trace", _MODULES, _FORWARD_MODULES)
+    return {key: node.meta[key] for key in keys if key in node.meta}
+
+
+def modules_around(node: fx.Node) -> Stack | None:
+    """Return the modules in whose forward a node was made, if it says so."""
+    return node.meta.get(_MODULES)
+
+
+def modules_differentiated(node: fx.Node) -> Stack | None:
+    """Return the modules whose forward a node of backward differentiates."""
+    return node.meta.get(_FORWARD_MODULES)
+
+
+# --- inputs and outputs of a step ----------------------------------------------------
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Return whether an input of a joint graph is the gradient of an output."""
+    return isinstance(node.meta.get(_DESCRIPTION), TangentAOTInput)
+
+
+def output_position(tangent: fx.Node) -> int | None:
+    """Return the position of the output that a tangent belongs to.
+
+    Outputs that are views share the tangent of what they are views of, named after the
+    first of them. Tangents of inputs that the step changes have no output.
+    """
+    description = tangent.meta[_DESCRIPTION].output
+    described = getattr(description, "base_of", description)
+    return described.idx if isinstance(described, PlainAOTOutput) else None
+
+
+def changed_inputs(output: fx.Node) -> list[int | None]:
+    """Return, for each value that a joint graph returns, which input's new value it is.
+
+    ``None`` for other values.
+    """
+    return [
+        _position_of(each.mutated_input)
+        if isinstance(each, InputMutationAOTOutput)
+        else None
+        for each in output.meta.get(_DESCRIPTION, ())
+    ]
+
+
+def _position_of(argument: Any) -> int:
+    return argument.idx
+
+
+def leave_unchecked(node: fx.Node) -> None:
+    """Let a value be saved for backward although the step changes it later."""
+    node.meta[_UNCHECKED] = True
+
+
+def is_unchecked(node: fx.Node) -> bool:
+    """Return whether :func:`leave_unchecked` was called for a node."""
+    return bool(node.meta.get(_UNCHECKED))
+
+
+# --- what the tracer saw -------------------------------------------------------------
+
+
+def example_of(node: fx.Node) -> Any:
+    """Return the fake value of a node of the graph that the tracer hands over."""
+    return node.meta.get(_EXAMPLE)
+
+
+def source_of(placeholder: fx.Node) -> str:
+    """Return the tracer's name of an input, ``""`` where it has none.
+
+    It has them only while it calls the backend.
+    """
+    argument = placeholder.meta.get(_ARGUMENT)
+    source = "" if argument is None else argument.source.name
+    return source if isinstance(source, str) else source()

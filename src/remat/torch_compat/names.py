@@ -1,0 +1,142 @@
+"""Public names of what torch keeps private, each found when it is first asked for.
+
+Looked up in :mod:`remat.torch_compat.table`, which says what each is needed for. The
+imports below are for type checkers, which know one version of torch.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from remat.torch_compat.self_check import name_of_torch
+
+if TYPE_CHECKING:
+    import torch
+    import torch._dynamo.config
+    import torch._functorch.config
+    from torch import _neg_view
+    from torch._C import DisableTorchFunction as DisableTorchFunction
+    from torch._C import DispatchKey as DispatchKey
+    from torch._C import (
+        _DisablePythonDispatcher,
+        _get_dispatch_mode,
+        _TorchDispatchModeKey,
+    )
+    from torch._C._functorch import (
+        is_functorch_wrapped_tensor as is_functorch_wrapped_tensor,
+    )
+    from torch._C._functorch import peek_interpreter_stack as peek_interpreter_stack
+    from torch._C._profiler import ProfilerConfig as ProfilerConfig
+    from torch._C._profiler import ProfilerState as ProfilerState
+    from torch._C._profiler import _ExperimentalConfig
+    from torch._dispatch.python import no_python_dispatcher as no_python_dispatcher
+    from torch._dynamo.backends.common import aot_autograd as aot_autograd
+    from torch._dynamo.comptime import ComptimeContext as ComptimeContext
+    from torch._dynamo.comptime import comptime as comptime
+    from torch._dynamo.convert_frame import compile_lock as compile_lock
+    from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
+    from torch._dynamo.exc import InternalTorchDynamoError as InternalTorchDynamoError
+    from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
+    from torch._dynamo.utils import preserve_rng_state as preserve_rng_state
+    from torch._functorch._aot_autograd.descriptors import (
+        InputMutationAOTOutput as InputMutationAOTOutput,
+    )
+    from torch._functorch._aot_autograd.descriptors import (
+        PlainAOTOutput as PlainAOTOutput,
+    )
+    from torch._functorch._aot_autograd.descriptors import (
+        TangentAOTInput as TangentAOTInput,
+    )
+    from torch._functorch._aot_autograd.schemas import (
+        MemoryFormatMeta as MemoryFormatMeta,
+    )
+    from torch._functorch.partitioners import (
+        min_cut_rematerialization_partition as min_cut_rematerialization_partition,
+    )
+    from torch._guards import CompileContext as CompileContext
+    from torch._higher_order_ops.effects import with_effects as with_effects
+    from torch._inductor import standalone_compile as standalone_compile
+    from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
+    from torch._inductor.cpp_builder import get_cpp_compiler as get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler as InvalidCxxCompiler
+    from torch._ops import OpOverload as OpOverload
+    from torch._prims_common import (
+        make_contiguous_strides_for as make_contiguous_strides_for,
+    )
+    from torch._prims_common import suggest_memory_format as suggest_memory_format
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException as DataDependentOutputException,
+    )
+    from torch._subclasses.fake_tensor import (
+        DynamicOutputShapeException as DynamicOutputShapeException,
+    )
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch._subclasses.fake_tensor import (
+        UnsupportedFakeTensorException as UnsupportedFakeTensorException,
+    )
+    from torch._subclasses.fake_tensor import (
+        UnsupportedOperatorException as UnsupportedOperatorException,
+    )
+    from torch._subclasses.fake_tensor import (
+        unset_fake_temporarily as unset_fake_temporarily,
+    )
+    from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
+    from torch.autograd import (
+        _disable_profiler_legacy,
+        _enable_profiler_legacy,
+        _profiler_enabled,
+    )
+    from torch.fx.graph import _BoxedCodeGen
+    from torch.optim.optimizer import _default_to_fused_or_foreach
+    from torch.utils._mode_utils import no_dispatch as no_dispatch
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._python_dispatch import _disable_current_modes
+    from torch.utils._python_dispatch import (
+        is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+    )
+    from torch.utils._pytree import keystr as keystr
+    from torch.utils._pytree import tree_flatten as tree_flatten
+    from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map as tree_map
+    from torch.utils._pytree import tree_map_only as tree_map_only
+    from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+    dynamo_config = torch._dynamo.config
+    BoxedCodeGen = _BoxedCodeGen
+    functorch_config = torch._functorch.config
+    DispatchModeKey = _TorchDispatchModeKey
+    get_dispatch_mode = _get_dispatch_mode
+    DisablePythonDispatcher = _DisablePythonDispatcher
+    disable_current_modes = _disable_current_modes
+    neg_view = _neg_view
+    profiler_enabled = _profiler_enabled
+    enable_profiler_legacy = _enable_profiler_legacy
+    disable_profiler_legacy = _disable_profiler_legacy
+    ExperimentalConfig = _ExperimentalConfig
+    default_to_fused_or_foreach = _default_to_fused_or_foreach
+    unsafe_view: Any = torch.ops.aten._unsafe_view.default
+    log_softmax_backward: Any = torch.ops.aten._log_softmax_backward_data.default
+    batch_norm_legit: Any = torch.ops.aten._native_batch_norm_legit.default
+    batch_norm_without_statistics: Any = (
+        torch.ops.aten._native_batch_norm_legit.no_stats
+    )
+    functional_batch_norm: Any = (
+        torch.ops.aten._native_batch_norm_legit_functional.default
+    )
+    functional_batch_norm_with_update: Any = (
+        torch.ops.aten._batch_norm_with_update_functional.default
+    )
+    local_scalar_dense: Any = torch.ops.aten._local_scalar_dense.default
+    linalg_check_errors: Any = torch.ops.aten._linalg_check_errors.default
+    upsample_nearest_exact1d: Any = torch.ops.aten._upsample_nearest_exact1d
+    upsample_nearest_exact2d: Any = torch.ops.aten._upsample_nearest_exact2d
+    upsample_nearest_exact3d: Any = torch.ops.aten._upsample_nearest_exact3d
+    upsample_bilinear2d_aa: Any = torch.ops.aten._upsample_bilinear2d_aa
+    upsample_bicubic2d_aa: Any = torch.ops.aten._upsample_bicubic2d_aa
+
+else:
+
+    def __getattr__(name: str) -> Any:
+        value = name_of_torch(name)
+        globals()[name] = value
+        return value

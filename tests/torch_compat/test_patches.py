@@ -1,0 +1,184 @@
+"""Torch is changed by one thread at a time, and only while a step is traced."""
+
+import copy
+import itertools
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.profile.kernel_choice import Kernels
+from remat.torch_compat.names import FakeTensorMode, MemoryFormatMeta
+from remat.torch_compat.patches import KEYS, alone, patched, python_kernels
+
+_UPSAMPLE = torch.ops.aten.upsample_bilinear2d.default
+_DROPOUT = torch.ops.aten.dropout.default
+
+
+def state_of_torch() -> tuple[object, ...]:
+    """Return all that a trace changes."""
+    kernels = [op.py_kernels.get(key) for op in (_UPSAMPLE, _DROPOUT) for key in KEYS]
+    return (
+        vars(FakeTensorMode)["_dispatch_impl"],
+        vars(MemoryFormatMeta)["from_tensor"],
+        *kernels,
+    )
+
+
+class Resampling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.interpolate(self.norm(self.conv(x)), scale_factor=2.0)
+        return nn.functional.dropout(y.relu(), 0.1).square().mean()
+
+
+def test_torch_is_its_own_again_while_a_plan_is_made() -> None:
+    before = state_of_torch()
+    during: dict[str, tuple[object, ...]] = {}
+
+    def progress(activity: str, _share: float) -> None:
+        during[activity] = state_of_torch()
+
+    remat.plan(
+        Resampling(), (torch.randn(2, 3, 9, 9),), budget="100%", progress=progress
+    )
+    assert "counting parameters, batch, optimizer and loss" in during
+    assert len(during) > 2
+    assert set(during.values()) == {before}
+    assert state_of_torch() == before
+
+
+@pytest.mark.parametrize("kernels", ["eager", "fused"])
+def test_torch_is_its_own_again_after_an_error(kernels: Kernels) -> None:
+    before = state_of_torch()
+    with pytest.raises(remat.BudgetError):
+        remat.plan(Resampling(), (torch.randn(2, 3, 9, 9),), budget=1, kernels=kernels)
+    assert state_of_torch() == before
+
+
+def test_patches_go_off_in_the_opposite_order_also_after_an_error() -> None:
+    done: list[str] = []
+
+    def patch(name: str) -> Callable[[], Callable[[], None]]:
+        def put_on() -> Callable[[], None]:
+            done.append(f"{name} on")
+            return lambda: done.append(f"{name} off")
+
+        return put_on
+
+    def broken() -> Callable[[], None]:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), patched(patch("a"), patch("b"), broken):
+        pass
+    assert done == ["a on", "b on", "b off", "a off"]
+
+
+def test_another_thread_waits_until_the_patches_are_off() -> None:
+    before = _DROPOUT.py_kernels.get(KEYS[0])
+    seen: list[object] = []
+
+    def look() -> None:
+        with alone():
+            seen.append(_DROPOUT.py_kernels.get(KEYS[0]))
+
+    def other(*_: object) -> None:
+        """Stand in for dropout."""
+
+    thread = threading.Thread(target=look)
+    with patched(python_kernels({_DROPOUT: other})):
+        assert _DROPOUT.py_kernels[KEYS[0]] is other
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        with alone():  # The thread that has it may take it again.
+            assert not seen
+    thread.join()
+    assert seen == [before]
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [24, 64, 64, 48, 8]
+        self.layers = nn.ModuleList(
+            nn.Linear(a, b) for a, b in itertools.pairwise(widths)
+        )
+        self.norm = nn.LayerNorm(24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        for layer in self.layers:
+            x = nn.functional.gelu(layer(x))
+        return x.square().mean()
+
+
+class Convolutional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for conv in self.convs:
+            x = torch.tanh(conv(nn.functional.interpolate(x, scale_factor=1.25)))
+        return x.square().mean()
+
+
+def trained(model: nn.Module, batches: torch.Tensor) -> list[torch.Tensor]:
+    """Return losses, gradients and parameters of three steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found: list[torch.Tensor] = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        found += [
+            loss.detach(),
+            *(p.grad for p in model.parameters() if p.grad is not None),
+        ]
+    return [*found, *(p.detach() for p in model.parameters())]
+
+
+def test_two_threads_fit_and_train_at_once() -> None:
+    torch.manual_seed(0)
+    models = [Perceptron(), Convolutional()]
+    batches = [torch.randn(3, 64, 24), torch.randn(3, 2, 4, 8, 8)]
+    expected = [
+        trained(copy.deepcopy(model), data)
+        for model, data in zip(models, batches, strict=True)
+    ]
+    before = state_of_torch()
+    found: dict[int, list[torch.Tensor]] = {}
+    plans: dict[int, remat.Plan] = {}
+    errors: list[BaseException] = []
+    start = threading.Barrier(2)
+
+    def work(index: int) -> None:
+        try:
+            start.wait()
+            model, data = models[index], batches[index]
+            plans[index] = remat.fit(model, (data[0],), budget="85%")
+            found[index] = trained(model, data)
+        except BaseException as error:  # noqa: BLE001 - raised below, in the test
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        raise error
+    for index in range(2):
+        assert plans[index].peak_bytes < plans[index].baseline_peak_bytes
+        pairs = zip(found[index], expected[index], strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+    assert state_of_torch() == before
