@@ -65,6 +65,8 @@ class PlannedBackend:
         Called once per traced training step before that, with the joint graph and the
         count of its forward outputs; may put other operators in the place of some, and
         raise.
+    is_only_planned
+        Whether what is compiled never runs.
 
     Attributes
     ----------
@@ -72,8 +74,6 @@ class PlannedBackend:
         The error that planning raised, kept because the tracer wraps it.
     training_step_count
         How many training steps were traced.
-    is_only_planned
-        Whether what is compiled never runs.
     returned
         What is known of what the call being traced returns.
     """
@@ -83,6 +83,8 @@ class PlannedBackend:
         choose_schedule: Callable[[JointProgram], tuple[JointProgram, Schedule]],
         name: str,
         choose_kernels: Callable[[fx.GraphModule, int], None] = keep_kernels,
+        *,
+        is_only_planned: bool = False,
     ) -> None:
         self.choose_schedule = choose_schedule
         self.choose_kernels = choose_kernels
@@ -90,7 +92,7 @@ class PlannedBackend:
         self.failure: RematError | None = None
         self.training_step_count = 0
         self.stop_before_running = False
-        self.is_only_planned = False
+        self.is_only_planned = is_only_planned
         self.returned = Returned()
 
     def note_returned(self, returned: Returned) -> None:

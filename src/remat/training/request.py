@@ -17,10 +17,9 @@ from remat.core.problem import Limits, Objective, Objectives, check_time_limit
 from remat.core.units import ANY_WHOLE_BYTES, parse_budget
 from remat.files.serialisation import load_platform
 from remat.planning.one_device import several_budgets
-from remat.planning.plan import Plan
+from remat.planning.plan import Kernels, Plan
 from remat.planning.several_devices import Budget, budgets_bytes, check_budgets
 from remat.profile.costing import Costs
-from remat.profile.kernel_choice import Kernels
 from remat.solvers import chosen_solvers
 from remat.solvers.base import ProgressCallback, ignore_progress
 
