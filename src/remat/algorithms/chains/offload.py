@@ -27,6 +27,7 @@ from remat.algorithms.chains.paging import Bandwidth, PagedSchedule, page
 from remat.algorithms.chains.rotor import DEFAULT_SLOTS, ChainPlan, plan_rotor
 from remat.algorithms.chains.stage_graph import StageGraph
 from remat.algorithms.chains.stages import Stage, StageChain, StageOption
+from remat.core.best import Best
 from remat.core.checks import checked_integer, checked_record
 from remat.core.errors import InvalidGraphError
 from remat.core.graph import TrainingGraph
@@ -130,7 +131,7 @@ def plan_offload(
             budget_bytes + (most - budget_bytes) * index * index // candidates**2
             for index in range(1, candidates + 1)
         ]
-    best: OffloadPlan | None = None
+    best = Best[OffloadPlan]()
     seen: set[tuple[object, ...]] = set()
     for virtual in dict.fromkeys(budgets):
         rotor = plan_rotor(able, virtual, slots=slots)
@@ -142,18 +143,15 @@ def plan_offload(
         paged = page(form.graph, form.schedule, budget_bytes, link)
         if paged is None:
             continue
-        if best is None or (paged.time_ns, paged.paged_bytes) < (
-            best.time_ns,
-            best.paged.paged_bytes,
-        ):
-            best = OffloadPlan(
-                time_ns=paged.time_ns,
-                virtual_bytes=virtual,
-                rotor=rotor,
-                graph=form.graph,
-                paged=paged,
-            )
-    return best
+        plan = OffloadPlan(
+            time_ns=paged.time_ns,
+            virtual_bytes=virtual,
+            rotor=rotor,
+            graph=form.graph,
+            paged=paged,
+        )
+        best.offer(plan, paged.time_ns, paged.paged_bytes)
+    return best.answer
 
 
 def _options_within(chain: StageChain, index: int, budget_bytes: int) -> list[int]:
