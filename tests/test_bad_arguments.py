@@ -59,8 +59,8 @@ from remat.core.problem import Limits, Objective, Problem, Proposal, Status
 from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule
 from remat.core.simulator import simulate
 from remat.core.units import ceil_slots, floor_slots, parse_budget, round_up
-from remat.planning.device_curve import trade_off_on_devices
-from remat.planning.one_device import plan_graph, trade_off
+from remat.planning.curve import trade_off, trade_off_on_devices
+from remat.planning.one_device import plan_graph
 from remat.planning.portfolio import solve_portfolio
 from remat.search.device_execution import ExecutionRule
 from remat.search.eviction import EvictionRule
