@@ -3,7 +3,7 @@
 For a platform of a device that computes and one that stores, with a link each way.
 The training graph is a chain of stages (:mod:`remat.reductions.stages`). Rotor plans it
 for *virtual* budgets between the real one and everything; each plan is lifted to an
-order of the real ops, and paging (:mod:`remat.algorithms.chains.paging`) brings that
+order of the real ops, and paging (:mod:`remat.search.schedule_paging`) brings that
 order within the real budget: what lies idle longest is copied away while the device
 computes, and copied back in time. The judge says how long each takes, copies
 overlapping with computation; the quickest is the answer.
@@ -25,7 +25,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
-from remat.algorithms.chains.paging import Bandwidth, page
 from remat.algorithms.chains.rotor import least_budget, plan_rotor
 from remat.core.best import Best
 from remat.core.bounds import cost_bound_ns
@@ -41,6 +40,7 @@ from remat.core.simulator import Trace, simulate
 from remat.core.units import format_bytes
 from remat.reductions.stages import ChainOfStages
 from remat.search.retention import RetentionTable, improve_order
+from remat.search.schedule_paging import HostLink, page
 from remat.solvers.base import (
     ProgressCallback,
     ignore_progress,
@@ -201,7 +201,7 @@ class PoFo:
                     yield each
 
 
-def _storing_device(platform: Platform) -> tuple[int, Bandwidth]:
+def _storing_device(platform: Platform) -> tuple[int, HostLink]:
     """Return a device with links from and to device 0, the fastest first.
 
     Raises
@@ -209,12 +209,12 @@ def _storing_device(platform: Platform) -> tuple[int, Bandwidth]:
     SolverUnsuitableError
         If there is none.
     """
-    found: list[tuple[int, int, Bandwidth]] = []
+    found: list[tuple[int, int, HostLink]] = []
     for device in range(1, len(platform.devices)):
         out, back = platform.link(0, device), platform.link(device, 0)
         if out is not None and back is not None:
             slower = min(out.bytes_per_s, back.bytes_per_s)
-            speeds = Bandwidth(
+            speeds = HostLink(
                 out_bytes_per_s=out.bytes_per_s,
                 in_bytes_per_s=back.bytes_per_s,
                 out_latency_ns=out.latency_ns,

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from remat.core.checks import checked_word
 from remat.core.errors import CaptureError, UnitError
 from remat.core.platform import Platform
-from remat.core.problem import Limits, Objective, Objectives, check_time_limit
+from remat.core.problem import Limits, Objective, ObjectiveName, check_time_limit
 from remat.core.units import ANY_WHOLE_BYTES, parse_budget
 from remat.files.serialisation import load_platform
 from remat.planning.one_device import several_budgets
@@ -39,7 +39,7 @@ class PlanOptions(TypedDict, total=False):
     loss: Loss | None
     platform: Platform | str | PathLike[str] | None
     solver: str
-    objective: Objectives
+    objective: ObjectiveName
     time_limit: float | None
     seed: int
     costs: Costs
@@ -61,7 +61,7 @@ class PlanRequest:
     loss: Loss | None = None
     platform: Platform | None = None
     solver: str = "auto"
-    objective: Objectives = "serial"
+    objective: ObjectiveName = "serial"
     time_limit: float | None = None
     seed: int = 0
     costs: Costs = "measured"

@@ -18,7 +18,6 @@ from remat.algorithms.chains.levels import StorageLevel as StorageLevel
 from remat.algorithms.chains.levels import plan_disk_revolve as plan_disk_revolve
 from remat.algorithms.chains.levels import plan_hrevolve as plan_hrevolve
 from remat.algorithms.chains.offload import plan_offload as plan_offload
-from remat.algorithms.chains.paging import Bandwidth as Bandwidth
 from remat.algorithms.chains.reexecution import (
     plan_join_any_turns as plan_join_any_turns,
 )
@@ -32,3 +31,4 @@ from remat.algorithms.chains.stage_joins import plan_stage_join as plan_stage_jo
 from remat.algorithms.chains.stages import Stage as Stage
 from remat.algorithms.chains.stages import StageChain as StageChain
 from remat.algorithms.chains.stages import StageOption as StageOption
+from remat.search.schedule_paging import HostLink as HostLink

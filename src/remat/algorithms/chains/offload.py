@@ -2,7 +2,7 @@
 
 A stored value may stay on the device, be recomputed, or go to the host while the device
 computes and come back in time. :func:`plan_offload` plans with Rotor for a *virtual*
-budget between the real one and everything, lets :mod:`remat.algorithms.chains.paging`
+budget between the real one and everything, lets :mod:`remat.search.schedule_paging`
 bring each plan within the real budget, and returns the quickest: more virtual memory
 means less recomputation and more copies.
 
@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 
 from remat.algorithms.chains.conventions import checked_budget
 from remat.algorithms.chains.operations import Backward, Forward, Operation
-from remat.algorithms.chains.paging import Bandwidth, PagedSchedule, page
 from remat.algorithms.chains.rotor import DEFAULT_SLOTS, ChainPlan, plan_rotor
 from remat.algorithms.chains.stage_graph import StageGraph
 from remat.algorithms.chains.stages import Stage, StageChain, StageOption
@@ -31,6 +30,7 @@ from remat.core.best import Best
 from remat.core.checks import checked_integer, checked_record
 from remat.core.errors import InvalidGraphError
 from remat.core.graph import TrainingGraph
+from remat.search.schedule_paging import HostLink, PagedSchedule, page
 
 DEFAULT_CANDIDATES = 24
 """Virtual budgets that are tried."""
@@ -65,7 +65,7 @@ class OffloadPlan:
 def plan_offload(
     chain: StageChain,
     budget_bytes: int,
-    link: Bandwidth,
+    link: HostLink,
     *,
     slots: int = DEFAULT_SLOTS,
     candidates: int = DEFAULT_CANDIDATES,
@@ -102,7 +102,7 @@ def plan_offload(
     Time ``candidates`` times that of Rotor and of paging.
     """
     checked_record("chain", chain, StageChain, error=InvalidGraphError)
-    checked_record("link", link, Bandwidth, error=InvalidGraphError)
+    checked_record("link", link, HostLink, error=InvalidGraphError)
     budget_bytes = checked_budget(budget_bytes)
     candidates = checked_integer(
         "candidates",
