@@ -27,9 +27,9 @@ from remat.profile.arguments import (
     target_name,
     tensors_in,
 )
-from remat.profile.beside import Progress, record_growth, run_beside
 from remat.profile.cache import CostCache
 from remat.profile.clock import operator_clock
+from remat.profile.profiler_thread import Progress, record_growth, run_beside
 
 _LEAST_SAMPLES = 3
 _MOST_SAMPLES = 15

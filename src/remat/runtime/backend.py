@@ -14,14 +14,14 @@ from remat.capture.autocast import Autocast, autocast_now
 from remat.capture.detached import drop_detaching
 from remat.capture.dropout import eager_dropout
 from remat.capture.gradient_layouts import dense_gradients
-from remat.capture.gradient_pieces import join_gradient_pieces
 from remat.capture.joint_program import InputSpec, JointProgram, analyse
 from remat.capture.norm_statistics import correct_statistics
 from remat.capture.real_layouts import real_layouts
 from remat.capture.returned import Returned
+from remat.capture.slice_gradients import join_gradient_pieces
 from remat.capture.surroundings import describe_input
 from remat.capture.tracing import check_sizes
-from remat.capture.whole_operators import whole_operators
+from remat.capture.undecomposed import whole_operators
 from remat.core.errors import CaptureError, RematError
 from remat.core.graph import Role
 from remat.core.liveness import schedule_from_order, store_all_order

@@ -52,7 +52,7 @@ from remat.profile.described_loss import DescribedLoss
 from remat.profile.kernel_choice import fuse_named, fuse_where_quicker
 from remat.profile.known import KnownCosts
 from remat.profile.links import common_device, measured_platform
-from remat.profile.outside import (
+from remat.profile.optimizer_memory import (
     LossMemory,
     assumed_loss_bytes,
     optimizer_bytes,
