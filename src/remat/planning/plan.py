@@ -395,7 +395,7 @@ def _parse_plan(payload: object) -> Plan:
     if not isinstance(settings, dict):
         msg = f"settings is {settings!r}; it must be an object"
         raise FileFormatError(msg)
-    others = cast("dict[str, Any]", dict(settings))
+    others = dict(cast("dict[str, Any]", settings))
     objective = parse_choice(
         others.pop("objective", "serial"), "objective", [str(o) for o in Objective]
     )

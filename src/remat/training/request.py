@@ -181,7 +181,7 @@ def shows_options(after: str) -> Callable[[Function], Function]:
                 parameters.append(parameter)
             if parameter.name == after:
                 parameters += _OPTION_PARAMETERS
-        function.__signature__ = found.replace(parameters=parameters)  # type: ignore[attr-defined]
+        function.__signature__ = found.replace(parameters=parameters)
         return function
 
     return shown
