@@ -31,7 +31,6 @@ from remat.algorithms.chains import (
     joins,
     levels,
     offload,
-    paging,
     reexecution,
     revolve,
     rotor,
@@ -60,8 +59,8 @@ from remat.core.problem import Limits, Objective, Problem, Proposal, Status
 from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule
 from remat.core.simulator import simulate
 from remat.core.units import ceil_slots, floor_slots, parse_budget, round_up
-from remat.planning.device_curve import trade_off_on_devices
-from remat.planning.one_device import plan_graph, trade_off
+from remat.planning.curve import trade_off, trade_off_on_devices
+from remat.planning.one_device import plan_graph
 from remat.planning.portfolio import solve_portfolio
 from remat.search.device_execution import ExecutionRule
 from remat.search.eviction import EvictionRule
@@ -116,7 +115,7 @@ STAGE = stages.Stage(forward_ns=2, output_bytes=1, options=(OPTION,))
 CHAIN = stages.StageChain(stages=(STAGE, STAGE), input_bytes=1)
 JOIN = stage_joins.StageJoin(branches=(CHAIN, CHAIN))
 LEVEL = levels.StorageLevel(slots=2, write_ns=1, read_ns=1)
-LINK = paging.Bandwidth(out_bytes_per_s=10**9, in_bytes_per_s=10**9)
+LINK = chains.HostLink(out_bytes_per_s=10**9, in_bytes_per_s=10**9)
 BLOCK = blocks.Block(branches=(stages.StageChain(stages=(STAGE,)),) * 2, output_bytes=1)
 FORWARD = lower_sets.ForwardGraph(
     memory_bytes=(3, 2, 4), cost=(1, 2, 1), edges=((0, 1), (1, 2))
@@ -369,7 +368,7 @@ def chain_records() -> Iterator[CASES]:
     yield levels.StorageLevel, {"slots": 1}, {"slots": SIZE, **times}
     rates = integers(0, platform.LARGEST_RATE)
     yield (
-        paging.Bandwidth,
+        chains.HostLink,
         {"out_bytes_per_s": 1, "in_bytes_per_s": 1},
         {
             "out_bytes_per_s": rates,
@@ -845,8 +844,8 @@ LINE = [[1] * 3] * 2
         (lambda: chains.plan_two_turns([[1.5, 1.5]] * 2, 4, STRICT), "is 1.5; it must"),
         (lambda: chains.StageOption(**NAN_OPTION), "saved_bytes of .* is nan"),
         (
-            lambda: chains.Bandwidth(out_bytes_per_s=NAN, in_bytes_per_s=1),
-            "out_bytes_per_s of a bandwidth is nan",
+            lambda: chains.HostLink(out_bytes_per_s=NAN, in_bytes_per_s=1),
+            "out_bytes_per_s of a host link is nan",
         ),
         (lambda: Storage(name="x", size_bytes=NAN), "size_bytes of storage 'x' is nan"),
         (

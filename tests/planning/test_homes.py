@@ -12,7 +12,7 @@ from remat.core.errors import BudgetError, InvalidPlatformError
 from remat.core.graph import TrainingGraph
 from remat.core.platform import Platform
 from remat.files.serialisation import save_graph, save_platform
-from remat.planning.device_curve import trade_off_on_devices
+from remat.planning.curve import trade_off_on_devices
 from remat.planning.one_device import plain_peak_bytes, plan_graph
 
 PLAIN = mlp_chain(4).graph

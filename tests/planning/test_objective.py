@@ -17,7 +17,7 @@ from remat.core.platform import Device, DeviceKind, Platform
 from remat.core.problem import Objective
 from remat.files.serialisation import save_graph, save_platform
 from remat.planning.one_device import plan_graph
-from remat.planning.plan import load_plan, objective_of
+from remat.planning.plan import load_plan
 
 READS = [(), (0,), (0,), (1,), (2,), (3, 4)]
 BUDGETS = {"a": 20, "b": 20}
@@ -69,8 +69,8 @@ def test_the_overlapped_plan_lets_devices_work_together(tmp_path: Path):
     plan.save(tmp_path / "plan.json")
     again = load_plan(tmp_path / "plan.json")
     assert again == plan
-    assert objective_of(again.settings) is Objective.OVERLAPPED
-    assert objective_of(serial.settings) is Objective.SERIAL
+    assert again.objective is Objective.OVERLAPPED
+    assert serial.objective is Objective.SERIAL
     assert "objective" not in serial.settings
 
 

@@ -7,12 +7,8 @@ from tests.instances import mlp_chain, resnet_like
 
 from remat.core.errors import BudgetError, SolverUnsuitableError, UnitError
 from remat.core.problem import Status
-from remat.planning.one_device import (
-    plain_peak_bytes,
-    plan_graph,
-    spread_budgets,
-    trade_off,
-)
+from remat.planning.curve import spread_budgets, trade_off
+from remat.planning.one_device import plain_peak_bytes, plan_graph
 from remat.planning.smallest_budget import smallest_budget
 from remat.solvers import AUTO, SOLVERS, chosen_solvers
 

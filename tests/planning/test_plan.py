@@ -8,7 +8,7 @@ import pytest
 from tests.instances import mlp_chain, transformer_like
 
 from remat.core.errors import FileFormatError, PlanMismatchError
-from remat.core.problem import Status
+from remat.core.problem import Objective, Status
 from remat.core.schedule import Schedule
 from remat.core.simulator import simulate
 from remat.core.units import format_ns
@@ -127,3 +127,20 @@ def test_a_file_of_version_1_stays_readable() -> None:
     assert plan.peak_bytes <= (plan.budget_bytes or 0)
     assert plan.recomputed_op_count > 0
     assert plan.settings["torch"] == "2.13.0"
+
+
+def test_what_old_files_note_among_settings_is_read_into_fields(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[1] / "data" / "plan_v1.json").read_text()
+    noted = '"objective": "overlapped", "kernels": "fused", "fused kernels": "b a"'
+    path = tmp_path / "plan.json"
+    path.write_text(text.replace('"settings": {', f'"settings": {{{noted}, ', 1))
+    plan = load_plan(path)
+    assert plan.objective is Objective.OVERLAPPED
+    assert (plan.kernels, plan.fused_kernels) == ("fused", {"a", "b"})
+    assert set(plan.settings) == {"torch", "costs", "solver", "seed"}
+    assert plan.summary()["settings"]["fused kernels"] == "a b"
+    plan.save(path)
+    assert load_plan(path) == plan
+    path.write_text(text.replace('"settings": {', '"settings": {"kernels": "my", ', 1))
+    with pytest.raises(FileFormatError, match=r"kernels.*eager, fused"):
+        load_plan(path)

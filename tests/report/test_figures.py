@@ -13,7 +13,8 @@ from tests.instances import KIB, mlp_chain
 
 from remat.core.errors import FileFormatError, UsageError
 from remat.core.units import format_bytes
-from remat.planning.one_device import plan_graph, trade_off
+from remat.planning.curve import trade_off
+from remat.planning.one_device import plan_graph
 from remat.report.figures import (
     compare_timelines,
     device_timelines,

@@ -6,7 +6,8 @@ import pytest
 from tests.instances import mlp_chain
 
 from remat.core.units import format_bytes, format_ns
-from remat.planning.one_device import plan_graph, trade_off
+from remat.planning.curve import trade_off
+from remat.planning.one_device import plan_graph
 from remat.report.progress import progress_bar
 from remat.report.tables import (
     curve_table,

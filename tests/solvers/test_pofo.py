@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from tests.instances import INSTANCES, Network, joined_towers
 
-from remat.algorithms.chains.paging import Bandwidth, page
 from remat.core.errors import SolverUnsuitableError
 from remat.core.graph import TrainingGraph
 from remat.core.liveness import schedule_from_order, store_all_order
@@ -14,6 +13,7 @@ from remat.core.problem import Limits, Problem, Result, Status, StopReason
 from remat.core.schedule import Copy
 from remat.core.simulator import simulate
 from remat.planning.portfolio import solve
+from remat.search.schedule_paging import HostLink, page
 from remat.solvers.pofo import PoFo
 from remat.solvers.rotor import Rotor
 from remat.testing import store_all_peak_bytes
@@ -130,7 +130,7 @@ def test_paging_is_valid_and_never_below_the_optimum(budget: int):
     on = platform(budget, GIGA)
     best = best_on_devices(with_host(graph), on)
     plain = schedule_from_order(graph, store_all_order(graph))
-    link = Bandwidth(
+    link = HostLink(
         out_bytes_per_s=GIGA, in_bytes_per_s=GIGA, out_latency_ns=10, in_latency_ns=10
     )
     paged = page(graph, plain, budget, link)

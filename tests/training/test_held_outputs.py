@@ -12,7 +12,6 @@ from tests.solvers.test_xengine import check_against, problems
 from tests.strategies import Case, cases
 
 from remat import solvers
-from remat.algorithms.chains.paging import Bandwidth, page
 from remat.core.errors import FileFormatError, PlanMismatchError, SolverFault
 from remat.core.graph import Op, Phase, Storage, TrainingGraph
 from remat.core.liveness import schedule_from_order, store_all_order
@@ -29,6 +28,7 @@ from remat.search.device_execution import execute
 from remat.search.device_feasibility import infeasible_reason
 from remat.search.device_instance import DeviceInstance
 from remat.search.paging import paged
+from remat.search.schedule_paging import HostLink, page
 from remat.solvers import DeviceSearch, XEngine
 from remat.solvers.backends.mathopt import Settings
 from remat.solvers.base import ProgressCallback, Solver
@@ -244,7 +244,7 @@ WITH_HOST = Platform(
 
 def test_paging_takes_something_else():
     schedule = schedule_from_order(IDLE, store_all_order(IDLE))
-    speed = Bandwidth(out_bytes_per_s=10**9, in_bytes_per_s=10**9)
+    speed = HostLink(out_bytes_per_s=10**9, in_bytes_per_s=10**9)
     found = page(IDLE, schedule, 36, speed)
     assert found is not None
     assert [p.storage for p in found.pages] == [A]

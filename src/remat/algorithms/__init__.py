@@ -3,7 +3,7 @@
 Each takes plain lists and small dataclasses, needs no torch, and can be imported from
 here; docs/reference.md shows each in three lines.
 
-May import core and native. Nothing here knows a training graph's ops; what becomes of
+May import search, core and native. Nothing here knows a training graph's ops; what becomes of
 an answer there is the work of reductions.
 """
 
@@ -11,11 +11,11 @@ from remat.algorithms.chains import CHECKPOINTS_ONLY as CHECKPOINTS_ONLY
 from remat.algorithms.chains import IN_PLACE as IN_PLACE
 from remat.algorithms.chains import STRICT as STRICT
 from remat.algorithms.chains import Backward as Backward
-from remat.algorithms.chains import Bandwidth as Bandwidth
 from remat.algorithms.chains import Block as Block
 from remat.algorithms.chains import BlockStage as BlockStage
 from remat.algorithms.chains import ChainPlan as ChainPlan
 from remat.algorithms.chains import Forward as Forward
+from remat.algorithms.chains import HostLink as HostLink
 from remat.algorithms.chains import LevelPlan as LevelPlan
 from remat.algorithms.chains import Load as Load
 from remat.algorithms.chains import MemoryConvention as MemoryConvention

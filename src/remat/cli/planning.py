@@ -1,17 +1,22 @@
 """What several subcommands do: find the training step, and plan it."""
 
 import argparse
+from typing import TYPE_CHECKING
 
 import remat
 from remat.core.errors import FileFormatError, UsageError
 from remat.core.graph import TrainingGraph
 from remat.core.platform import Platform
-from remat.core.problem import Objectives
 from remat.files.documents import document_kind
 from remat.files.serialisation import load_graph
 from remat.planning.plan import Plan, load_plan
 from remat.planning.several_devices import Budget
 from remat.report.progress import progress_bar
+from remat.solvers.base import ProgressCallback
+
+if TYPE_CHECKING:
+    from remat.cli.workload import Workload
+    from remat.training.request import PlanOptions
 
 
 def check_source(options: argparse.Namespace) -> None:
@@ -51,13 +56,35 @@ def load_graph_of(path: str) -> TrainingGraph:
     raise FileFormatError(msg)
 
 
+def plan_options(
+    options: argparse.Namespace,
+    workload: "Workload",
+    *,
+    platform: Platform | None,
+    progress: ProgressCallback,
+) -> "PlanOptions":
+    """Return what the command line says of how to plan a training step."""
+    return {
+        "optimizer": workload.optimizer,
+        "loss": workload.loss,
+        "platform": platform,
+        "solver": options.solver,
+        # A curve has none.
+        "objective": getattr(options, "objective", "serial"),
+        "time_limit": options.time_limit,
+        "seed": options.seed,
+        "costs": "estimated" if options.estimated else "measured",
+        "kernels": options.kernels,
+        "progress": progress,
+    }
+
+
 def plan_workload(
     options: argparse.Namespace,
     *,
     budget: Budget | None,
     platform: Platform | None = None,
     solver: str | None = None,
-    objective: Objectives = "serial",
 ) -> Plan:
     """Plan the step that the factory builds; install nothing.
 
@@ -68,19 +95,9 @@ def plan_workload(
 
     workload = load_workload(options.factory, options.script_arguments)
     with progress_bar(is_quiet=options.quiet) as progress:
+        how = plan_options(options, workload, platform=platform, progress=progress)
+        if solver is not None:
+            how["solver"] = solver
         return remat.plan(
-            workload.model,
-            workload.args,
-            workload.kwargs,
-            budget=budget,
-            optimizer=workload.optimizer,
-            loss=workload.loss,
-            platform=platform,
-            solver=solver or options.solver,
-            objective=objective,
-            time_limit=options.time_limit,
-            seed=options.seed,
-            costs="estimated" if options.estimated else "measured",
-            kernels=options.kernels,
-            progress=progress,
+            workload.model, workload.args, workload.kwargs, budget=budget, **how
         )

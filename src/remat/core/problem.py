@@ -60,8 +60,8 @@ class Objective(StrEnum):
     """The end of the last step when devices and links work at the same time."""
 
 
-Objectives = Literal["serial", "overlapped"]
-"""The names of objectives."""
+ObjectiveName = Literal["serial", "overlapped"]
+"""The name of an objective, as it is given in Python."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

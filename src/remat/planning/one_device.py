@@ -2,16 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
-from remat.core.bounds import cost_bound_ns
 from remat.core.checks import (
     checked_callable,
-    checked_integer,
     checked_record,
     checked_text,
     checked_word,
-    entries_of,
 )
 from remat.core.contributors import contributors, largest
 from remat.core.device_graph import arrange, home_of, place_graph, place_of
@@ -137,7 +134,7 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
     solvers = chosen_solvers(
         solver, objective=objective, is_timed=time_limit is not None
     )
-    result = _solve(graph, budget_bytes, solvers, limits, progress)
+    result = solve_alone(graph, budget_bytes, solvers, limits, progress)
     schedule, trace, floor_bytes = result.schedule, result.trace, None
     if schedule is None:
         progress("looking for the smallest budget", 0.0)
@@ -298,13 +295,14 @@ def _platform(graph: TrainingGraph, budget_bytes: int | None = None) -> Platform
     return single_device(budget_bytes, kind=graph.device_kinds[0])
 
 
-def _solve(
+def solve_alone(
     graph: TrainingGraph,
     budget_bytes: int,
     solvers: Sequence[Solver],
     limits: Limits,
     progress: ProgressCallback = ignore_progress,
 ) -> Result:
+    """Ask one solver or a portfolio for a schedule on one device."""
     problem = Problem(graph=graph, platform=_platform(graph, budget_bytes))
     if len(solvers) == 1:
         return solve(problem, solvers[0], limits=limits, on_progress=progress)
@@ -363,157 +361,3 @@ def raise_budget_error(
             f"{hint}"
         )
     raise BudgetError(msg, budget_bytes=budget_bytes, required_bytes=floor_bytes)
-
-
-def trade_off(  # noqa: PLR0913 - every option that a user has
-    graph: TrainingGraph,
-    budgets: Sequence[int | str] | int,
-    *,
-    fingerprint: str = "",
-    solver: str = "auto",
-    time_limit: float | None = None,
-    seed: int = 0,
-    progress: ProgressCallback = ignore_progress,
-    settings: Mapping[str, Any] | None = None,
-) -> tuple[Plan, ...]:
-    """Plan a graph at several budgets: time against memory.
-
-    More budget is never slower and less never takes more memory: each budget gets the
-    cheapest of all the schedules found that fits. Every plan knows the smallest budget.
-
-    Parameters
-    ----------
-    graph, fingerprint, solver, time_limit, seed, settings
-        As for :func:`plan_graph`; the time limit is for each budget.
-    budgets
-        The budgets, or how many to spread evenly from the smallest known to the
-        peak without rematerialisation (at least 2). The smallest known is always
-        added; smaller ones are left out.
-    progress
-        Called with the budget in turn and the share of budgets that are done.
-
-    Returns
-    -------
-    tuple of Plan
-        One per budget, by increasing budget.
-
-    Raises
-    ------
-    SolverUnsuitableError
-        If the solver is unknown or cannot treat the graph.
-    UnitError
-        If a budget is not a positive size, or fewer than 2 points are asked for.
-    ValueError
-        If the seed is no integer or out of range, or an argument of another type.
-    """
-    check_time_limit(time_limit)
-    checked_record("graph", graph, TrainingGraph)
-    Limits(seed=seed)
-    budgets = asked_budgets(budgets)
-    solvers = chosen_solvers(solver)
-    whole_bytes = plain_peak_bytes(graph)
-    # Wrong sizes are refused before the search begins.
-    sizes = (
-        spread_budgets(0, whole_bytes, budgets)
-        if isinstance(budgets, int)
-        else {parse_budget(budget, whole_bytes=whole_bytes) for budget in budgets}
-    )
-    progress("looking for the smallest budget", 0.0)
-    floor = smallest_budget(graph, kind=graph.device_kinds[0])
-    floor_bytes = floor.budget_bytes
-    if isinstance(budgets, int):
-        sizes = spread_budgets(floor_bytes, whole_bytes, budgets)
-    # A solver may do better than the search for the smallest budget did.
-    possible = {size for size in sizes if size >= floor.bound_bytes}
-    ordered = sorted({*possible, floor_bytes})
-    unlimited = Problem(graph=graph, platform=_platform(graph))
-    smallest = Plan(
-        graph=graph,
-        platform=_platform(graph, floor_bytes),
-        schedule=floor.schedule,
-        solver="smallest_budget",
-        status=Status.FEASIBLE,
-        bound_ns=cost_bound_ns(unlimited),
-        fingerprint=fingerprint,
-        smallest_budget_bytes=floor_bytes,
-        settings=settings or {},
-    )
-    found: dict[int, Plan] = {}
-    for position, size in enumerate(ordered):
-        progress(f"planning for {format_bytes(size)}", position / len(ordered))
-        result = _solve(graph, size, solvers, Limits.after(time_limit, seed))
-        if result.schedule is not None:
-            found[size] = replace(
-                smallest,
-                platform=_platform(graph, size),
-                schedule=result.schedule,
-                solver=result.solver,
-                status=result.status,
-                bound_ns=result.bound_ns,
-                settings=plan_settings(settings, solver, seed, result),
-            )
-    progress("done", 1.0)
-    plans = [*found.values(), smallest]
-    least_bytes = min(plan.peak_bytes for plan in plans)
-    return tuple(
-        replace(_best_within(size, plans), smallest_budget_bytes=least_bytes)
-        for size in ordered
-        if size >= least_bytes
-    )
-
-
-def _best_within(budget_bytes: int, plans: Sequence[Plan]) -> Plan:
-    """Return the cheapest plan that fits, as a plan for the budget."""
-    fitting = [plan for plan in plans if plan.peak_bytes <= budget_bytes]
-    best = min(fitting, key=lambda plan: (plan.cost_ns, plan.peak_bytes))
-    if best.budget_bytes == budget_bytes:
-        return best
-    # What was proved for another budget is not proved for this one.
-    platform = _platform(best.graph, budget_bytes)
-    return replace(
-        best,
-        platform=platform,
-        status=Status.FEASIBLE,
-        bound_ns=cost_bound_ns(Problem(graph=best.graph, platform=platform)),
-    )
-
-
-MOST_POINTS = 10_000
-"""Most budgets of a curve."""
-
-
-def asked_budgets(budgets: Sequence[int | str] | int) -> Sequence[int | str] | int:
-    """Return the number of budgets that is asked for, or the budgets themselves.
-
-    Raises
-    ------
-    UnitError
-        If it is no integer of at most :data:`MOST_POINTS`, and no list of so many.
-    """
-    entries = entries_of(budgets)
-    if entries is None:
-        return checked_integer("budgets", budgets, most=MOST_POINTS, error=UnitError)
-    if len(entries) > MOST_POINTS:
-        msg = f"there are {len(entries):_} budgets; at most {MOST_POINTS:_} are planned"
-        raise UnitError(msg)
-    return cast("Sequence[int | str]", entries)
-
-
-def spread_budgets(low_bytes: int, high_bytes: int, count: int) -> set[int]:
-    """Return ``count`` budgets evenly spaced from the lowest to the highest.
-
-    Raises
-    ------
-    UnitError
-        If fewer than 2 are asked for.
-
-    Examples
-    --------
-    >>> sorted(spread_budgets(10, 40, 4))
-    [10, 20, 30, 40]
-    """
-    if count < 2:
-        msg = f"a curve has at least 2 points, from smallest to largest; got {count}"
-        raise UnitError(msg)
-    span = max(0, high_bytes - low_bytes)
-    return {low_bytes + span * i // (count - 1) for i in range(count)}

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 from remat.core.bounds import cost_bound_ns
 from remat.core.contributors import contributors as contributors
@@ -38,6 +38,9 @@ from remat.files.serialisation import (
 )
 from remat.planning.notebook import html_page, html_section, memory_picture
 
+Kernels = Literal["eager", "fused"]
+"""Whose kernels a step runs: eager PyTorch's, or fused ones where they are quicker."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -56,8 +59,13 @@ class Plan:
     smallest_budget_bytes
         The smallest budget for which a schedule is known, or ``None`` if it was not
         looked for.
+    objective
+        What was to be small.
+    kernels, fused_kernels
+        Whose kernels the step runs, and the names of those that are fused.
     settings
-        What the plan was made with, for people: versions, solver, profile.
+        What the plan was made with, for people: versions, solver, profile. Nothing is
+        read back from it.
 
     Raises
     ------
@@ -74,6 +82,9 @@ class Plan:
     bound_ns: int
     fingerprint: str
     smallest_budget_bytes: int | None = None
+    objective: Objective = Objective.SERIAL
+    kernels: Kernels = "eager"
+    fused_kernels: frozenset[str] = frozenset()
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     _judged: InitVar[Trace | None] = None
     """The replay of the schedule on the platform, where it is known."""
@@ -320,7 +331,7 @@ class Plan:
             "recomputed_op_count": self.recomputed_op_count,
             "smallest_budget_bytes": self.smallest_budget_bytes,
             "fingerprint": self.fingerprint,
-            "settings": dict(self.settings),
+            "settings": {**self.settings, **_noted(self)},
             "overlapped_ns": self.overlapped_ns,
             "devices": [asdict(use) for use in self.device_uses],
             "copies": [asdict(use) for use in self.link_uses],
@@ -346,7 +357,7 @@ class Plan:
                 "bound_ns": self.bound_ns,
                 "fingerprint": self.fingerprint,
                 "smallest_budget_bytes": self.smallest_budget_bytes,
-                "settings": dict(self.settings),
+                "settings": {**self.settings, **_noted(self)},
             },
         )
 
@@ -384,6 +395,12 @@ def _parse_plan(payload: object) -> Plan:
     if not isinstance(settings, dict):
         msg = f"settings is {settings!r}; it must be an object"
         raise FileFormatError(msg)
+    others = dict(cast("dict[str, Any]", settings))
+    objective = parse_choice(
+        others.pop("objective", "serial"), "objective", [str(o) for o in Objective]
+    )
+    kernels = parse_choice(others.pop("kernels", "eager"), "kernels", get_args(Kernels))
+    fused_kernels = parse_text(others.pop(_FUSED_KERNELS, ""), _FUSED_KERNELS)
     return Plan(
         graph=graph_from_json(fields["graph"]),
         platform=platform_from_json(fields["platform"]),
@@ -397,8 +414,28 @@ def _parse_plan(payload: object) -> Plan:
             if smallest is None
             else parse_integer(smallest, "smallest_budget_bytes")
         ),
-        settings=cast("dict[str, Any]", settings),
+        objective=Objective(objective),
+        kernels=cast("Kernels", kernels),
+        fused_kernels=frozenset(fused_kernels.split()),
+        settings=others,
     )
+
+
+_FUSED_KERNELS = "fused kernels"
+
+
+def _noted(plan: Plan) -> dict[str, str]:
+    """Return what files and figures of a plan hold among its settings.
+
+    Only what is not the default, as files had it before these were fields.
+    """
+    noted: dict[str, str] = {}
+    if plan.objective is not Objective.SERIAL:
+        noted["objective"] = str(plan.objective)
+    if plan.kernels != "eager":
+        noted["kernels"] = plan.kernels
+        noted[_FUSED_KERNELS] = " ".join(sorted(plan.fused_kernels))
+    return noted
 
 
 _STATUSES = [str(status) for status in Status if status.has_schedule]
@@ -412,22 +449,6 @@ def _within(use: DeviceUse) -> str:
 
 def _labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
     return [("" if position else label, line) for position, line in enumerate(lines)]
-
-
-def noted_objective(objective: Objective) -> dict[str, str]:
-    """Return what a plan notes of its objective among its settings."""
-    return {} if objective is Objective.SERIAL else {"objective": str(objective)}
-
-
-def objective_of(settings: Mapping[str, Any]) -> Objective:
-    """Return the objective of a plan with these settings.
-
-    Raises
-    ------
-    ValueError
-        If the settings name none that there is.
-    """
-    return Objective(settings.get("objective", Objective.SERIAL))
 
 
 def plan_settings(

@@ -21,7 +21,6 @@ from remat.planning.plan import (
     Plan,
     contributors,
     loss_hint,
-    noted_objective,
     plan_settings,
 )
 from remat.planning.portfolio import solve_portfolio
@@ -219,9 +218,8 @@ def plan_on_devices(  # noqa: PLR0913 - every option that a user has
         status=result.status,
         bound_ns=result.bound_ns,
         fingerprint=fingerprint,
-        settings=plan_settings(
-            {**(settings or {}), **noted_objective(objective)}, solver, seed, result
-        ),
+        objective=objective,
+        settings=plan_settings(settings, solver, seed, result),
     )
 
 

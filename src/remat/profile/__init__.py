@@ -17,6 +17,6 @@ from remat.profile.memory import memory_growth as memory_growth
 from remat.profile.operators import OperatorCall as OperatorCall
 from remat.profile.operators import OperatorCost as OperatorCost
 from remat.profile.operators import profile_operators as profile_operators
-from remat.profile.outside import LossMemory as LossMemory
-from remat.profile.outside import loss_bytes as loss_bytes
-from remat.profile.outside import optimizer_bytes as optimizer_bytes
+from remat.profile.optimizer_memory import LossMemory as LossMemory
+from remat.profile.optimizer_memory import loss_bytes as loss_bytes
+from remat.profile.optimizer_memory import optimizer_bytes as optimizer_bytes

@@ -8,7 +8,7 @@ import torch
 
 from remat.capture.outputs import FakeOutputs
 from remat.core.errors import CaptureError
-from remat.profile.outside import LossMemory, loss_bytes
+from remat.profile.optimizer_memory import LossMemory, loss_bytes
 
 
 class DescribedLoss:

@@ -1,7 +1,7 @@
 """Which kernels a step runs: those of eager PyTorch, or fused ones where they help."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -47,10 +47,6 @@ from remat.profile.operators import (
     result_layouts,
 )
 from remat.solvers.base import ProgressCallback
-
-Kernels = Literal["eager", "fused"]
-
-_KERNELS, _KERNEL_NAMES = "kernels", "fused kernels"
 
 _IS_QUICKER: dict[str, bool] = {}
 
@@ -216,10 +212,10 @@ def is_quicker(name: str, fused_ns: int, separate_ns: int) -> bool:
     return _IS_QUICKER.setdefault(name, fused_ns < separate_ns)
 
 
-def fuse_as_noted(
-    joint: fx.GraphModule, forward_output_count: int, settings: Mapping[str, Any]
-) -> frozenset[str]:
-    """Fuse the operators of a traced step, in place, as a plan's settings say.
+def fuse_named(
+    joint: fx.GraphModule, forward_output_count: int, names: Collection[str]
+) -> None:
+    """Fuse the operators of a traced step, in place, into the kernels of these names.
 
     Parameters
     ----------
@@ -227,44 +223,17 @@ def fuse_as_noted(
         A functional joint graph, annotated with fake tensors.
     forward_output_count
         How many of its outputs belong to the forward pass.
-    settings
-        Those of a plan, with :func:`noted_kernels`. Kernels that the graph has no use
-        for are passed over: the step is then another one than the plan's.
-
-    Returns
-    -------
-    frozenset[str]
-        The names that the settings hold.
+    names
+        From :func:`fuse_where_quicker`. Kernels that the graph has no use for are
+        passed over: the step is then another one than they were named for.
     """
-    names = frozenset(str(settings.get(_KERNEL_NAMES, "")).split())
 
-    def noted(candidates: list[FusionCandidate]) -> list[FusionCandidate]:
+    def named(candidates: list[FusionCandidate]) -> list[FusionCandidate]:
         known = [b for b in bundled(candidates) if _name(b) in names]
         return [candidate for bundle in known for candidate in bundle]
 
     if names:
-        _fuse(joint, forward_output_count, noted)
-    return names
-
-
-def noted_kernels(kernels: Kernels, names: Iterable[str]) -> dict[str, str]:
-    """Return what a plan notes of its kernels among its settings.
-
-    Parameters
-    ----------
-    kernels
-        What was asked for.
-    names
-        From :func:`fuse_where_quicker`.
-    """
-    if kernels == "eager":
-        return {}
-    return {_KERNELS: kernels, _KERNEL_NAMES: " ".join(sorted(names))}
-
-
-def kernels_of(settings: Mapping[str, Any]) -> Kernels:
-    """Return which kernels a plan with these settings is for."""
-    return "fused" if settings.get(_KERNELS) == "fused" else "eager"
+        _fuse(joint, forward_output_count, named)
 
 
 def _check_compiler(candidates: Sequence[FusionCandidate]) -> None:

@@ -25,9 +25,9 @@ from remat.profile.arguments import (
     target_name,
     tensors_in,
 )
-from remat.profile.beside import Progress, record_growth, run_beside
 from remat.profile.cache import CostCache
 from remat.profile.clock import operator_clock
+from remat.profile.profiler_thread import Progress, record_growth, run_beside
 from remat.torch_compat.names import (
     DisableTorchFunction,
     disable_current_modes,

@@ -12,14 +12,14 @@ from remat.capture.autocast import Autocast, autocast_now
 from remat.capture.detached import drop_detaching
 from remat.capture.dropout import eager_dropout
 from remat.capture.gradient_layouts import dense_gradients
-from remat.capture.gradient_pieces import join_gradient_pieces
 from remat.capture.joint_program import InputSpec, JointProgram, analyse
 from remat.capture.norm_statistics import correct_statistics
 from remat.capture.real_layouts import real_layouts
 from remat.capture.returned import Returned
+from remat.capture.slice_gradients import join_gradient_pieces
 from remat.capture.surroundings import describe_input
 from remat.capture.tracing import check_sizes
-from remat.capture.whole_operators import whole_operators
+from remat.capture.undecomposed import whole_operators
 from remat.core.errors import CaptureError, RematError
 from remat.core.graph import Role
 from remat.core.liveness import schedule_from_order, store_all_order
@@ -61,6 +61,8 @@ class PlannedBackend:
         Called once per traced training step before that, with the joint graph and the
         count of its forward outputs; may put other operators in the place of some, and
         raise.
+    is_only_planned
+        Whether what is compiled never runs.
 
     Attributes
     ----------
@@ -68,8 +70,6 @@ class PlannedBackend:
         The error that planning raised, kept because the tracer wraps it.
     training_step_count
         How many training steps were traced.
-    is_only_planned
-        Whether what is compiled never runs.
     returned
         What is known of what the call being traced returns.
     """
@@ -79,6 +79,8 @@ class PlannedBackend:
         choose_schedule: Callable[[JointProgram], tuple[JointProgram, Schedule]],
         name: str,
         choose_kernels: Callable[[fx.GraphModule, int], None] = keep_kernels,
+        *,
+        is_only_planned: bool = False,
     ) -> None:
         self.choose_schedule = choose_schedule
         self.choose_kernels = choose_kernels
@@ -86,7 +88,7 @@ class PlannedBackend:
         self.failure: RematError | None = None
         self.training_step_count = 0
         self.stop_before_running = False
-        self.is_only_planned = False
+        self.is_only_planned = is_only_planned
         self.returned = Returned()
 
     def note_returned(self, returned: Returned) -> None:

@@ -72,6 +72,8 @@ class VariantBackend(PlannedBackend):
         Chooses the schedules.
     name
         Name of the training graphs, for people.
+    is_only_planned
+        Whether what is compiled never runs.
 
     Attributes
     ----------
@@ -80,8 +82,15 @@ class VariantBackend(PlannedBackend):
         traceback holds the batch, and the tracer never forgets a backend.
     """
 
-    def __init__(self, planner: StepPlanner, name: str) -> None:
-        super().__init__(planner.choose_schedule, name, planner.choose_kernels)
+    def __init__(
+        self, planner: StepPlanner, name: str, *, is_only_planned: bool = False
+    ) -> None:
+        super().__init__(
+            planner.choose_schedule,
+            name,
+            planner.choose_kernels,
+            is_only_planned=is_only_planned,
+        )
         self.planner = planner
         self.keeps_failure = False
         self._training_frames: set[int | None] = set()

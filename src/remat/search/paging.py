@@ -4,7 +4,8 @@ Every op runs once, in the graph's order. Where room is short, the value that is
 again last leaves for the device with most room (Belady's rule), and comes back right
 before it is read. Nothing is computed again, so this is the other extreme to
 rematerialisation on one device; it gets by with little more than the largest op needs,
-if there is a device to store the rest.
+if there is a device to store the rest. Copies wait for each other:
+:mod:`remat.search.schedule_paging` lets them overlap with a given schedule instead.
 """
 
 from dataclasses import dataclass, field

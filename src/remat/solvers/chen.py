@@ -38,6 +38,7 @@ from typing import ClassVar
 
 from remat.algorithms.lower_sets.chen import chen_segmentation
 from remat.algorithms.lower_sets.choice import choose_family
+from remat.core.best import Best
 from remat.core.bounds import cost_bound_ns, required_ops
 from remat.core.checks import keep_integers
 from remat.core.graph import TrainingGraph
@@ -185,7 +186,7 @@ class ChenSqrt:
             If an op cannot run on device 0, or a storage lives elsewhere.
         """
         single_device_kind_index(problem)
-        found = _Best(problem)
+        found = _Trials(problem)
         found.try_starts(sqrt_starts(problem.graph))
         return found.proposal()
 
@@ -235,7 +236,7 @@ class ChenGreedy:
             If an op cannot run on device 0, or a storage lives elsewhere.
         """
         single_device_kind_index(problem)
-        found = _Best(problem)
+        found = _Trials(problem)
         grid = self.grid(problem.graph)
         for index, segment_bytes in enumerate(grid):
             if limits.is_over:
@@ -311,7 +312,7 @@ class ChenLowerSets:
             If an op cannot run on device 0, or a storage lives elsewhere.
         """
         order = self.order(problem.graph, single_device_kind_index(problem))
-        found = _Best(problem)
+        found = _Trials(problem)
         found.try_order(order)
         return found.proposal()
 
@@ -326,14 +327,13 @@ class ChenLowerSets:
         return values.segments.order(values.segment_of_ops(segmentation.segment_of))
 
 
-class _Best:
-    """The cheapest schedule so far of those that fit."""
+class _Trials:
+    """The orders tried so far, and the cheapest of those that fit."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.numbers = plain_numbers(problem.graph, single_device_kind_index(problem))
-        self.order: Sequence[int] = ()
-        self.cost_ns = 0
+        self.best = Best[Sequence[int]]()
         self.least_peak_bytes: int | None = None
         self.segment_bytes = 0
         self.has_fitted = False
@@ -352,16 +352,13 @@ class _Best:
         budget = self.problem.budget_bytes
         self.has_fitted = budget is None or peak <= budget
         self.least_peak_bytes = min(peak, self.least_peak_bytes or peak)
-        if not self.has_fitted or (self.order and self.cost_ns <= cost_ns):
-            return False
-        self.order, self.cost_ns = order, cost_ns
-        return True
+        return self.has_fitted and self.best.offer(order, cost_ns)
 
     def proposal(self, stop_reason: StopReason = StopReason.COMPLETED) -> Proposal:
-        if self.order:
+        if self.best.answer is not None:
             return Proposal(
                 status=Status.FEASIBLE,
-                schedule=schedule_from_order(self.problem.graph, self.order),
+                schedule=schedule_from_order(self.problem.graph, self.best.answer),
                 bound_ns=cost_bound_ns(self.problem),
                 stop_reason=stop_reason,
             )

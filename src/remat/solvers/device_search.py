@@ -140,7 +140,7 @@ class DeviceSearch:
 
     def proposal(self, run: DeviceSearchRun, stop_reason: StopReason) -> Proposal:
         """Return what a search has found."""
-        best = run.bests.get(self.objective)
+        best = run.bests[self.objective].answer
         if best is None:
             return Proposal(
                 status=Status.UNKNOWN,

@@ -7,6 +7,7 @@ answer is called optimal only if its cost meets the bound proved for those that 
 
 from dataclasses import dataclass, field
 
+from remat.core.best import Best
 from remat.core.bounds import cost_bound_ns, peak_bound_bytes
 from remat.core.liveness import BOUNDARY, schedule_from_order, store_all_order
 from remat.core.problem import Limits, Problem, Proposal, Status, StopReason
@@ -207,15 +208,15 @@ def stop_reason(limits: Limits, *, is_interrupted: bool) -> StopReason:
 def best_start(search: FrontierSearch, staged: Frontier) -> list[set[int]] | None:
     """Return the cheapest known schedule that the stages can follow, as runs."""
     budget = search.problem.budget_bytes or 0
-    best: tuple[int, list[set[int]]] | None = None
+    best = Best[list[set[int]]]()
     for order in (search.order, *search.orders):
         runs = staged.runs_of_order(order) if order else None
         if runs is None:
             continue
         cost_ns, peak_bytes = staged.measure(staged.order(runs))
-        if peak_bytes <= budget and (best is None or cost_ns < best[0]):
-            best = (cost_ns, runs)
-    return None if best is None else best[1]
+        if peak_bytes <= budget:
+            best.offer(runs, cost_ns)
+    return best.answer
 
 
 def incumbent_report(

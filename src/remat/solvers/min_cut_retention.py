@@ -141,13 +141,10 @@ class _Search:
 
     def adopt(self, order: list[int], cost_ns: int, peak_bytes: int) -> None:
         """Remember an order if it fits best so far, or comes closest to fitting."""
-        found, best = Candidate(order, cost_ns, peak_bytes), self.orders.best
-        is_best = peak_bytes <= self.budget_bytes and (
-            best is None or found.rank < best.rank
-        )
-        if is_best or peak_bytes < self.least_peak_bytes:
+        found = Candidate(order, cost_ns, peak_bytes)
+        if self.orders.keep(found) or peak_bytes < self.least_peak_bytes:
             self.least_peak_bytes = min(peak_bytes, self.least_peak_bytes)
-            self.orders.remember(found)
+            self.orders.candidates.append(found)
 
     def try_kept(self, kept: frozenset[int]) -> _State:
         """Evaluate what a cut keeps."""

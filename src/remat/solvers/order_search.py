@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from remat.core.best import Best
 from remat.core.bounds import cost_bound_ns, peak_bound_bytes
 from remat.core.deadline import TimeIsUpError, in_time
 from remat.core.liveness import schedule_from_order, store_all_order
@@ -63,7 +64,12 @@ class OrderSearch:
         self.limits = limits
         self.bound_ns = cost_bound_ns(problem)
         self.candidates: list[Candidate] = []
-        self.best: Candidate | None = None
+        self.cheapest = Best[Candidate]()
+
+    @property
+    def best(self) -> Candidate | None:
+        """The cheapest that fits, if one does."""
+        return self.cheapest.answer
 
     @property
     def is_over(self) -> bool:
@@ -93,10 +99,12 @@ class OrderSearch:
     def remember(self, candidate: Candidate) -> None:
         """Take note of an order whose cost and peak are known."""
         self.candidates.append(candidate)
-        if candidate.peak_bytes <= self.budget_bytes and (
-            self.best is None or candidate.rank < self.best.rank
-        ):
-            self.best = candidate
+        self.keep(candidate)
+
+    def keep(self, candidate: Candidate) -> bool:
+        """Keep an order if it is the best so far; return whether it is."""
+        fits = candidate.peak_bytes <= self.budget_bytes
+        return fits and self.cheapest.offer(candidate, *candidate.rank)
 
     def improve(self, order: Sequence[int]) -> Candidate:
         """Return an order less the runs that memory lets it do without; remember it."""

@@ -3,7 +3,7 @@
 For a platform of a device that computes and one that stores, with a link each way.
 The training graph is a chain of stages (:mod:`remat.reductions.stages`). Rotor plans it
 for *virtual* budgets between the real one and everything; each plan is lifted to an
-order of the real ops, and paging (:mod:`remat.algorithms.chains.paging`) brings that
+order of the real ops, and paging (:mod:`remat.search.schedule_paging`) brings that
 order within the real budget: what lies idle longest is copied away while the device
 computes, and copied back in time. The judge says how long each takes, copies
 overlapping with computation; the quickest is the answer.
@@ -25,8 +25,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
-from remat.algorithms.chains.paging import Bandwidth, page
 from remat.algorithms.chains.rotor import least_budget, plan_rotor
+from remat.core.best import Best
 from remat.core.bounds import cost_bound_ns
 from remat.core.checks import keep_integers
 from remat.core.deadline import TimeIsUpError, check_time, in_time
@@ -40,6 +40,7 @@ from remat.core.simulator import Trace, simulate
 from remat.core.units import format_bytes
 from remat.reductions.stages import ChainOfStages
 from remat.search.retention import RetentionTable, improve_order
+from remat.search.schedule_paging import HostLink, page
 from remat.solvers.base import (
     ProgressCallback,
     ignore_progress,
@@ -48,8 +49,8 @@ from remat.solvers.base import (
 from remat.solvers.order_search import geometric_budgets
 from remat.solvers.rotor import Rotor, chain_of
 
-_Judged = tuple[tuple[int, int], Schedule, Trace]
-"""Overlapped and serial time, the schedule, and what the judge says."""
+_Judged = tuple[Schedule, Trace]
+"""A schedule, and what the judge says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +111,15 @@ class PoFo:
         bound_ns = cost_bound_ns(problem)
         on_progress("trying budgets", 0.0)
         plain = store_all_order(graph)
-        best = _judged(problem, schedule_from_order(graph, plain))
+        best = Best[_Judged]()
+        _offer(best, problem, schedule_from_order(graph, plain))
         budget = problem.platform.devices[0].budget_bytes
-        if best is None and budget is not None:
+        if best.answer is None and budget is not None:
             host, link = _storing_device(problem.platform)
             chain = chain_of(graph, kind_index, self.max_stages)
-            best = self._rotor(problem, limits)
+            recomputing = self._recomputing(problem, limits)
+            if recomputing is not None:
+                _offer(best, problem, recomputing)
             with suppress(TimeIsUpError), in_time(limits.deadline_s):
                 orders = self._orders(chain, kind_index, budget, plain, limits)
                 for index, order in enumerate(orders):
@@ -128,12 +132,11 @@ class PoFo:
                         host=host,
                         kind_index=kind_index,
                     )
-                    found = None if paged is None else _judged(problem, paged.schedule)
-                    if found is not None and (best is None or found[0] < best[0]):
-                        best = found
+                    if paged is not None:
+                        _offer(best, problem, paged.schedule)
                     on_progress("trying budgets", index / (2 * self.budget_count + 1))
         stop = StopReason.TIME_LIMIT if limits.is_over else StopReason.COMPLETED
-        if best is None:
+        if best.answer is None:
             return Proposal(
                 status=Status.UNKNOWN,
                 bound_ns=bound_ns,
@@ -141,21 +144,20 @@ class PoFo:
                 message="no plan of the chain fits with all that lies idle copied away; "
                 f"the budget is {format_bytes(budget or 0)}",
             )
-        (overlapped_ns, _), schedule, trace = best
+        schedule, trace = best.answer
         return Proposal(
             status=Status.FEASIBLE,
             schedule=schedule,
             bound_ns=bound_ns,
             stop_reason=stop,
-            message=f"{overlapped_ns:_} ns with copies beside computation, "
+            message=f"{trace.overlapped_ns:_} ns with copies beside computation, "
             f"{trace.serial_ns:_} ns one after the other",
         )
 
-    def _rotor(self, problem: Problem, limits: Limits) -> _Judged | None:
+    def _recomputing(self, problem: Problem, limits: Limits) -> Schedule | None:
         """Return what recomputation alone comes to."""
         rotor = Rotor(max_stages=self.max_stages, slots=self.slots)
-        schedule = rotor.solve(problem, limits, ignore_progress).schedule
-        return None if schedule is None else _judged(problem, schedule)
+        return rotor.solve(problem, limits, ignore_progress).schedule
 
     def _orders(
         self,
@@ -199,7 +201,7 @@ class PoFo:
                     yield each
 
 
-def _storing_device(platform: Platform) -> tuple[int, Bandwidth]:
+def _storing_device(platform: Platform) -> tuple[int, HostLink]:
     """Return a device with links from and to device 0, the fastest first.
 
     Raises
@@ -207,12 +209,12 @@ def _storing_device(platform: Platform) -> tuple[int, Bandwidth]:
     SolverUnsuitableError
         If there is none.
     """
-    found: list[tuple[int, int, Bandwidth]] = []
+    found: list[tuple[int, int, HostLink]] = []
     for device in range(1, len(platform.devices)):
         out, back = platform.link(0, device), platform.link(device, 0)
         if out is not None and back is not None:
             slower = min(out.bytes_per_s, back.bytes_per_s)
-            speeds = Bandwidth(
+            speeds = HostLink(
                 out_bytes_per_s=out.bytes_per_s,
                 in_bytes_per_s=back.bytes_per_s,
                 out_latency_ns=out.latency_ns,
@@ -230,12 +232,11 @@ def _storing_device(platform: Platform) -> tuple[int, Bandwidth]:
     return host, link
 
 
-def _judged(problem: Problem, schedule: Schedule) -> _Judged | None:
-    """Return the rank of a schedule that keeps every budget, and what it comes to."""
+def _offer(best: Best[_Judged], problem: Problem, schedule: Schedule) -> None:
+    """Judge a schedule; keep it if it keeps every budget and is the quickest so far."""
     trace = simulate(problem.graph, problem.platform, schedule)
-    if trace.violation is not None:
-        return None
-    return (trace.overlapped_ns, trace.serial_ns), schedule, trace
+    if trace.violation is None:
+        best.offer((schedule, trace), trace.overlapped_ns, trace.serial_ns)
 
 
 def _without_needless(

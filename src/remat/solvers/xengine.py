@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import ClassVar
 
+from remat.core.best import Best
 from remat.core.bounds import cost_bound_ns
 from remat.core.checks import (
     checked_integers,
@@ -81,8 +82,9 @@ class _Search:
     objective: Objective
     floor_ns: int
     bound_ns: int = 0
-    best: Schedule | None = None
-    trace: Trace | None = None
+    best: Best[tuple[Schedule, Trace]] = field(
+        default_factory=Best[tuple[Schedule, Trace]]
+    )
     is_infeasible: bool = False
     stop_reason: StopReason = StopReason.COMPLETED
     notes: list[str] = field(default_factory=list[str])
@@ -94,23 +96,22 @@ class _Search:
     def offer(self, schedule: Schedule) -> Trace:
         """Judge a schedule and keep it if it is the best."""
         trace = simulate(self.problem.graph, self.problem.platform, schedule)
-        if trace.violation is None and (
-            self.trace is None or self.cost_ns(trace) < self.cost_ns(self.trace)
-        ):
-            self.best, self.trace = schedule, trace
+        if trace.violation is None:
+            self.best.offer((schedule, trace), self.cost_ns(trace))
         return trace
 
     def proposal(self) -> Proposal:
         notes = list(self.notes)
-        if self.best is not None and self.trace is not None:
-            cost_ns, bound_ns = self.trace.serial_ns, max(self.bound_ns, self.floor_ns)
+        if self.best.answer is not None:
+            schedule, trace = self.best.answer
+            cost_ns, bound_ns = trace.serial_ns, max(self.bound_ns, self.floor_ns)
             if cost_ns < bound_ns * (1 - RELATIVE_TOLERANCE):
                 # The search that it starts from is bound to no class.
                 notes.append("what is given leaves the class and is cheaper")
                 bound_ns = self.floor_ns
             return Proposal(
                 status=Status.OPTIMAL if bound_ns >= cost_ns else Status.FEASIBLE,
-                schedule=self.best,
+                schedule=schedule,
                 bound_ns=min(bound_ns, cost_ns),
                 stop_reason=self.stop_reason,
                 message="; ".join(notes),
@@ -355,8 +356,8 @@ class XEngine:
         limits: Limits,
         on_progress: ProgressCallback,
     ) -> Solution:
-        if search.best is not None:
-            start = model.values_of(search.best)
+        if search.best.answer is not None:
+            start = model.values_of(search.best.answer[0])
             if start is not None:
                 model.program.model.start.update(start)
 
@@ -380,7 +381,7 @@ class XEngine:
     def _note_proof(self, model: SweepModel, search: _Search, found: Solution) -> None:
         """Keep what the first solve has proved about all schedules of the class."""
         if found.outcome is Outcome.INFEASIBLE:
-            search.is_infeasible = search.best is None
+            search.is_infeasible = search.best.answer is None
             if search.is_infeasible:
                 search.notes.append(
                     f"no schedule of the class fits ({self.schedule_class})"
@@ -403,8 +404,8 @@ def _cost_step(instance: DeviceInstance) -> int:
 
 def _horizon_ns(search: _Search) -> int:
     """Return a time by which a best schedule has ended."""
-    if search.trace is not None:
-        return search.trace.overlapped_ns
+    if search.best.answer is not None:
+        return search.best.answer[1].overlapped_ns
     instance = search.instance
     runs = sum(max(c or 0 for c in costs) for costs in instance.cost_ns)
     copies = sum(sum(times) for times in instance.copy_ns.values())

@@ -30,9 +30,8 @@ from remat.core.graph import Role
 from remat.core.platform import Platform
 from remat.core.schedule import Schedule
 from remat.core.units import format_bytes
-from remat.planning.plan import Plan, objective_of
+from remat.planning.plan import Plan
 from remat.planning.several_devices import budget_of
-from remat.profile.kernel_choice import kernels_of
 from remat.profile.optimizer_copy import settings_of
 from remat.runtime.backend import StoppedBeforeRunningError
 from remat.runtime.callers import (
@@ -126,11 +125,18 @@ class FittedModel:
         # What plans depend on, and may be changed between calls.
         self._optimizer_seen = settings_of(request.optimizer)
         self._forward_seen = type(model).forward
-        self.planner = self.planner_type(model, request, optimizer_memory(request))
-        self.backend = VariantBackend(_Weakly(self.planner), type(model).__name__)
+        self.planner = self.planner_type(
+            model,
+            request,
+            optimizer_memory(request),
+            is_only_planned=is_only_planned,
+        )
+        self.backend = VariantBackend(
+            _Weakly(self.planner),
+            type(model).__name__,
+            is_only_planned=is_only_planned,
+        )
         self.backend.keeps_failure = True
-        self.planner.is_only_planned = is_only_planned
-        self.backend.is_only_planned = is_only_planned
         self._compiled: dict[bool, Callable[..., Any]] = {}
         self._told: set[str] = set()
         self._steps = StepWatch(
@@ -202,8 +208,8 @@ class FittedModel:
             self.planner.request,
             given_plan=None,
             budget=budget_of(plan),
-            kernels=kernels_of(plan.settings),
-            objective=objective_of(plan.settings),
+            kernels=plan.kernels,
+            objective=plan.objective,
             platform=_platform_of(plan, asked),
         )
 

@@ -2,44 +2,35 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from os import PathLike
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
-from remat.core.platform import Platform
-from remat.core.problem import Objectives
 from remat.planning.plan import Plan
 from remat.planning.several_devices import Budget
-from remat.profile.costing import Costs
-from remat.profile.kernel_choice import Kernels
 from remat.runtime.variants import VariantBackend
-from remat.solvers.base import ProgressCallback, ignore_progress
 from remat.training.caller_state import unchanged
 from remat.training.fitted_model import FittedModel, fitted_on, plain_model
-from remat.training.request import Loss, PlanRequest, check_model, platform_of
+from remat.training.request import (
+    PlanOptions,
+    check_model,
+    requested,
+    shows_options,
+)
 from remat.training.step_planning import CompilerPlanner, optimizer_memory
 
 
+@shows_options(after="budget")
 def fit(
     model: nn.Module,
     args: Any = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     budget: Budget | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    loss: Loss | None = None,
-    platform: Platform | str | PathLike[str] | None = None,
-    solver: str = "auto",
-    objective: Objectives = "serial",
-    time_limit: float | None = None,
-    seed: int = 0,
-    costs: Costs = "measured",
-    kernels: Kernels = "eager",
-    progress: ProgressCallback | None = None,
     plan: Plan | None = None,
     accumulate: bool = False,
+    **options: Unpack[PlanOptions],
 ) -> Plan:
     """Make a model train within a budget of bytes, and return the plan.
 
@@ -146,68 +137,35 @@ def fit(
     Whatever is raised, the model is as it was before the call.
     """
     kwargs = keywords(kwargs)
-    request = PlanRequest(
-        budget=budget,
-        optimizer=optimizer,
-        loss=loss,
-        platform=platform_of(platform),
-        solver=solver,
-        objective=objective,
-        time_limit=time_limit,
-        seed=seed,
-        costs=costs,
-        kernels=kernels,
-        progress=ignore_progress if progress is None else progress,
-        given_plan=plan,
-    )
+    request = requested("fit", options, budget=budget, plan=plan)
     _check_accumulate(accumulate)
     check_model(model)
     model = plain_model(model)
-    with unchanged(model, optimizer):
+    with unchanged(model, request.optimizer):
         fitted = FittedModel(model, request)
         result = fitted.plan_now(positional(args), kwargs, accumulate=accumulate)
     fitted.install()
     return result
 
 
+@shows_options(after="budget")
 def plan(
     model: nn.Module,
     args: Any = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     budget: Budget | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    loss: Loss | None = None,
-    platform: Platform | str | PathLike[str] | None = None,
-    solver: str = "auto",
-    objective: Objectives = "serial",
-    time_limit: float | None = None,
-    seed: int = 0,
-    costs: Costs = "measured",
-    kernels: Kernels = "eager",
-    progress: ProgressCallback | None = None,
+    **options: Unpack[PlanOptions],
 ) -> Plan:
     """Return the plan that :func:`fit` would install, and install nothing.
 
     Parameters and exceptions are those of :func:`fit`.
     """
     kwargs = keywords(kwargs)
-    request = PlanRequest(
-        budget=budget,
-        optimizer=optimizer,
-        loss=loss,
-        platform=platform_of(platform),
-        solver=solver,
-        objective=objective,
-        time_limit=time_limit,
-        seed=seed,
-        costs=costs,
-        kernels=kernels,
-        progress=ignore_progress if progress is None else progress,
-    )
+    request = requested("plan", options, budget=budget)
     check_model(model)
     model = plain_model(model)
-    with unchanged(model, optimizer):
+    with unchanged(model, request.optimizer):
         fitted = FittedModel(model, request, is_only_planned=True)
         return fitted.plan_now(positional(args), kwargs)
 
@@ -229,20 +187,12 @@ def release(model: nn.Module) -> nn.Module:
     return model
 
 
+@shows_options(after="model")
 def backend(
     *,
     budget: Budget,
     model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    loss: Loss | None = None,
-    platform: Platform | str | PathLike[str] | None = None,
-    solver: str = "auto",
-    objective: Objectives = "serial",
-    time_limit: float | None = None,
-    seed: int = 0,
-    costs: Costs = "measured",
-    kernels: Kernels = "eager",
-    progress: ProgressCallback | None = None,
+    **options: Unpack[PlanOptions],
 ) -> VariantBackend:
     """Return a backend for ``torch.compile(model, backend=..., dynamic=False)``.
 
@@ -263,25 +213,13 @@ def backend(
     ValueError, TypeError
         If an argument makes no sense, or ``loss`` is given without ``model``.
     """
-    if loss is not None and model is None:
+    if options.get("loss") is not None and model is None:
         msg = (
             "loss= needs model=, whose outputs the loss is tried on; give "
             "remat.backend(..., model=model, loss=loss)"
         )
         raise ValueError(msg)
-    request = PlanRequest(
-        budget=budget,
-        optimizer=optimizer,
-        loss=loss,
-        platform=platform_of(platform),
-        solver=solver,
-        objective=objective,
-        time_limit=time_limit,
-        seed=seed,
-        costs=costs,
-        kernels=kernels,
-        progress=ignore_progress if progress is None else progress,
-    )
+    request = requested("backend", options, budget=budget)
     if model is not None:
         check_model(model)
     memory = optimizer_memory(request)

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypedDict, TypeVar, get_type_hints
 
 import torch
 from torch import nn
@@ -13,26 +13,47 @@ from torch.nn.parameter import is_lazy
 from remat.core.checks import checked_word
 from remat.core.errors import CaptureError, UnitError
 from remat.core.platform import Platform
-from remat.core.problem import Limits, Objective, Objectives, check_time_limit
+from remat.core.problem import Limits, Objective, ObjectiveName, check_time_limit
 from remat.core.units import ANY_WHOLE_BYTES, parse_budget
 from remat.files.serialisation import load_platform
 from remat.planning.one_device import several_budgets
-from remat.planning.plan import Plan
+from remat.planning.plan import Kernels, Plan
 from remat.planning.several_devices import Budget, budgets_bytes, check_budgets
 from remat.profile.costing import Costs
-from remat.profile.kernel_choice import Kernels
 from remat.solvers import chosen_solvers
 from remat.solvers.base import ProgressCallback, ignore_progress
 
 Loss = Callable[[Any], torch.Tensor]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class PlanOptions(TypedDict, total=False):
+    """What fit, plan, verify and backend take by name, besides the budget.
+
+    What they mean is said at :func:`remat.fit`; defaults are those of
+    :class:`PlanRequest`, which has a field for each.
+    """
+
+    optimizer: torch.optim.Optimizer | None
+    loss: Loss | None
+    platform: Platform | str | PathLike[str] | None
+    solver: str
+    objective: ObjectiveName
+    time_limit: float | None
+    seed: int
+    costs: Costs
+    kernels: Kernels
+    progress: ProgressCallback | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """What a plan shall be made for, and how.
 
-    See :func:`fit` for the meaning of the fields; exactly one of ``budget`` and
-    ``given_plan`` is not ``None``.
+    See :func:`remat.fit` for the meaning of the fields, of which :class:`PlanOptions`
+    says what may be given; exactly one of ``budget`` and ``given_plan`` is not
+    ``None``.
     """
 
     budget: Budget | None = None
@@ -40,7 +61,7 @@ class PlanRequest:
     loss: Loss | None = None
     platform: Platform | None = None
     solver: str = "auto"
-    objective: Objectives = "serial"
+    objective: ObjectiveName = "serial"
     time_limit: float | None = None
     seed: int = 0
     costs: Costs = "measured"
@@ -107,6 +128,82 @@ class PlanRequest:
         ):
             msg = "give a budget, for example budget='8 GiB' (or plan=, a saved plan)"
             raise UnitError(msg)
+
+
+def requested(
+    caller: str,
+    options: PlanOptions,
+    *,
+    budget: Budget | None,
+    plan: Plan | None = None,
+) -> PlanRequest:
+    """Return what a function of the package was asked for, checked.
+
+    Parameters
+    ----------
+    caller
+        The function's name, for messages.
+    options, budget, plan
+        As for :func:`remat.fit`.
+
+    Raises
+    ------
+    TypeError
+        If there is no such option, or one is of the wrong type.
+    FileFormatError, InvalidPlatformError, SolverUnsuitableError, UnitError, ValueError
+        If one makes no sense.
+    """
+    for name in options:
+        if name not in PlanOptions.__annotations__:
+            msg = f"{caller}() got an unexpected keyword argument {name!r}"
+            raise TypeError(msg)
+    given: dict[str, Any] = {**options, "budget": budget, "given_plan": plan}
+    given["platform"] = platform_of(given.get("platform"))
+    if given.get("progress") is None:
+        given["progress"] = ignore_progress
+    return PlanRequest(**given)
+
+
+def shows_options(after: str) -> Callable[[Function], Function]:
+    """Let a function's signature show each of :class:`PlanOptions` with its default.
+
+    Parameters
+    ----------
+    after
+        The parameter that they follow.
+    """
+
+    def shown(function: Function) -> Function:
+        found = inspect.signature(function)
+        parameters: list[inspect.Parameter] = []
+        for parameter in found.parameters.values():
+            if parameter.kind is not parameter.VAR_KEYWORD:
+                parameters.append(parameter)
+            if parameter.name == after:
+                parameters += _OPTION_PARAMETERS
+        function.__signature__ = found.replace(parameters=parameters)
+        return function
+
+    return shown
+
+
+def _option_parameters() -> list[inspect.Parameter]:
+    defaults = inspect.signature(PlanRequest).parameters
+    found: list[inspect.Parameter] = []
+    for name, kind in get_type_hints(PlanOptions).items():
+        default = defaults[name].default
+        found.append(
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None if default is ignore_progress else default,
+                annotation=kind,
+            )
+        )
+    return found
+
+
+_OPTION_PARAMETERS = _option_parameters()
 
 
 def check_model(model: object) -> None:

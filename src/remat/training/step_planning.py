@@ -48,10 +48,10 @@ from remat.profile.costing import (
     with_known_costs,
 )
 from remat.profile.described_loss import DescribedLoss
-from remat.profile.kernel_choice import fuse_as_noted, fuse_where_quicker, noted_kernels
+from remat.profile.kernel_choice import fuse_named, fuse_where_quicker
 from remat.profile.known import KnownCosts
 from remat.profile.links import common_device, measured_platform
-from remat.profile.outside import (
+from remat.profile.optimizer_memory import (
     LossMemory,
     assumed_loss_bytes,
     optimizer_bytes,
@@ -100,6 +100,8 @@ class Planner:
         What is asked for.
     optimizer_memory
         Bytes of the optimizer's state, and of its step beyond that.
+    is_only_planned
+        Whether plans need not run here, so that home need not be here either.
 
     Attributes
     ----------
@@ -121,6 +123,8 @@ class Planner:
         model: nn.Module | None,
         request: PlanRequest,
         optimizer_memory: tuple[int, int],
+        *,
+        is_only_planned: bool = False,
     ) -> None:
         self.loss = None if request.loss is None else DescribedLoss(request.loss)
         self._model = None if model is None else weakref.ref(model)
@@ -139,10 +143,9 @@ class Planner:
             weakref.WeakKeyDictionary()
         )
         self.repetition_count = 0
-        # Whether plans need not run here, so that home need not be here either.
-        self.is_only_planned = False
+        self.is_only_planned = is_only_planned
         # Names of the fused kernels of the step that is being traced.
-        self.kernels: frozenset[str] = frozenset()
+        self.fused_kernels: frozenset[str] = frozenset()
 
     @property
     def model(self) -> nn.Module | None:
@@ -215,11 +218,9 @@ class Planner:
         given = self.request.given_plan
         with _outside_of_tracing():
             if given is not None:
-                self.kernels = fuse_as_noted(
-                    joint, forward_output_count, given.settings
-                )
+                fuse_named(joint, forward_output_count, given.fused_kernels)
             elif self.request.kernels == "fused":
-                self.kernels = fuse_where_quicker(
+                self.fused_kernels = fuse_where_quicker(
                     joint, forward_output_count, self.request.progress
                 )
 
@@ -333,12 +334,8 @@ class Planner:
                 request.progress,
                 known=request.platform,
             )
-        settings = {
-            "torch": torch.__version__,
-            "costs": request.costs,
-            **noted_kernels(request.kernels, self.kernels),
-        }
-        known = equal_plan(graph, self.plans.values())
+        settings = {"torch": torch.__version__, "costs": request.costs}
+        plan, known = None, equal_plan(graph, self.plans.values())
         if known and isinstance(budget, int) and request.solver == "auto":
             plan = replan(
                 graph,
@@ -348,20 +345,27 @@ class Planner:
                 limits=Limits.after(request.time_limit, request.seed),
                 settings=settings,
             )
-            if plan is not None:
-                return plan
-        return plan_graph(
-            graph,
-            budget=budget,
-            platform=platform,
-            fingerprint=program.fingerprint,
-            solver=request.solver,
-            objective=Objective(request.objective),
-            time_limit=request.time_limit,
-            seed=request.seed,
-            progress=request.progress,
-            has_assumed_loss=request.loss is None and program.loss is None,
-            settings=settings,
+        if plan is None:
+            plan = plan_graph(
+                graph,
+                budget=budget,
+                platform=platform,
+                fingerprint=program.fingerprint,
+                solver=request.solver,
+                objective=Objective(request.objective),
+                time_limit=request.time_limit,
+                seed=request.seed,
+                progress=request.progress,
+                has_assumed_loss=request.loss is None and program.loss is None,
+                settings=settings,
+            )
+        if request.kernels == "eager":
+            return plan
+        return replace(
+            plan,
+            kernels=request.kernels,
+            fused_kernels=self.fused_kernels,
+            _judged=plan.trace,
         )
 
     def platform_for(self, program: JointProgram) -> Platform | None:

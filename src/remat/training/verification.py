@@ -5,8 +5,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from os import PathLike
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -15,23 +14,25 @@ from remat.capture.returned import is_loss, loss_in
 from remat.capture.surroundings import captured_tensors, plain_tensors, tensors_in
 from remat.capture.tracing import check_batch
 from remat.core.errors import BudgetError, CaptureError
-from remat.core.platform import Platform
-from remat.core.problem import Objectives
 from remat.core.units import format_bytes, format_ns
 from remat.planning.plan import Plan
 from remat.planning.several_devices import Budget
-from remat.profile.costing import Costs
-from remat.profile.kernel_choice import Kernels
 from remat.profile.memory import measure
 from remat.profile.optimizer_copy import stepping_optimizer
-from remat.solvers.base import ProgressCallback, ignore_progress
 from remat.torch_compat.attributes import install_call, installed_call
 from remat.torch_compat.names import keystr, tree_flatten_with_path, tree_leaves
 from remat.training.caller_state import kept_optimizer, unchanged
 from remat.training.device_memory import DevicePeak, device_peaks
 from remat.training.fitted_model import FittedModel, fitted_on, plain_model
 from remat.training.fitting import keywords, positional
-from remat.training.request import Loss, PlanRequest, check_model, platform_of
+from remat.training.request import (
+    Loss,
+    PlanOptions,
+    PlanRequest,
+    check_model,
+    requested,
+    shows_options,
+)
 
 Outcome = dict[str, torch.Tensor]
 
@@ -216,23 +217,15 @@ def default_loss(outputs: Any) -> torch.Tensor:
     return torch.stack(terms).sum()
 
 
+@shows_options(after="budget")
 def verify(
     model: nn.Module,
     args: Any = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     budget: Budget | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    loss: Loss | None = None,
-    platform: Platform | str | PathLike[str] | None = None,
-    solver: str = "auto",
-    objective: Objectives = "serial",
-    time_limit: float | None = None,
-    seed: int = 0,
-    costs: Costs = "measured",
-    kernels: Kernels = "eager",
-    progress: ProgressCallback | None = None,
     repeats: int = 3,
+    **options: Unpack[PlanOptions],
 ) -> VerifyReport:
     """Run the step plainly and within the budget, and compare everything.
 
@@ -270,38 +263,25 @@ def verify(
     passes (gradient accumulation, where it fits the budget), from the same start.
     """
     kwargs = keywords(kwargs)
-    report = ignore_progress if progress is None else progress
-    request = PlanRequest(
-        budget=budget,
-        optimizer=optimizer,
-        loss=loss,
-        platform=platform_of(platform),
-        solver=solver,
-        objective=objective,
-        time_limit=time_limit,
-        seed=seed,
-        costs=costs,
-        kernels=kernels,
-        progress=report,
-    )
+    request = requested("verify", options, budget=budget)
     check_repeats(repeats)
     check_model(model)
     model = plain_model(model)
     example = positional(args), kwargs
     check_batch(model, *example)
-    step = TrainingStep(model, *example, loss, optimizer)
+    step = TrainingStep(model, *example, request.loss, request.optimizer)
     reference = PlanRequest(
         budget=_NO_LIMIT,
         solver="store-all",
         costs="estimated",
-        kernels=kernels,
-        loss=loss,
+        kernels=request.kernels,
+        loss=request.loss,
     )
     with step.restored():
-        with unchanged(model, optimizer):
+        with unchanged(model, request.optimizer):
             planned = FittedModel(model, request)
             plan = planned.plan_now(step.args, step.kwargs)
-        report("comparing", 0.0)
+        request.progress("comparing", 0.0)
         mine, pass_count = step.longest_outcome(planned)
         captured = step.outcome(FittedModel(model, reference), pass_count)
         against_captured = compare(captured, mine)
@@ -309,7 +289,7 @@ def verify(
         against_eager = compare(step.outcome(None, pass_count), mine)
         count = len(mine)
         del mine
-        report("measuring", 0.5)
+        request.progress("measuring", 0.5)
         plain_peak = step.peak_bytes(None)
         peaks: tuple[DevicePeak, ...] = ()
         if plan.has_several_devices:

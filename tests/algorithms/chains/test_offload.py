@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from tests.chain_strategies import stage_chains
 
 from remat.algorithms.chains.offload import OffloadPlan, plan_offload
-from remat.algorithms.chains.paging import Bandwidth, page
 from remat.algorithms.chains.rotor import plan_rotor
 from remat.algorithms.chains.stages import Stage, StageChain, StageOption
 from remat.core.errors import InvalidGraphError
@@ -16,25 +15,26 @@ from remat.core.graph import Op, Phase, Storage, TrainingGraph
 from remat.core.platform import Device, Link, Platform
 from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
 from remat.core.simulator import simulate
+from remat.search.schedule_paging import HostLink, page
 
 GIGA = 10**9
 EARLIER, LATER = 10**6, 10**7
-NO_LINK = Bandwidth(out_bytes_per_s=0, in_bytes_per_s=0)
+NO_LINK = HostLink(out_bytes_per_s=0, in_bytes_per_s=0)
 speeds = st.builds(
-    Bandwidth,
+    HostLink,
     out_bytes_per_s=st.sampled_from([GIGA // 4, GIGA, 3 * GIGA]),
     in_bytes_per_s=st.sampled_from([GIGA // 4, GIGA, 3 * GIGA]),
 )
 
 
-def links(link: Bandwidth) -> tuple[Link, Link]:
+def links(link: HostLink) -> tuple[Link, Link]:
     return (
         Link(source=0, target=1, bytes_per_s=link.out_bytes_per_s),
         Link(source=1, target=0, bytes_per_s=link.in_bytes_per_s),
     )
 
 
-def judge_serially(plan: OffloadPlan, budget: int, link: Bandwidth) -> None:
+def judge_serially(plan: OffloadPlan, budget: int, link: HostLink) -> None:
     platform = Platform(devices=(Device(), Device(name="host")), links=links(link))
     trace = simulate(plan.graph, platform, plan.paged.schedule)
     assert trace.violation is None
@@ -172,7 +172,7 @@ class Tickets:
 @settings(max_examples=80)
 @given(stage_chains(max_stages=7), st.integers(1, 60), speeds)
 def test_plans_are_judged_serially(
-    chain: StageChain, budget: int, link: Bandwidth
+    chain: StageChain, budget: int, link: HostLink
 ) -> None:
     plan = plan_offload(chain, budget, link, candidates=6)
     rotor = plan_rotor(chain, budget)
@@ -186,7 +186,7 @@ def test_plans_are_judged_serially(
 @settings(max_examples=80)
 @given(stage_chains(max_stages=7), st.integers(1, 60), speeds)
 def test_overlapped_time_and_peak_are_those_of_the_judge(
-    chain: StageChain, budget: int, link: Bandwidth
+    chain: StageChain, budget: int, link: HostLink
 ) -> None:
     plan = plan_offload(chain, budget, link, candidates=6)
     if plan is None:
@@ -275,7 +275,7 @@ def test_with_unlimited_speed_there_is_no_overhead(
         for stage, those in zip(chain.stages, needs, strict=True)
     )
     plan = plan_offload(
-        chain, budget, Bandwidth(out_bytes_per_s=10**30, in_bytes_per_s=10**30)
+        chain, budget, HostLink(out_bytes_per_s=10**30, in_bytes_per_s=10**30)
     )
     assert plan is not None
     assert plan.rotor.cost_ns == least
@@ -311,7 +311,7 @@ def test_a_dominated_option_does_no_harm(is_first: bool) -> None:
         )
 
     for speed in (10**15, 10**6):
-        link = Bandwidth(out_bytes_per_s=speed, in_bytes_per_s=speed)
+        link = HostLink(out_bytes_per_s=speed, in_bytes_per_s=speed)
         for budget in (9, 12, 15):
             alone = plan_offload(chain(is_dominated=False), budget, link)
             both = plan_offload(chain(is_dominated=True), budget, link)
@@ -319,7 +319,7 @@ def test_a_dominated_option_does_no_harm(is_first: bool) -> None:
             assert both is not None
             assert both.time_ns == alone.time_ns
             judge_serially(both, budget, link)
-    fast = Bandwidth(out_bytes_per_s=10**15, in_bytes_per_s=10**15)
+    fast = HostLink(out_bytes_per_s=10**15, in_bytes_per_s=10**15)
     best = plan_offload(chain(is_dominated=True), 9, fast)
     assert best is not None
     assert best.time_ns == 4_000_001
@@ -337,7 +337,7 @@ def test_a_faster_link_helps_by_hand() -> None:
             plan := plan_offload(
                 chain,
                 50,
-                Bandwidth(out_bytes_per_s=speed, in_bytes_per_s=speed),
+                HostLink(out_bytes_per_s=speed, in_bytes_per_s=speed),
             )
         )
     ]
@@ -350,8 +350,8 @@ def test_a_faster_link_helps_by_hand() -> None:
 def test_bad_input_is_refused() -> None:
     option = StageOption(forward_ns=1, backward_ns=1)
     chain = StageChain(stages=(Stage(forward_ns=1, output_bytes=1, options=(option,)),))
-    with pytest.raises(InvalidGraphError, match="out_bytes_per_s of a bandwidth is -1"):
-        Bandwidth(out_bytes_per_s=-1, in_bytes_per_s=1)
+    with pytest.raises(InvalidGraphError, match="out_bytes_per_s of a host link is -1"):
+        HostLink(out_bytes_per_s=-1, in_bytes_per_s=1)
     with pytest.raises(InvalidGraphError, match="candidates is 0"):
         plan_offload(chain, 10, NO_LINK, candidates=0)
     graph = TrainingGraph(

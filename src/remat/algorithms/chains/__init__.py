@@ -26,7 +26,6 @@ from remat.algorithms.chains.operations import Forward as Forward
 from remat.algorithms.chains.operations import Load as Load
 from remat.algorithms.chains.operations import Store as Store
 from remat.algorithms.chains.operations import Turn as Turn
-from remat.algorithms.chains.paging import Bandwidth as Bandwidth
 from remat.algorithms.chains.plans import UnitPlan as UnitPlan
 from remat.algorithms.chains.reexecution import (
     plan_join_any_turns as plan_join_any_turns,
@@ -44,3 +43,4 @@ from remat.algorithms.chains.stage_joins import plan_stage_join as plan_stage_jo
 from remat.algorithms.chains.stages import Stage as Stage
 from remat.algorithms.chains.stages import StageChain as StageChain
 from remat.algorithms.chains.stages import StageOption as StageOption
+from remat.search.schedule_paging import HostLink as HostLink

@@ -2,7 +2,7 @@
 
 A stored value may stay on the device, be recomputed, or go to the host while the device
 computes and come back in time. :func:`plan_offload` plans with Rotor for a *virtual*
-budget between the real one and everything, lets :mod:`remat.algorithms.chains.paging`
+budget between the real one and everything, lets :mod:`remat.search.schedule_paging`
 bring each plan within the real budget, and returns the quickest: more virtual memory
 means less recomputation and more copies.
 
@@ -23,13 +23,14 @@ from dataclasses import dataclass, replace
 
 from remat.algorithms.chains.conventions import checked_budget
 from remat.algorithms.chains.operations import Backward, Forward, Operation
-from remat.algorithms.chains.paging import Bandwidth, PagedSchedule, page
 from remat.algorithms.chains.rotor import DEFAULT_SLOTS, ChainPlan, plan_rotor
 from remat.algorithms.chains.stage_graph import StageGraph
 from remat.algorithms.chains.stages import Stage, StageChain, StageOption
+from remat.core.best import Best
 from remat.core.checks import checked_integer, checked_record
 from remat.core.errors import InvalidGraphError
 from remat.core.graph import TrainingGraph
+from remat.search.schedule_paging import HostLink, PagedSchedule, page
 
 DEFAULT_CANDIDATES = 24
 """Virtual budgets that are tried."""
@@ -64,7 +65,7 @@ class OffloadPlan:
 def plan_offload(
     chain: StageChain,
     budget_bytes: int,
-    link: Bandwidth,
+    link: HostLink,
     *,
     slots: int = DEFAULT_SLOTS,
     candidates: int = DEFAULT_CANDIDATES,
@@ -121,7 +122,7 @@ def plan_offload(
     (240, 330)
     """
     checked_record("chain", chain, StageChain, error=InvalidGraphError)
-    checked_record("link", link, Bandwidth, error=InvalidGraphError)
+    checked_record("link", link, HostLink, error=InvalidGraphError)
     budget_bytes = checked_budget(budget_bytes)
     candidates = checked_integer(
         "candidates",
@@ -150,7 +151,7 @@ def plan_offload(
             budget_bytes + (most - budget_bytes) * index * index // candidates**2
             for index in range(1, candidates + 1)
         ]
-    best: OffloadPlan | None = None
+    best = Best[OffloadPlan]()
     seen: set[tuple[object, ...]] = set()
     for virtual in dict.fromkeys(budgets):
         rotor = plan_rotor(able, virtual, slots=slots)
@@ -162,18 +163,15 @@ def plan_offload(
         paged = page(form.graph, form.schedule, budget_bytes, link)
         if paged is None:
             continue
-        if best is None or (paged.time_ns, paged.paged_bytes) < (
-            best.time_ns,
-            best.paged.paged_bytes,
-        ):
-            best = OffloadPlan(
-                time_ns=paged.time_ns,
-                virtual_bytes=virtual,
-                rotor=rotor,
-                graph=form.graph,
-                paged=paged,
-            )
-    return best
+        plan = OffloadPlan(
+            time_ns=paged.time_ns,
+            virtual_bytes=virtual,
+            rotor=rotor,
+            graph=form.graph,
+            paged=paged,
+        )
+        best.offer(plan, paged.time_ns, paged.paged_bytes)
+    return best.answer
 
 
 def _options_within(chain: StageChain, index: int, budget_bytes: int) -> list[int]:

@@ -21,8 +21,7 @@ from remat.cli.base import (
 from remat.cli.planning import check_source, load_graph_of, plan_workload
 from remat.core.errors import UsageError
 from remat.core.platform import Platform
-from remat.planning.device_curve import trade_off_on_devices
-from remat.planning.one_device import trade_off
+from remat.planning.curve import trade_off, trade_off_on_devices
 from remat.planning.plan import Plan
 from remat.planning.several_devices import DeviceBudgets
 from remat.report.progress import progress_bar

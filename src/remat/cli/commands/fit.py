@@ -25,6 +25,7 @@ from remat.cli.base import (
     print_json,
     warn,
 )
+from remat.cli.planning import plan_options
 from remat.core.errors import UsageError
 from remat.core.units import format_bytes, format_ns
 from remat.planning.plan import Plan, load_plan
@@ -98,16 +99,7 @@ def run(options: argparse.Namespace) -> ExitCode:
             workload.args,
             workload.kwargs,
             budget=budget,
-            platform=platform,
-            optimizer=workload.optimizer,
-            loss=workload.loss,
-            solver=options.solver,
-            objective=options.objective,
-            time_limit=options.time_limit,
-            seed=options.seed,
-            costs="estimated" if options.estimated else "measured",
-            kernels=options.kernels,
-            progress=progress,
+            **plan_options(options, workload, platform=platform, progress=progress),
             plan=saved,
         )
         if options.save:

@@ -49,9 +49,7 @@ def run(options: argparse.Namespace) -> ExitCode:
     if budget is None and platform is None:
         raise UsageError("give --budget SIZE, for example --budget 8GiB")
     if options.graph is None:
-        plan = plan_workload(
-            options, budget=budget, platform=platform, objective=options.objective
-        )
+        plan = plan_workload(options, budget=budget, platform=platform)
     else:
         graph = load_graph_of(options.graph)
         with progress_bar(is_quiet=options.quiet) as progress:

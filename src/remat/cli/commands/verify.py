@@ -17,6 +17,7 @@ from remat.cli.base import (
     print_json,
     warn,
 )
+from remat.cli.planning import plan_options
 from remat.core.errors import UsageError
 from remat.core.units import format_bytes
 from remat.report.progress import progress_bar
@@ -56,16 +57,7 @@ def run(options: argparse.Namespace) -> ExitCode:
             workload.args,
             workload.kwargs,
             budget=budget,
-            platform=platform,
-            optimizer=workload.optimizer,
-            loss=workload.loss,
-            solver=options.solver,
-            objective=options.objective,
-            time_limit=options.time_limit,
-            seed=options.seed,
-            costs="estimated" if options.estimated else "measured",
-            kernels=options.kernels,
-            progress=progress,
+            **plan_options(options, workload, platform=platform, progress=progress),
             repeats=options.repeats,
         )
     if options.json:

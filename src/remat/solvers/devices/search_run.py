@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from remat.core.best import Best
 from remat.core.bounds import cost_bound_ns
 from remat.core.liveness import insert_discards
 from remat.core.problem import Limits, Objective, Problem
@@ -59,8 +60,10 @@ class DeviceSearchRun:
     instance: DeviceInstance
     objective: Objective
     limits: Limits
-    bests: dict[Objective, Candidate] = field(
-        default_factory=dict[Objective, Candidate]
+    bests: dict[Objective, Best[Candidate]] = field(
+        default_factory=lambda: {
+            objective: Best[Candidate]() for objective in Objective
+        }
     )
     # What broke the budgets least, to search on from while nothing fits.
     nearest: Candidate | None = None
@@ -76,7 +79,7 @@ class DeviceSearchRun:
     @property
     def best(self) -> Candidate | None:
         """The best candidate by the objective of the moment."""
-        return self.bests.get(self.objective)
+        return self.bests[self.objective].answer
 
     @property
     def cost_ns(self) -> int | None:
@@ -104,11 +107,8 @@ class DeviceSearchRun:
             if excess and (self.nearest is None or excess <= self.excess(self.nearest)):
                 self.nearest = candidate
             return False
-        for objective in Objective:
-            best = self.bests.get(objective)
-            time_ns = candidate.time_ns(objective)
-            if best is None or time_ns < best.time_ns(objective):
-                self.bests[objective] = candidate
+        for objective, best in self.bests.items():
+            best.offer(candidate, candidate.time_ns(objective))
         return self.best is candidate
 
     @staticmethod

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from remat.core.errors import CaptureError
 from remat.profile import loss_bytes, memory_growth, optimizer_bytes
-from remat.profile.outside import assumed_loss_bytes
+from remat.profile.optimizer_memory import assumed_loss_bytes
 
 # A number in a tensor operation is boxed: a few bytes, not predicted.
 BOXED_BYTES = 16

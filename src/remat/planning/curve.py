@@ -1,18 +1,18 @@
-"""Time against memory on several devices: the budget of the first one varies."""
+"""Time against memory: plans at several budgets of the first device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from remat.core.bounds import cost_bound_ns
-from remat.core.checks import checked_record
-from remat.core.errors import BudgetError, InvalidPlatformError
+from remat.core.checks import checked_integer, checked_record, entries_of
+from remat.core.errors import BudgetError, InvalidPlatformError, UnitError
 from remat.core.graph import TrainingGraph
-from remat.core.platform import Platform
+from remat.core.platform import Platform, single_device
 from remat.core.problem import Limits, Problem, Status, check_time_limit
 from remat.core.units import format_bytes, parse_budget
-from remat.planning.one_device import asked_budgets, placed_on, spread_budgets
-from remat.planning.plan import Plan
+from remat.planning.one_device import placed_on, plain_peak_bytes, solve_alone
+from remat.planning.plan import Plan, plan_settings
 from remat.planning.several_devices import (
     DeviceBudgets,
     budgets_bytes,
@@ -24,6 +24,92 @@ from remat.planning.smallest_budget import smallest_budget
 from remat.search.paging import smallest_paged
 from remat.solvers import chosen_solvers
 from remat.solvers.base import ProgressCallback, ignore_progress
+
+
+def trade_off(  # noqa: PLR0913 - every option that a user has
+    graph: TrainingGraph,
+    budgets: Sequence[int | str] | int,
+    *,
+    fingerprint: str = "",
+    solver: str = "auto",
+    time_limit: float | None = None,
+    seed: int = 0,
+    progress: ProgressCallback = ignore_progress,
+    settings: Mapping[str, Any] | None = None,
+) -> tuple[Plan, ...]:
+    """Plan a graph at several budgets: time against memory.
+
+    More budget is never slower and less never takes more memory: each budget gets the
+    cheapest of all the schedules found that fits. Every plan knows the smallest budget.
+
+    Parameters
+    ----------
+    graph, fingerprint, solver, time_limit, seed, settings
+        As for :func:`remat.planning.one_device.plan_graph`; the time limit is for each
+        budget.
+    budgets
+        The budgets, or how many to spread evenly from the smallest known to the
+        peak without rematerialisation (at least 2). The smallest known is always
+        added; smaller ones are left out.
+    progress
+        Called with the budget in turn and the share of budgets that are done.
+
+    Returns
+    -------
+    tuple of Plan
+        One per budget, by increasing budget.
+
+    Raises
+    ------
+    SolverUnsuitableError
+        If the solver is unknown or cannot treat the graph.
+    UnitError
+        If a budget is not a positive size, or fewer than 2 points are asked for.
+    ValueError
+        If the seed is no integer or out of range, or an argument of another type.
+    """
+    check_time_limit(time_limit)
+    checked_record("graph", graph, TrainingGraph)
+    Limits(seed=seed)
+    budgets = asked_budgets(budgets)
+    solvers = chosen_solvers(solver)
+    kind = graph.device_kinds[0]
+
+    def smallest() -> tuple[Plan, int]:
+        floor = smallest_budget(graph, kind=kind)
+        platform = single_device(floor.budget_bytes, kind)
+        plan = Plan(
+            graph=graph,
+            platform=platform,
+            schedule=floor.schedule,
+            solver="smallest_budget",
+            status=Status.FEASIBLE,
+            bound_ns=cost_bound_ns(Problem(graph=graph, platform=platform)),
+            fingerprint=fingerprint,
+            settings=settings or {},
+            _judged=floor.trace,
+        )
+        # A solver may do better than the search for the smallest budget did.
+        return plan, floor.bound_bytes
+
+    def within(budget_bytes: int) -> Plan | None:
+        limits = Limits.after(time_limit, seed)
+        result = solve_alone(graph, budget_bytes, solvers, limits)
+        if result.schedule is None:
+            return None
+        return Plan(
+            graph=graph,
+            platform=single_device(budget_bytes, kind),
+            schedule=result.schedule,
+            solver=result.solver,
+            status=result.status,
+            bound_ns=result.bound_ns,
+            fingerprint=fingerprint,
+            settings=plan_settings(settings, solver, seed, result),
+            _judged=result.trace,
+        )
+
+    return _curve(budgets, plain_peak_bytes(graph), smallest, within, progress)
 
 
 def trade_off_on_devices(  # noqa: PLR0913 - every option that a user has
@@ -89,30 +175,19 @@ def trade_off_on_devices(  # noqa: PLR0913 - every option that a user has
     home = platform.devices[0]
     platform = _with_others(platform, others)
     _check_runs_at_home(graph, platform)
-    whole_bytes = plain_peak_at_home(graph, platform)
-    # Wrong sizes are refused before the search begins.
-    sizes = (
-        spread_budgets(0, whole_bytes, budgets)
-        if isinstance(budgets, int)
-        else {parse_budget(budget, whole_bytes=whole_bytes) for budget in budgets}
-    )
-    progress("looking for the smallest budget", 0.0)
-    smallest = _smallest(graph, platform, fingerprint, settings)
-    least_bytes = smallest.peak_bytes
-    if isinstance(budgets, int):
-        sizes = spread_budgets(least_bytes, whole_bytes, budgets)
-    ordered = sorted({*sizes, least_bytes})
     staying = {device.name: device.budget_bytes for device in platform.devices}
-    found: list[Plan] = [smallest]
-    for position, size in enumerate(ordered):
-        progress(f"planning for {format_bytes(size)}", position / len(ordered))
-        if size < graph.resident_bytes(0):
-            continue
+
+    def smallest() -> tuple[Plan, int]:
+        return _smallest(graph, platform, fingerprint, settings), graph.resident_bytes(
+            0
+        )
+
+    def within(budget_bytes: int) -> Plan | None:
         try:
-            plan = plan_on_devices(
+            return plan_on_devices(
                 graph,
                 platform,
-                {**staying, home.name: size},
+                {**staying, home.name: budget_bytes},
                 fingerprint=fingerprint,
                 solver=solver,
                 time_limit=time_limit,
@@ -121,12 +196,56 @@ def trade_off_on_devices(  # noqa: PLR0913 - every option that a user has
             )
         except BudgetError:
             # What another budget was planned for may fit.
-            continue
-        found.append(plan)
+            return None
+
+    whole_bytes = plain_peak_at_home(graph, platform)
+    return _curve(budgets, whole_bytes, smallest, within, progress)
+
+
+def _curve(
+    budgets: Sequence[int | str] | int,
+    whole_bytes: int,
+    smallest: Callable[[], tuple[Plan, int]],
+    within: Callable[[int], Plan | None],
+    progress: ProgressCallback,
+) -> tuple[Plan, ...]:
+    """Plan at several budgets of the first device.
+
+    Parameters
+    ----------
+    budgets, progress
+        As for :func:`trade_off`.
+    whole_bytes
+        What 100 % means.
+    smallest
+        Returns the plan of the smallest known budget, and a number of bytes below which
+        nothing is possible.
+    within
+        Returns a plan for a budget, or ``None`` if none is found.
+    """
+    # Wrong sizes are refused before the search begins.
+    sizes = (
+        spread_budgets(0, whole_bytes, budgets)
+        if isinstance(budgets, int)
+        else {parse_budget(budget, whole_bytes=whole_bytes) for budget in budgets}
+    )
+    progress("looking for the smallest budget", 0.0)
+    least, bound_bytes = smallest()
+    if isinstance(budgets, int):
+        sizes = spread_budgets(least.peak_bytes, whole_bytes, budgets)
+    possible = {size for size in sizes if size >= bound_bytes}
+    ordered = sorted({*possible, least.peak_bytes})
+    plans: list[Plan] = []
+    for position, size in enumerate(ordered):
+        progress(f"planning for {format_bytes(size)}", position / len(ordered))
+        plan = within(size)
+        if plan is not None:
+            plans.append(plan)
     progress("done", 1.0)
-    least_bytes = min(plan.peak_bytes for plan in found)
+    plans.append(least)
+    least_bytes = min(plan.peak_bytes for plan in plans)
     return tuple(
-        replace(_best_within(size, found), smallest_budget_bytes=least_bytes)
+        replace(_best_within(size, plans), smallest_budget_bytes=least_bytes)
         for size in ordered
         if size >= least_bytes
     )
@@ -215,3 +334,44 @@ def _best_within(budget_bytes: int, plans: Sequence[Plan]) -> Plan:
         status=Status.FEASIBLE,
         bound_ns=cost_bound_ns(Problem(graph=best.graph, platform=platform)),
     )
+
+
+MOST_POINTS = 10_000
+"""Most budgets of a curve."""
+
+
+def asked_budgets(budgets: Sequence[int | str] | int) -> Sequence[int | str] | int:
+    """Return the number of budgets that is asked for, or the budgets themselves.
+
+    Raises
+    ------
+    UnitError
+        If it is no integer of at most :data:`MOST_POINTS`, and no list of so many.
+    """
+    entries = entries_of(budgets)
+    if entries is None:
+        return checked_integer("budgets", budgets, most=MOST_POINTS, error=UnitError)
+    if len(entries) > MOST_POINTS:
+        msg = f"there are {len(entries):_} budgets; at most {MOST_POINTS:_} are planned"
+        raise UnitError(msg)
+    return cast("Sequence[int | str]", entries)
+
+
+def spread_budgets(low_bytes: int, high_bytes: int, count: int) -> set[int]:
+    """Return ``count`` budgets evenly spaced from the lowest to the highest.
+
+    Raises
+    ------
+    UnitError
+        If fewer than 2 are asked for.
+
+    Examples
+    --------
+    >>> sorted(spread_budgets(10, 40, 4))
+    [10, 20, 30, 40]
+    """
+    if count < 2:
+        msg = f"a curve has at least 2 points, from smallest to largest; got {count}"
+        raise UnitError(msg)
+    span = max(0, high_bytes - low_bytes)
+    return {low_bytes + span * i // (count - 1) for i in range(count)}

@@ -8,8 +8,8 @@ from tests.device_schedules import logical, placed
 from tests.instances import mlp_chain
 
 from remat.core.errors import InvalidPlatformError, SolverUnsuitableError, UnitError
-from remat.planning.device_curve import trade_off_on_devices
-from remat.planning.one_device import plain_peak_bytes, trade_off
+from remat.planning.curve import trade_off, trade_off_on_devices
+from remat.planning.one_device import plain_peak_bytes
 from remat.planning.plan import Plan
 
 GRAPH = mlp_chain(6).graph

@@ -1,4 +1,4 @@
-"""Paging: honour a budget by copying idle storages to the host and back in time.
+"""Paging of a schedule: copy idle storages to the host, and back in time.
 
 Given a schedule of one device, whatever its peak, :func:`page` copies storages that are
 idle for a while to the host, so that the device stays within a budget; copies run while
@@ -11,6 +11,9 @@ the device computes. In the static order of steps, a storage that is paged out
 
 so the budget holds whatever the copies' real speed; a slow copy only makes the device
 wait. Copies out and copies in each go one after the other (a link in each direction).
+
+:mod:`remat.search.paging` makes a schedule of its own, step by step, and so gets by
+with less memory; here the schedule is given, and copies overlap with it.
 
 Which storages: at the first step over the budget, of what is idle then the storage
 whose next use is farthest, and so on (Belady). Time is what an exact simulation of the
@@ -33,8 +36,8 @@ from remat.core.units import LARGEST_TOTAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bandwidth:
-    """Speeds of the links between device and host.
+class HostLink:
+    """Speeds and latencies of the links between device and host.
 
     Parameters
     ----------
@@ -64,7 +67,7 @@ class Bandwidth:
                 self,
                 f"out_{kind}",
                 f"in_{kind}",
-                of="a bandwidth",
+                of="a host link",
                 least=0,
                 most=most,
                 error=InvalidGraphError,
@@ -203,7 +206,7 @@ def page(
     graph: TrainingGraph,
     schedule: Schedule,
     budget_bytes: int,
-    link: Bandwidth,
+    link: HostLink,
     *,
     host: int = 1,
     kind_index: int = 0,
@@ -242,7 +245,7 @@ def page(
     error = InvalidGraphError
     checked_record("graph", graph, TrainingGraph, error=error)
     checked_record("schedule", schedule, Schedule, error=error)
-    checked_record("link", link, Bandwidth, error=error)
+    checked_record("link", link, HostLink, error=error)
     budget_bytes = checked_integer("budget_bytes", budget_bytes, error=error)
     host = checked_integer("host", host, least=1, error=error)
     last_kind = len(graph.device_kinds) - 1
@@ -292,7 +295,7 @@ def _choose(line: _Line, budget_bytes: int) -> list[Page] | None:
 
 
 def _place(
-    line: _Line, chosen: list[Page], budget_bytes: int, link: Bandwidth
+    line: _Line, chosen: list[Page], budget_bytes: int, link: HostLink
 ) -> list[Page]:
     """Set when copies are awaited and issued, as room and need allow."""
     used = line.used_bytes
@@ -330,7 +333,7 @@ def _by(pages: Sequence[Page], key: str) -> defaultdict[int, list[Page]]:
     return found
 
 
-def _time_ns(line: _Line, pages: Sequence[Page], link: Bandwidth) -> int:
+def _time_ns(line: _Line, pages: Sequence[Page], link: HostLink) -> int:
     """Return the time at which the device ends, everything in its queue."""
     starts, awaits = _by(pages, "start"), _by(pages, "awaited")
     issues, ends = _by(pages, "issued"), _by(pages, "end")
