@@ -3,8 +3,8 @@
 Each takes plain lists and small dataclasses, needs no torch, and can be imported from
 here; docs/reference.md shows each in three lines.
 
-May import search, core and native. Nothing here knows a training graph's ops; what becomes of
-an answer there is the work of reductions.
+May import search, core and native. Nothing here knows a training graph's ops; what
+becomes of an answer there is the work of reductions.
 """
 
 from remat.algorithms.chains import CHECKPOINTS_ONLY as CHECKPOINTS_ONLY

@@ -116,8 +116,8 @@ def plan_offload(
     ...     output_bytes=[4] * 8,
     ...     saved_bytes=[4] * 8,
     ... )
-    >>> fast = Bandwidth(out_bytes_per_s=10**12, in_bytes_per_s=10**12)
-    >>> slow = Bandwidth(out_bytes_per_s=1, in_bytes_per_s=1)
+    >>> fast = HostLink(out_bytes_per_s=10**12, in_bytes_per_s=10**12)
+    >>> slow = HostLink(out_bytes_per_s=1, in_bytes_per_s=1)
     >>> plan_offload(chain, 28, fast).time_ns, plan_offload(chain, 28, slow).time_ns
     (240, 330)
     """
