@@ -52,7 +52,7 @@ from remat.torch_compat.attributes import (
 )
 from remat.torch_compat.attributes import plain_model as plain_model
 from remat.torch_compat.names import dynamo_config
-from remat.training.optimizer_steps import StepWatch
+from remat.training.optimizer_steps import FittedSteps, StepWatch
 from remat.training.request import PlanRequest, check_is_plannable, check_model
 from remat.training.step_planning import Planner, gradient_bytes, optimizer_memory
 
@@ -118,8 +118,6 @@ class FittedModel:
         self.previous_forward = (
             before.previous_forward if before else vars(model).get("forward")
         )
-        if isinstance(self.previous_forward, _CopiedForward):
-            self.previous_forward = self.previous_forward.forward
         self.planned_forward = PlannedForward(self)
         self._check_nesting()
         # What plans depend on, and may be changed between calls.
@@ -139,12 +137,11 @@ class FittedModel:
         self.backend.keeps_failure = True
         self._compiled: dict[bool, Callable[..., Any]] = {}
         self._told: set[str] = set()
-        self._steps = StepWatch(
-            model,
-            request.optimizer,
-            self.tell,
-            counts_unknown=request.given_plan is not None and request.optimizer is None,
+        self._has_given_plan = (
+            request.given_plan is not None and request.optimizer is None
         )
+        self._steps = FittedSteps(model, self._counted_state_bytes, self.tell)
+        self._watch = StepWatch(model, self._steps.look)
 
     # --- installing --------------------------------------------------------------
 
@@ -153,20 +150,26 @@ class FittedModel:
         install_call(self.model, self)
         self.model.forward = self.planned_forward
         install_replication(self.model, _Replicating(self))
-        self._steps.begin()
+        self._watch.begin()
 
     def uninstall(self) -> None:
         """Let the model's calls run as before it was fitted."""
         install_call(self.model, self.previous_call)
         uninstall_replication(self.model)
         self._set_forward(self.previous_forward)
-        self._steps.end()
+        self._watch.end()
 
     def _set_forward(self, forward: Any) -> None:
         if forward is None:
             vars(self.model).pop("forward", None)
         else:
             self.model.forward = forward
+
+    def _counted_state_bytes(self) -> int | None:
+        """Return the bytes of optimizer state in the plans, if that is known."""
+        if self._has_given_plan:
+            return None
+        return self.planner.optimizer_memory[0]
 
     def plain_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward that the model had before it was fitted."""
@@ -247,6 +250,7 @@ class FittedModel:
     @torch.compiler.disable(reason=_OPAQUE)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model: its forward pass runs by its plan, planned if it is new."""
+        self._steps.was_called = True
         if not self.is_planned(args, kwargs):
             call = self.previous_call or plain_call(self.model)
             return call(*args, **kwargs)
@@ -268,6 +272,7 @@ class FittedModel:
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the model's forward by its plan, without the model's own hooks."""
+        self._steps.was_called = True
         if not self.is_planned(args, kwargs):
             return self.plain_forward(*args, **kwargs)
         return self.run(args, kwargs, runs_hooks=False)
@@ -309,7 +314,6 @@ class FittedModel:
         planner = self.planner
         is_training = not self.backend.stop_before_running
         if is_training:
-            self._steps.planned_calls += 1
             self._tell_of_buckets()
             self._renew_if_changed()
         runs_hooks = runs_hooks and has_forward_hooks(self.model)
@@ -480,42 +484,37 @@ class PlannedForward:
         # Files of the model have the forward that it had before.
         return (_same, (self.fitted.forward_to_trace(),))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_CopiedForward":
-        plain = copy.deepcopy(self.fitted.forward_to_trace(), memo)
-        return _CopiedForward(plain, self.fitted.name)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        model: nn.Module | None = memo.get(id(self.fitted.model))
+        if model is not None:
+            _watch_copy(model, self.fitted.name)
+        return copy.deepcopy(self.fitted.forward_to_trace(), memo)
 
 
-class _CopiedForward:
-    """The ``forward`` of a copy of a fitted model, which is not fitted itself.
+def _watch_copy(model: nn.Module, name: str) -> None:
+    """Tell once if a copy of a fitted model is trained: copies have no plan.
 
     Copies are made to average weights, or to look at, as often as to train.
     """
 
-    def __init__(self, forward: Callable[..., Any], name: str) -> None:
-        self.forward = forward
-        self.name = name
-        self.is_told = False
-        functools.update_wrapper(
-            self, forward, (*functools.WRAPPER_ASSIGNMENTS, "__code__")
-        )
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self.forward(*args, **kwargs)
-        is_training = getattr(getattr(self.forward, "__self__", None), "training", True)
-        if is_training and torch.is_grad_enabled() and not self.is_told:
-            self.is_told = True
+    def look(optimizer: torch.optim.Optimizer, _stepped: list[torch.Tensor]) -> None:
+        watch.end()
+        found = reference()
+        if found is not None and fitted_on(found) is None:
             warnings.warn(
-                f"a copy of a {self.name} that was fitted by remat is trained: copies "
-                "run plainly, without the plan, and no budget is kept. Call remat.fit "
-                "on the copy, or remat.release on the model before it is copied",
+                f"{type(optimizer).__name__} steps a copy of a {name} that was fitted by "
+                "remat: copies run plainly, without the plan, and no budget is kept. "
+                "Call remat.fit on the copy, or remat.release on the model before it is "
+                "copied",
                 PlanWarning,
                 stacklevel=2,
             )
-        return self.forward(*args, **kwargs)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_same, (self.forward,))
+    reference = weakref.ref(model)
+    watch = StepWatch(model, look)
+    watch.begin()
+    # Lives as long as the copy, and is no attribute of it.
+    weakref.finalize(model, watch.end)
 
 
 class _Replicating:

@@ -1,14 +1,15 @@
 """What optimizers do to the parameters of fitted models, seen when they step.
 
 A call that goes around a plan calls nothing of this package: a ``forward`` that was
-taken before ``fit``, or that of the class. Nor does an optimizer that no plan counts.
-Both end in a step of the parameters, and every optimizer of torch tells of its steps.
+taken before ``fit``, or that of the class, or a copy of the model. Nor does an
+optimizer that no plan counts. All end in a step of the parameters, and every optimizer
+of torch tells of its steps.
 """
 
 import functools
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,102 +18,56 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from remat.core.units import format_bytes
 
-_WATCHES: dict[int, "weakref.ref[StepWatch]"] = {}
+_WATCHES: "weakref.WeakSet[StepWatch]" = weakref.WeakSet()
+_OF_PARAMETER: dict[int, list["weakref.ref[StepWatch]"]] = {}
+_SEEN: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
+"""How many parameters an optimizer had when parameters were last looked up for it."""
 
 
 class StepWatch:
-    """Looks at the steps of a fitted model's parameters.
+    """Looks at the steps of a model's parameters.
 
     Parameters
     ----------
     model
-        The fitted model.
-    optimizer
-        What its plans count, wrapped or not; ``None`` if they count none.
-    tell
-        Warns once for each message.
-    counts_unknown
-        Whether a given plan may count an optimizer that is not known here.
+        A fitted model, or a copy of one.
+    look
+        Called at each step of its parameters, with the optimizer and the parameters of
+        the model that were stepped: those that have a gradient.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None,
-        tell: Callable[[str], None],
-        *,
-        counts_unknown: bool = False,
+        look: Callable[[Optimizer, list[torch.Tensor]], None],
     ) -> None:
-        parameters = list(model.parameters())
-        # Gradients that are there already come from a call before the model was fitted.
-        self.planned_calls = int(any(p.grad is not None for p in parameters))
-        self._name = type(model).__name__
-        self._counted = _with_those_inside(optimizer)
-        self._tell = tell
-        self._counts_unknown = counts_unknown
-        self._calls_at_step: weakref.WeakKeyDictionary[Optimizer, int] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._parameters = {id(p): weakref.ref(p) for p in parameters}
+        self._model = weakref.ref(model)
+        self.look = look
 
     def begin(self) -> None:
-        """Look at steps from now on, as long as this object lives."""
+        """Look at steps from now on, as long as this object and the model live."""
         _hook_all_optimizers()
-        _WATCHES.update(dict.fromkeys(self._parameters, weakref.ref(self)))
+        _WATCHES.add(self)
+        # The next step looks parameters up: a copy may still be in the making here.
+        _SEEN.clear()
 
     def end(self) -> None:
         """Look no more."""
-        for key in self._parameters:
-            known = _WATCHES.get(key)
-            if known is not None and known() is self:
-                del _WATCHES[key]
+        _WATCHES.discard(self)
+        _SEEN.clear()
 
-    def has(self, parameter: torch.Tensor) -> bool:
-        """Whether this is a parameter of the model, and no later one of the same id."""
-        known = self._parameters.get(id(parameter))
-        return known is not None and known() is parameter
-
-    def look(self, optimizer: Optimizer) -> None:
-        """Tell what a step of the model's parameters shows."""
-        before = self._calls_at_step.get(optimizer, 0)
-        self._calls_at_step[optimizer] = self.planned_calls
-        if self.planned_calls == before:
-            self._tell(
-                f"{type(optimizer).__name__} steps parameters of {self._name}, which was "
-                "fitted by remat but not called since the step before: its forward pass "
-                "ran without the plan, and the budget is not kept. Call the model "
-                "itself, or take its forward and compile it after remat.fit"
-            )
-        elif optimizer not in self._counted and not self._counts_unknown:
-            self._tell_of_state(optimizer)
-
-    def _tell_of_state(self, optimizer: Optimizer) -> None:
-        size_bytes = sum(
-            value.nbytes
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
-        )
-        # What needs no state needs next to nothing.
-        if size_bytes or self._counted:
-            name = type(optimizer).__name__
-            self._tell(
-                f"{name} steps parameters of {self._name} and is not the optimizer that "
-                f"was given to remat.fit: its state of {format_bytes(size_bytes)} "
-                f"({size_bytes} bytes), and what its steps take, are in no plan, so that "
-                "the budget can be exceeded. Fit with optimizer= this one"
-            )
+    def parameters(self) -> Iterable[torch.Tensor]:
+        """Return the parameters that the model has now."""
+        model = self._model()
+        return () if model is None else model.parameters()
 
 
-def _with_those_inside(optimizer: Optimizer | None) -> "weakref.WeakSet[Optimizer]":
-    found: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-    pending = [] if optimizer is None else [optimizer]
-    while pending:
-        one = pending.pop()
-        if one not in found:
-            found.add(one)
-            pending += [v for v in vars(one).values() if isinstance(v, Optimizer)]
-    return found
+def _look_parameters_up() -> None:
+    """Note whose each parameter is; they may have been added or replaced."""
+    _OF_PARAMETER.clear()
+    for watch in list(_WATCHES):
+        for parameter in watch.parameters():
+            _OF_PARAMETER.setdefault(id(parameter), []).append(weakref.ref(watch))
 
 
 @functools.cache
@@ -121,12 +76,109 @@ def _hook_all_optimizers() -> None:
 
 
 def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    seen: set[int] = set()
-    for group in optimizer.param_groups:
-        # As a rule a model's parameters are all there or not at all.
-        for parameter in group["params"][:1]:
-            reference = _WATCHES.get(id(parameter))
-            watch = None if reference is None else reference()
-            if watch is not None and id(watch) not in seen and watch.has(parameter):
-                seen.add(id(watch))
-                watch.look(optimizer)
+    if not _WATCHES:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if _SEEN.get(optimizer) != len(parameters):
+        _SEEN[optimizer] = len(parameters)
+        _look_parameters_up()
+    stepped: dict[int, tuple[StepWatch, list[torch.Tensor]]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            for reference in _OF_PARAMETER.get(id(parameter), ()):
+                watch = reference()
+                if watch is not None:
+                    stepped.setdefault(id(watch), (watch, []))[1].append(parameter)
+    for watch, own in stepped.values():
+        watch.look(optimizer, own)
+
+
+class FittedSteps:
+    """Tells of calls around a plan, and of optimizer state that it does not count.
+
+    Parameters
+    ----------
+    model
+        The fitted model.
+    counted_bytes
+        Bytes of optimizer state that its plans count at present; ``None`` if that is
+        not known here.
+    tell
+        Warns once for each message.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        counted_bytes: Callable[[], int | None],
+        tell: Callable[[str], None],
+    ) -> None:
+        self.was_called = any(p.grad is not None for p in model.parameters())
+        self._model = weakref.ref(model)
+        self._counted_bytes = counted_bytes
+        self._tell = tell
+        self._uncalled_steps = 0
+        self._is_state_told = False
+        # Per optimizer: how many parameters have state, and its bytes.
+        self._state: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def look(self, optimizer: Optimizer, stepped: list[torch.Tensor]) -> None:
+        """Tell what a step of the model's parameters shows."""
+        model = self._model()
+        if model is None:
+            return
+        if not self.was_called:
+            self._look_for_bypass(model, optimizer, stepped)
+        if not self._is_state_told:
+            self._look_at_state(model, optimizer, stepped)
+
+    def _look_for_bypass(
+        self, model: nn.Module, optimizer: Optimizer, stepped: list[torch.Tensor]
+    ) -> None:
+        """Tell if all parameters were trained twice and the model was never called.
+
+        A single step may be the one that makes the optimizer's state, with gradients of
+        zero, and a part of the parameters may be trained as part of another model.
+        """
+        trained = {id(p) for p in model.parameters() if p.requires_grad}
+        if not model.training or trained - {id(p) for p in stepped}:
+            return
+        if not any(p.grad is not None and bool(p.grad.any()) for p in stepped):
+            return
+        self._uncalled_steps += 1
+        if self._uncalled_steps == 2:
+            name = type(model).__name__
+            self._tell(
+                f"{type(optimizer).__name__} steps all parameters of {name}, which was "
+                "fitted by remat but not called since: its forward pass runs without the "
+                "plan, and the budget is not kept. Call the model itself, or take its "
+                "forward, or compile it, after remat.fit"
+            )
+
+    def _look_at_state(
+        self, model: nn.Module, optimizer: Optimizer, stepped: list[torch.Tensor]
+    ) -> None:
+        known_count, _ = self._state.get(optimizer, (-1, 0))
+        if known_count == len(optimizer.state):
+            return
+        own = {id(p): p for p in (*model.parameters(), *stepped)}
+        state = cast("Mapping[Any, Any]", optimizer.state)
+        size_bytes = sum(
+            sum(value.nbytes for value in entry.values() if torch.is_tensor(value))
+            for parameter, entry in state.items()
+            if id(parameter) in own and isinstance(entry, Mapping)
+        )
+        self._state[optimizer] = (len(optimizer.state), size_bytes)
+        total_bytes = sum(size for _, size in self._state.values())
+        counted_bytes = self._counted_bytes()
+        if counted_bytes is not None and total_bytes > counted_bytes:
+            self._is_state_told = True
+            self._tell(
+                f"{type(optimizer).__name__} steps parameters of {type(model).__name__}: "
+                f"the state of its optimizers takes {format_bytes(total_bytes)} "
+                f"({total_bytes} bytes), and the plan counts {counted_bytes} bytes, as "
+                "another optimizer or none was given to remat.fit. The budget can be "
+                "exceeded; fit with optimizer= this one"
+            )

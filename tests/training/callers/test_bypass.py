@@ -473,66 +473,153 @@ def test_without_gradients_the_models_own_forward_runs() -> None:
     assert x.grad is not None
 
 
-def test_a_copy_that_is_trained_is_told_of_once() -> None:
-    model, _ = fitted()
-    plain, other = made(), copy.deepcopy(model)
-    with pytest.warns(PlanWarning, match="a copy of a .* was fitted by remat"):
-        first = step(other, other)
-    assert all(map(torch.equal, first, step(plain, plain)))
-    step(other, other)
-    compiled = copy.deepcopy(model)
-    step(compiled, torch.compile(compiled, backend="eager", fullgraph=True))
-    fit(other)
-    assert fitted_on(other) is not None
-    assert all(map(torch.equal, step(plain, plain), step(other, other)))
+def train(
+    model: nn.Module, call: Call, optimizer: torch.optim.Optimizer, count: int = 1
+) -> None:
+    for _ in range(count):
+        optimizer.zero_grad()
+        square(call(X)).backward()
+        optimizer.step()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1)
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_steps_without_a_planned_call_are_told_of_once(is_compiled: bool) -> None:
-    """A forward that was taken before the model was fitted calls nothing of remat."""
-    model = made()
-    taken = (
-        torch.compile(model.forward, backend="eager") if is_compiled else model.forward
-    )
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    remat.fit(model, X, budget="60%", loss=square, optimizer=optimizer)
-    square(taken(X)).backward()
-    with pytest.warns(PlanWarning, match="SGD steps parameters of .* not called since"):
-        optimizer.step()
-    square(taken(X)).backward()
-    optimizer.step()
+def test_a_copy_that_is_trained_is_told_of_once(is_compiled: bool) -> None:
+    model, _ = fitted()
+    plain, other = made(), copy.deepcopy(model)
+    called: Any = other
+    if is_compiled:
+        called = torch.compile(other, backend="eager", fullgraph=True)
+    optimizer = sgd(other)
+    with pytest.warns(PlanWarning, match="steps a copy of a .* was fitted by remat"):
+        train(other, called, optimizer)
+    train(other, called, optimizer)
+    train(plain, plain, sgd(plain), 2)
+    assert all(map(torch.equal, plain.parameters(), other.parameters()))
 
 
-def test_steps_of_planned_calls_are_not_told_of() -> None:
-    model = made()
-    half = len(list(model.parameters())) // 2
-    first = torch.optim.SGD(list(model.parameters())[:half], 0.1)
-    second = torch.optim.SGD(list(model.parameters())[half:], 0.1)
-    square(model(X)).backward()
-    remat.fit(model, X, budget="60%", loss=square)
+def test_copies_that_are_not_trained_or_fitted_anew_are_not_told_of() -> None:
+    model, _ = fitted()
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    optimizer = sgd(model)
     for _ in range(2):
-        first.step()
-        second.step()
-        model.zero_grad()
-        square(model(X)).backward()
-
-
-def test_an_optimizer_that_no_plan_counts_is_told_of_once() -> None:
-    model = made()
-    counted = torch.optim.SGD(model.parameters(), 0.1)
-    remat.fit(model, X, budget="60%", loss=square, optimizer=counted)
-    for optimizer in (counted, torch.optim.Adam(model.parameters())):
-        model.zero_grad()
-        square(model(X)).backward()
-        if optimizer is counted:
-            optimizer.step()
-            continue
-        size_bytes = sum(2 * p.nbytes + 4 for p in model.parameters())
-        with pytest.warns(PlanWarning, match=rf"state of .* \({size_bytes} bytes\)"):
-            optimizer.step()
-        model.zero_grad()
-        square(model(X)).backward()
+        optimizer.zero_grad()
+        (square(model(X)) + square(teacher(X)).detach()).backward()
         optimizer.step()
+    other = copy.deepcopy(model)
+    fit(other)
+    train(other, other, sgd(other))
+
+
+def bound_before(model: nn.Module) -> Call:
+    return model.forward
+
+
+def compiled_before(model: nn.Module) -> Call:
+    return torch.compile(model.forward, backend="eager")
+
+
+def of_the_class(model: nn.Module) -> Call:
+    return lambda x: type(model).forward(model, x)
+
+
+@pytest.mark.parametrize("take", [bound_before, compiled_before, of_the_class])
+def test_training_around_the_plan_is_told_of_once(
+    take: Callable[[nn.Module], Call],
+) -> None:
+    model = made()
+    taken, optimizer = take(model), sgd(model)
+    remat.fit(model, X, budget="60%", loss=square, optimizer=optimizer)
+    train(model, taken, optimizer)
+    with pytest.warns(PlanWarning, match="SGD steps all parameters of .* called since"):
+        train(model, taken, optimizer)
+    train(model, taken, optimizer)
+
+
+def test_a_part_is_seen_wherever_its_parameters_stand() -> None:
+    whole = nn.ModuleList([nn.Linear(2, 2), made()])
+    part = whole[1]
+    taken = part.forward
+    fit(part)
+    optimizer = torch.optim.AdamW(whole.parameters())
+    with pytest.warns(PlanWarning) as told:
+        train(part, taken, optimizer, 3)
+    assert len(told) == 2  # Around the plan, and with state that it does not count.
+
+
+def test_correct_loops_are_not_told_of() -> None:
+    model = made()
+    parameters = list(model.parameters())
+    parts = [parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]]
+    optimizers = [torch.optim.SGD(part, 0.1) for part in parts]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    remat.fit(model, X, budget="60%", loss=square)
+    # As a checkpoint of an optimizer makes its state, before anything is trained.
+    for optimizer in optimizers:
+        optimizer.step()
+    for _ in range(3):
+        model.zero_grad()
+        square(model(X)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_models_that_share_parameters_are_not_taken_for_each_other() -> None:
+    shared = nn.Linear(64, 64)
+    one = nn.Sequential(shared, nn.Linear(64, 64))
+    other = nn.Sequential(shared, nn.Linear(64, 64))
+    for model in (one, other):
+        remat.fit(model, X, budget="100%", loss=square)
+    optimizer = torch.optim.SGD([*one.parameters(), *other[1].parameters()], 0.1)
+    train(one, one, optimizer, 3)
+    train(other, other, optimizer, 2)
+
+
+def test_state_that_no_plan_counts_is_told_of_once() -> None:
+    model = made()
+    counted = sgd(model)
+    remat.fit(model, X, budget="60%", loss=square, optimizer=counted)
+    train(model, model, counted)
+    size_bytes = sum(2 * p.nbytes + 4 for p in model.parameters())
+    each = [torch.optim.Adam([parameter]) for parameter in model.parameters()]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", PlanWarning)
+        for _ in range(2):
+            model.zero_grad()
+            square(model(X)).backward()
+            for optimizer in each:
+                optimizer.step()
+    assert ["the plan counts 0 bytes" in str(each.message) for each in told] == [True]
+    other = made()
+    fit(other)
+    with pytest.warns(PlanWarning, match=rf"takes .* \({size_bytes} bytes\)"):
+        train(other, other, torch.optim.Adam(other.parameters()))
+
+
+class KeepsCount(torch.optim.SGD):
+    """Has a number among its state, as some optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["count"] = 1  # pyright: ignore[reportArgumentType]
+        return super().step(closure)
+
+
+def test_state_that_is_counted_is_not_told_of() -> None:
+    model = made()
+    optimizer = torch.optim.AdamW(model.parameters())
+    remat.fit(model, X, budget="60%", loss=square, optimizer=optimizer)
+    train(model, model, optimizer)
+    anew = torch.optim.AdamW(model.parameters())
+    anew.load_state_dict(optimizer.state_dict())
+    del optimizer
+    train(model, model, anew)
+    other = made()
+    fit(other)
+    train(other, other, KeepsCount(other.parameters(), 0.1))
 
 
 def test_after_release_steps_are_nobodys_business() -> None:
