@@ -36,7 +36,7 @@ from remat.core.problem import Limits, Problem
 from remat.planning.portfolio import solve
 from remat.planning.smallest_budget import smallest_budget
 from remat.solvers import SOLVERS, chosen_solvers
-from remat.training.fitting import PlanRequest
+from remat.training.request import PlanRequest
 from remat.training.verification import Outcome, TrainingStep, compare
 from studies.fresh_process import STEADY_ALLOCATION, run_module
 from studies.models import MODELS, Options, Workload
