@@ -250,7 +250,7 @@ def records() -> Iterator[CASES]:
     yield (
         Schedule,
         {"steps": (Compute(0), Boundary())},
-        {"steps": (*NO_LISTS, (1,), (None,), *((step,) for step in steps))},
+        {"steps": (*NO_LISTS, {}, (1,), (None,), *((step,) for step in steps))},
     )
     yield (
         simulate,
@@ -695,6 +695,8 @@ def planning_cases() -> Iterator[CASES]:
             "budget": (*sizes, "", "12 Gib", {"gpu": 100}, {"cpu": 100, "gpu": 100}),
             "platform": (NAN, 3, "x", ()),
             "fingerprint": NO_TEXT,
+            "has_assumed_loss": NO_FLAGS,
+            "settings": (NAN, 3, "x", [], ()),
             "progress": (*WRONG_TYPES,),
             "objective": NO_WORDS,
             **planned,

@@ -361,8 +361,18 @@ def test_residents_without_tensors_are_refused_before_anything_runs():
         measure(step, resident=[object()])
     with pytest.raises(TypeError, match="step is 3; it must be a function"):
         measure(cast("Any", 3))
-    with pytest.raises(ProfileError, match="warmup=-1"):
-        measure(step, warmup=-1)
+    for bad in (-1, "1", 1.5, True):
+        with pytest.raises(ValueError, match=r"warmup is .*; it must be an integer"):
+            measure(step, warmup=bad)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ValueError, match=r"repeats is .*; it must be an integer"):
+            measure(step, repeats=bad)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"repeats is .* at most 1_000_000"):
+        measure(step, repeats=2**70)
+    for device in ("gpu", (), 1.5):
+        with pytest.raises(
+            ProfileError, match=r"device is .*; it must be a device such"
+        ):
+            measure(step, device=device)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ProfileError, match="not on 'meta'"):
         measure(step, device="meta")
 

@@ -8,7 +8,7 @@ asks, and its message names the argument, what it is, and what it must be.
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import SupportsIndex, TypeVar, cast
 
@@ -145,7 +145,7 @@ def entries_of(given: object) -> tuple[object, ...] | None:
     """Return the entries of a list of any kind; ``None`` for what is none."""
     if type(given) is tuple:
         return cast("tuple[object, ...]", given)
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
         return None
     try:
         return tuple(cast("Iterable[object]", given))

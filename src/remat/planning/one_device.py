@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 from remat.core.checks import (
     checked_callable,
+    checked_flag,
     checked_record,
     checked_text,
     checked_word,
@@ -107,6 +108,9 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
     checked_record("graph", graph, TrainingGraph)
     checked_text("fingerprint", fingerprint)
     checked_callable("progress", progress)
+    checked_flag("has_assumed_loss", has_assumed_loss)
+    if settings is not None:
+        checked_record("settings", settings, Mapping)
     if platform is not None:
         checked_record("platform", platform, Platform)
     objective = checked_word("objective", objective, Objective)

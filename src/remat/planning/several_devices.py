@@ -210,16 +210,20 @@ def plan_on_devices(  # noqa: PLR0913 - every option that a user has
         # What an error would have named as possible is not refused.
         schedule = floor.schedule
         result = replace(result, solver="smallest_budget", status=Status.FEASIBLE)
+    judged = result.trace if schedule is result.schedule else None
+    if not limits.is_over:
+        schedule, judged = overlapping(graph, platform, schedule, limits), None
     return Plan(
         graph=graph,
         platform=platform,
-        schedule=overlapping(graph, platform, schedule),
+        schedule=schedule,
         solver=result.solver,
         status=result.status,
         bound_ns=result.bound_ns,
         fingerprint=fingerprint,
         objective=objective,
         settings=plan_settings(settings, solver, seed, result),
+        _judged=judged,
     )
 
 

@@ -27,7 +27,7 @@ from typing import Any, cast
 
 import torch
 
-from remat.core.checks import checked_integer, checked_list
+from remat.core.checks import checked_integer, checked_list, shown
 from remat.core.errors import ProfileError
 from remat.profile.allocations import (
     Allocation,
@@ -42,6 +42,8 @@ from remat.torch_compat.names import (
     is_functorch_wrapped_tensor,
     is_traceable_wrapper_subclass,
 )
+
+_MOST_REPEATS = 10**6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +148,7 @@ def measure(
         msg = f"step is {step!r}; it must be a function that runs one training step"
         raise TypeError(msg)
     warmup = checked_integer("warmup", warmup, least=0)
-    repeats = checked_integer("repeats", repeats, least=0)
+    repeats = checked_integer("repeats", repeats, least=0, most=_MOST_REPEATS)
     place = _device(device)
     if resident is not None:
         # Wrong entries are refused before anything runs.
@@ -331,7 +333,14 @@ def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
         uses_cuda = torch.cuda.is_initialized() and torch.cuda.memory_allocated() > 0
         device = "cuda" if uses_cuda else "cpu"
-    place = torch.device(device)
+    try:
+        place = torch.device(device)
+    # What torch says of other types and words names no argument.
+    except (RuntimeError, TypeError, ValueError) as error:
+        msg = (
+            f"device is {shown(device)}; it must be a device such as 'cpu' or 'cuda:0'"
+        )
+        raise ProfileError(msg) from error
     if str(place) == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return place

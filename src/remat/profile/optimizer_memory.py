@@ -215,7 +215,8 @@ def optimizer_bytes(
         msg = (
             f"the memory of {name}.step() cannot be predicted without running it: "
             f"{type(error).__name__}: {error or 'no reason given'}. Use an optimizer "
-            "whose step() needs no closure and does not branch on values of tensors, or "
+            "whose step() needs no closure and does not branch on values of tensors, give "
+            "the one inside it that does the steps, or "
             "leave the optimizer out and lower the budget by what it needs"
         )
         raise CaptureError(msg) from error

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from remat.core.graph import TrainingGraph
 from remat.core.platform import Platform
+from remat.core.problem import Limits
 from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
 from remat.core.simulator import simulate
 
@@ -21,7 +22,10 @@ _Place = tuple[int, int]
 
 
 def overlapping(
-    graph: TrainingGraph, platform: Platform, schedule: Schedule
+    graph: TrainingGraph,
+    platform: Platform,
+    schedule: Schedule,
+    limits: Limits | None = None,
 ) -> Schedule:
     """Return a schedule of the same ops that takes no longer when copies overlap.
 
@@ -31,6 +35,8 @@ def overlapping(
         What is trained, and where; a device without a budget has room for everything.
     schedule
         A valid schedule.
+    limits
+        When to stop; the best by then is returned.
 
     Returns
     -------
@@ -45,6 +51,8 @@ def overlapping(
     """
     best, trace = schedule, simulate(graph, platform, schedule)
     for change in (_discard_late, _drop_unused, _copy_early):
+        if limits is not None and limits.is_over:
+            break
         changed = Schedule(tuple(change(graph, platform, best.steps)))
         found = simulate(graph, platform, changed)
         before = (trace.overlapped_ns, trace.serial_ns)

@@ -9,6 +9,7 @@ if there is a device to store the rest. Copies wait for each other:
 """
 
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from remat.core.bounds import peak_bound_bytes
 from remat.core.graph import Phase, TrainingGraph
@@ -38,6 +39,11 @@ class _Pager:
     used: list[int] = field(default_factory=list[int])
     # Per storage the positions in the order at which it must be at home, last first.
     uses: list[list[int]] = field(default_factory=list[list[int]])
+    # What may leave home, the one that is used last first: next use and size, both
+    # negative, and the storage. Entries that a later use has overtaken are left in.
+    leaving: list[tuple[int, int, int]] = field(
+        default_factory=list[tuple[int, int, int]]
+    )
 
     def run(self) -> Schedule:
         order = store_all_order(self.graph)
@@ -97,14 +103,18 @@ class _Pager:
         missing = sorted(wanted - self.at_home)
         limit = self.platform.devices[0].budget_bytes
         needed = added_bytes + sum(map(self.size, missing))
-        candidates = sorted(
-            self.at_home - wanted - self.graph.held_outputs,
-            key=lambda s: (-self.next_use(s, position), -self.size(s), s),
-        )
-        for storage in candidates:
-            if limit is None or self.used[0] + needed <= limit:
-                break
-            self.send(storage)
+        kept: list[tuple[int, int, int]] = []
+        while limit is not None and self.used[0] + needed > limit and self.leaving:
+            entry = heappop(self.leaving)
+            storage = entry[-1]
+            if storage in wanted:
+                kept.append(entry)
+            elif storage in self.at_home and -entry[0] == self.next_use(
+                storage, position
+            ):
+                self.send(storage)
+        for entry in kept:
+            heappush(self.leaving, entry)
         if limit is not None and self.used[0] + needed > limit:
             raise _NoRoomError
         for storage in missing:
@@ -138,7 +148,11 @@ class _Pager:
 
     def drop_dead(self, storages: set[int], position: int) -> None:
         for storage in sorted(storages):
-            if self.next_use(storage, position + 1) != _NEVER:
+            next_use = self.next_use(storage, position + 1)
+            if next_use != _NEVER:
+                if storage not in self.graph.held_outputs:
+                    entry = (-next_use, -self.size(storage), storage)
+                    heappush(self.leaving, entry)
                 continue
             self.leave(storage)
             if storage in self.stored:
@@ -165,7 +179,7 @@ def paged(graph: TrainingGraph, platform: Platform) -> tuple[Schedule, Trace] | 
 
     Notes
     -----
-    Time O(ops x live storages).
+    Time O(reads and writes of all ops x log of their number), plus a replay.
     """
     kind = graph.kind_index(platform.devices[0].kind)
     runs_at_home = all(op.cost_ns[kind] is not None for op in graph.ops)
