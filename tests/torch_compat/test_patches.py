@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import remat
-from remat.profile.kernel_choice import Kernels
+from remat.planning.plan import Kernels
 from remat.torch_compat.names import FakeTensorMode, MemoryFormatMeta
 from remat.torch_compat.patches import KEYS, alone, patched, python_kernels
 
