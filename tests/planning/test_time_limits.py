@@ -18,6 +18,7 @@ from remat.core.graph import TrainingGraph
 from remat.core.platform import single_device
 from remat.core.problem import Limits, Problem, Proposal, Result, Status, StopReason
 from remat.native import core
+from remat.planning.curve import trade_off
 from remat.planning.one_device import plain_peak_bytes, plan_graph, raise_budget_error
 from remat.planning.portfolio import solve, solve_portfolio
 from remat.planning.smallest_budget import Floor, smallest_budget
@@ -325,6 +326,18 @@ def test_planning_takes_the_limit_and_a_second(
         plan_graph(graph, budget=budget, solver=solver, time_limit=0.5)
     used_s = time.process_time() - started
     assert used_s < 0.5 + ALLOWED_S + 2 * replay_s(problem_of(graph, budget))
+
+
+@pytest.mark.usefixtures("no_garbage_of_others")
+def test_the_search_for_the_smallest_budget_of_a_curve_is_limited_too():
+    graph = mlp_chain(900).graph
+    replays_s = 8 * replay_s(problem_of(graph, None))
+    started = time.process_time()
+    plans = trade_off(graph, 2, solver="store-all", time_limit=0.2)
+    used_s = time.process_time() - started
+    # The smallest budget and two more; without a limit it takes 25 s.
+    assert used_s < 3 * (0.2 + ALLOWED_S) + replays_s
+    assert plans
 
 
 def test_a_graph_that_cannot_be_prepared_in_time_is_not_known_to_be_infeasible():

@@ -46,7 +46,7 @@ def trade_off(  # noqa: PLR0913 - every option that a user has
     ----------
     graph, fingerprint, solver, time_limit, seed, settings
         As for :func:`remat.planning.one_device.plan_graph`; the time limit is for each
-        budget.
+        budget, and for the search for the smallest.
     budgets
         The budgets, or how many to spread evenly from the smallest known to the
         peak without rematerialisation (at least 2). The smallest known is always
@@ -76,7 +76,8 @@ def trade_off(  # noqa: PLR0913 - every option that a user has
     kind = graph.device_kinds[0]
 
     def smallest() -> tuple[Plan, int]:
-        floor = smallest_budget(graph, kind=kind)
+        limits = Limits.after(time_limit, seed)
+        floor = smallest_budget(graph, kind=kind, limits=limits)
         platform = single_device(floor.budget_bytes, kind)
         plan = Plan(
             graph=graph,
@@ -144,7 +145,7 @@ def trade_off_on_devices(  # noqa: PLR0913 - every option that a user has
         Budgets of the other devices, by name, where the platform has none.
     fingerprint, solver, time_limit, seed, settings
         As for :func:`remat.planning.one_device.plan_graph`; the time limit is for each
-        budget.
+        budget, and for the search for the smallest.
     progress
         Called with the budget in turn and the share of budgets that are done.
 
@@ -178,9 +179,9 @@ def trade_off_on_devices(  # noqa: PLR0913 - every option that a user has
     staying = {device.name: device.budget_bytes for device in platform.devices}
 
     def smallest() -> tuple[Plan, int]:
-        return _smallest(graph, platform, fingerprint, settings), graph.resident_bytes(
-            0
-        )
+        limits = Limits.after(time_limit, seed)
+        plan = _smallest(graph, platform, fingerprint, settings, limits)
+        return plan, graph.resident_bytes(0)
 
     def within(budget_bytes: int) -> Plan | None:
         try:
@@ -298,12 +299,13 @@ def _smallest(
     platform: Platform,
     fingerprint: str,
     settings: Mapping[str, Any] | None,
+    limits: Limits,
 ) -> Plan:
     """Return the plan of the smallest budget of the first device that is known."""
     home = platform.devices[0]
-    floor = smallest_budget(graph, kind=home.kind)
+    floor = smallest_budget(graph, kind=home.kind, limits=limits)
     schedule, peak_bytes, name = floor.schedule, floor.budget_bytes, "smallest_budget"
-    paged = smallest_paged(graph, platform, floor.budget_bytes)
+    paged = smallest_paged(graph, platform, floor.budget_bytes, limits)
     if paged is not None:
         schedule, peak_bytes, name = paged[0], paged[1].peak_bytes[0], "Paging"
     platform = platform.with_budgets({home.name: peak_bytes})
