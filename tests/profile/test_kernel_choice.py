@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._inductor import cpp_builder
 from torch._inductor.exc import InvalidCxxCompiler
 
 import remat
@@ -23,6 +22,7 @@ from remat.profile.operators import (
     profile_operators,
     result_layouts,
 )
+from remat.torch_compat import names
 from remat.training.fitted_model import FittedModel
 from remat.training.step_planning import CompilerPlanner
 
@@ -307,7 +307,7 @@ def test_without_a_compiler_the_message_says_so(
     def none_found() -> str:
         raise InvalidCxxCompiler
 
-    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none_found)
+    monkeypatch.setattr(names, "get_cpp_compiler", none_found)
     with pytest.raises(MissingDependencyError, match="needs a C\\+\\+ compiler"):
         remat.plan(model, X, budget="85%", kernels="fused")
 

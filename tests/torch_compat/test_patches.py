@@ -133,7 +133,7 @@ class Convolutional(nn.Module):
 
 def trained(model: nn.Module, batches: torch.Tensor) -> list[torch.Tensor]:
     """Return losses, gradients and parameters of three steps."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found: list[torch.Tensor] = []
     for batch in batches:
         optimizer.zero_grad()

@@ -8,7 +8,9 @@ of torch tells of its steps.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -22,6 +24,8 @@ _WATCHES: "weakref.WeakSet[StepWatch]" = weakref.WeakSet()
 _OF_PARAMETER: dict[int, list["weakref.ref[StepWatch]"]] = {}
 _SEEN: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
 """How many parameters an optimizer had when parameters were last looked up for it."""
+
+_IS_OURS: ContextVar[bool] = ContextVar("steps of remat's own", default=False)
 
 
 class StepWatch:
@@ -62,6 +66,17 @@ class StepWatch:
         return () if model is None else model.parameters()
 
 
+@contextmanager
+def steps_of_ours() -> Generator[None]:
+    """Look at no step that this thread makes in the block: they train nothing."""
+    before = _IS_OURS.get()
+    _IS_OURS.set(True)
+    try:
+        yield
+    finally:
+        _IS_OURS.set(before)
+
+
 def _look_parameters_up() -> None:
     """Note whose each parameter is; they may have been added or replaced."""
     _OF_PARAMETER.clear()
@@ -76,7 +91,7 @@ def _hook_all_optimizers() -> None:
 
 
 def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    if not _WATCHES:
+    if not _WATCHES or _IS_OURS.get():
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if _SEEN.get(optimizer) != len(parameters):

@@ -25,6 +25,7 @@ from remat.training.caller_state import kept_optimizer, unchanged
 from remat.training.device_memory import DevicePeak, device_peaks
 from remat.training.fitted_model import FittedModel, fitted_on, plain_model
 from remat.training.fitting import keywords, positional
+from remat.training.optimizer_steps import steps_of_ours
 from remat.training.request import (
     Loss,
     PlanOptions,
@@ -543,7 +544,8 @@ class TrainingStep:
         outputs = self.call(called)
         self.loss(outputs).backward()
         if self.optimizer is not None:
-            self.optimizer.step()
+            with steps_of_ours():
+                self.optimizer.step()
 
     def peak_bytes(self, called: Callable[..., Any] | None) -> int:
         """Return the measured peak of a whole training step, in bytes."""

@@ -621,6 +621,14 @@ def test_state_that_is_counted_is_not_told_of() -> None:
     train(other, other, KeepsCount(other.parameters(), 0.1))
 
 
+def test_steps_of_verify_are_not_told_of() -> None:
+    model = made()
+    optimizer = torch.optim.AdamW(model.parameters())
+    remat.fit(model, X, budget="60%", loss=square, optimizer=optimizer)
+    report = remat.verify(model, X, budget="60%", loss=square, optimizer=optimizer)
+    assert report.is_exact
+
+
 def test_after_release_steps_are_nobodys_business() -> None:
     model, _ = fitted()
     remat.release(model)
