@@ -162,15 +162,15 @@ def quick_parts(
 @pytest.mark.parametrize(
     ("slowdown", "limit_s", "expected"),
     [
-        # Half of 1 s, then at least 0.6 s, as long as fewer than two have found any.
-        (1.0, 1.0, [0.6, 0.6, 0.6]),
+        # Half of 1 s, then at least 0.7 s, as long as fewer than two have found any.
+        (1.0, 1.0, [0.7, 0.7, 0.7]),
         # By the clock it is all over after the first one; by the processor it is not.
-        (2.0, 1.0, [0.6, 1.2, 1.2]),
+        (2.0, 1.0, [0.7, 1.4, 1.4]),
         # However busy the machine is.
-        (8.0, 1.0, [0.6, 1.8, 1.8]),
+        (8.0, 1.0, [0.7, 2.1, 2.1]),
         (1.0, 10.0, [5.0, 4.9, 4.65, 4.4]),
         # The turn of the third comes too late.
-        (1.0, 0.3, [0.6, 0.6]),
+        (1.0, 0.3, [0.7, 0.7]),
     ],
 )
 def test_quick_solvers_get_what_they_need_for_a_first_schedule(

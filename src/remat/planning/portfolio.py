@@ -29,7 +29,7 @@ from remat.solvers.base import (
     solve_in_time,
 )
 
-LEAST_S = 0.6
+LEAST_S = 0.7
 """What a quick solver gets in any case, in seconds of the processor.
 
 A solver that is stopped before its first schedule was run for nothing. For 10 000 ops
@@ -38,7 +38,7 @@ the quick ones need about half a second each, which a share of a short limit is 
 _IN_ANY_CASE = 2
 """How many of them, as none is the better one of two on all graphs."""
 
-_LATE_S = 0.25
+_LATE_S = 0.2
 """How late a quick solver may begin; with :data:`LEAST_S` it is less than a second."""
 
 _SLOWEST = 3.0
