@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import SupportsIndex, TypeVar, cast
 
-T = TypeVar("T")
 W = TypeVar("W", bound=StrEnum)
 
 LARGEST = 2**63 - 1
@@ -131,14 +130,11 @@ def checked_integers(
     )
 
 
-def checked_nonempty(
-    label: str, values: tuple[T, ...], *, error: type[ValueError] = ValueError
-) -> tuple[T, ...]:
-    """Return a list that has an entry, or raise ``error``."""
+def checked_nonempty(label: str, values: tuple[object, ...]) -> None:
+    """Refuse a list without an entry."""
     if not values:
         msg = f"{label} is empty; give at least one"
-        raise error(msg)
-    return values
+        raise ValueError(msg)
 
 
 def entries_of(given: object) -> tuple[object, ...] | None:

@@ -147,7 +147,7 @@ class FittedSteps:
         if not self.was_called:
             self._look_for_bypass(model, optimizer, stepped)
         if not self._is_state_told:
-            self._look_at_state(model, optimizer, stepped)
+            self._look_at_state(model, optimizer)
 
     def _look_for_bypass(
         self, model: nn.Module, optimizer: Optimizer, stepped: list[torch.Tensor]
@@ -172,13 +172,11 @@ class FittedSteps:
                 "forward, or compile it, after remat.fit"
             )
 
-    def _look_at_state(
-        self, model: nn.Module, optimizer: Optimizer, stepped: list[torch.Tensor]
-    ) -> None:
+    def _look_at_state(self, model: nn.Module, optimizer: Optimizer) -> None:
         known_count, _ = self._state.get(optimizer, (-1, 0))
         if known_count == len(optimizer.state):
             return
-        own = {id(p): p for p in (*model.parameters(), *stepped)}
+        own = {id(parameter) for parameter in model.parameters()}
         state = cast("Mapping[Any, Any]", optimizer.state)
         size_bytes = sum(
             sum(value.nbytes for value in entry.values() if torch.is_tensor(value))
