@@ -2,11 +2,13 @@
 # Needs python3 >= 3.11 (or PYTHON=...), pip, make, and an index to install from.
 
 PYTHON ?= python3
-VENV := .venv
+# TORCH=2.15.0 works with that version, in an environment of its own.
+TORCH ?=
+VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	--constraint constraints.txt
+	--constraint $(or $(TORCH:%=$(STAMPS)/constraints.txt),constraints.txt)
 # Threads that wait for each other do so asleep: workers share the cores.
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
@@ -24,11 +26,11 @@ help: ## show this list
 demo: $(STAMPS)/demo ## train two real models plainly and within a budget
 	$(BIN)/python -m examples.demo $(DEMO_ARGS)
 
-test: $(STAMPS)/dev ## run the tests; PYTEST_ARGS="-k name" is passed on
+test: $(STAMPS)/dev ## run the tests; PYTEST_ARGS="-k name" is passed on, TORCH=2.15.0 is installed
 	$(PYTEST) $(PARALLEL) $(PYTEST_ARGS)
 
 # AREA names a folder or the beginning of files: solvers, test_units, cli/test_dev.
-check: $(STAMPS)/dev ## run the tests that take less than 5 s; AREA=solvers for tests/solvers*
+check: $(STAMPS)/dev ## run the tests that are not in tests/slow.txt; AREA=solvers for tests/solvers*
 	$(PYTEST) $(PARALLEL) -m "not slow" \
 		$(if $(AREA),$(or $(wildcard tests/$(AREA)*),$(error no tests/$(AREA)*))) \
 		$(PYTEST_ARGS)
@@ -68,7 +70,7 @@ docs: $(STAMPS)/docs ## build the documentation into build/site
 	$(BIN)/mkdocs build --strict
 
 clean: ## remove the environment, caches and everything built
-	rm -rf $(VENV) build dist demo-output .pytest_cache .ruff_cache .hypothesis \
+	rm -rf .venv .venv-torch-* build dist demo-output .pytest_cache .ruff_cache .hypothesis \
 		.import_linter_cache
 	find src tests studies examples -name __pycache__ -prune -exec rm -rf {} + \
 		2>/dev/null || true
@@ -89,5 +91,6 @@ $(STAMPS)/dev: EXTRAS := dev,studies
 $(STAMPS)/docs: EXTRAS := docs
 NATIVE := CMakeLists.txt $(wildcard src/remat/native/*.?pp)
 $(STAMPS)/demo $(STAMPS)/dev $(STAMPS)/docs: pyproject.toml constraints.txt $(NATIVE) | $(STAMPS)/venv
+	$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(STAMPS)/constraints.txt)
 	$(PIP_INSTALL) --editable ".[$(EXTRAS)]"
 	@touch $@

@@ -26,7 +26,7 @@ from remat.core.problem import Limits, Problem
 from remat.planning.portfolio import solve
 from remat.solvers.base import Solver
 from remat.solvers.checkmate import Checkmate, CheckmateLpRounding
-from remat.solvers.frontier_model import Rows
+from remat.solvers.checkmate_model import Rows
 from remat.solvers.moccasin import Moccasin
 from remat.solvers.store_all import StoreAll
 

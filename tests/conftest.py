@@ -1,8 +1,12 @@
 """What every test shares: how hypothesis runs, and what is skipped without CUDA."""
 
 import gc
-from collections.abc import Iterable
+import logging
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +32,42 @@ pretty.for_type_by_name("remat.core.graph", "TrainingGraph", _print_fields)
 pretty.for_type_by_name("remat.core.schedule", "Schedule", _print_fields)
 
 
-def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
+SLOW = Path(__file__).with_name("slow.txt")
+"""Names the tests that `make check` leaves out, one a line."""
+
+_QUICK_S = 0.5
+
+_seconds: defaultdict[str, float] = defaultdict(float)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-slow",
+        action="store_true",
+        help=f"write to {SLOW.name} which of the tests take more than {_QUICK_S} s",
+    )
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _seconds[report.nodeid] += report.duration
+
+
+def pytest_terminal_summary(config: pytest.Config) -> None:
+    if config.getoption("--write-slow"):
+        slow = {name for name, seconds in _seconds.items() if seconds > _QUICK_S}
+        slow.update(slow_tests() - set(_seconds))
+        SLOW.write_text("\n".join([*sorted(slow), ""]), encoding="utf-8")
+
+
+def slow_tests() -> set[str]:
+    return set(SLOW.read_text(encoding="utf-8").splitlines())
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    slow = slow_tests()
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker("slow")
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not marked:
         return
@@ -43,10 +82,26 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported out of the collector's walks: it stays in any case.
+    if "torch" in sys.modules:
+        # pytest listens to loggers that propagate nothing; this one then prints graphs.
+        logging.getLogger("torch.__trace").propagate = True
+    freeze_what_stays()
 
-    With every module of the tests imported, a walk takes a second, and tests with large
-    graphs set off many.
+
+@pytest.fixture(scope="module", autouse=True)
+def modules_start_afresh() -> Iterator[None]:
+    """Keep the collector's walks as short for the last module as for the first."""
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].compiler.reset()
+    freeze_what_stays()
+
+
+def freeze_what_stays() -> None:
+    """Leave what was imported or is cached out of the collector's walks from now on.
+
+    Measuring memory walks the heap three times a step. With what thousands of tests
+    leave behind, such a walk takes a second, and the suite nearly twice its time.
     """
     gc.collect()
     gc.freeze()

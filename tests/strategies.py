@@ -7,13 +7,14 @@ detours, and :func:`mutated`, which damages one.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from hypothesis import assume
+from hypothesis import assume, reject
 from hypothesis import strategies as st
 
 from remat.core.graph import Op, Phase, Storage, TrainingGraph
 from remat.core.liveness import insert_discards
 from remat.core.platform import Device, Link, Platform
 from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
+from remat.testing.device_oracles import SearchTooLargeError, best_on_devices
 
 KINDS = ("cpu", "gpu")
 
@@ -362,3 +363,13 @@ def cases(
     if is_mutated or (is_mutated is None and draw(st.booleans())):
         schedule = draw(mutated(graph, platform, schedule))
     return Case(graph, platform, schedule)
+
+
+def optimum(
+    graph: TrainingGraph, platform: Platform, *, is_staged: bool = False
+) -> tuple[int, Schedule] | None:
+    """Return the optimum of what was drawn; draw again if it takes too long to find."""
+    try:
+        return best_on_devices(graph, platform, is_staged=is_staged, most_places=20_000)
+    except SearchTooLargeError:
+        reject()

@@ -66,7 +66,7 @@ from remat.search.device_execution import ExecutionRule
 from remat.search.eviction import EvictionRule
 from remat.solvers import SOLVERS, DeviceSearch, GreedyEviction, StoreAll
 from remat.solvers.backends.mathopt import MipSolver
-from remat.solvers.frontier_model import Rows
+from remat.solvers.checkmate_model import Rows
 from remat.solvers.greedy_eviction import Candidate
 from remat.solvers.lower_sets import LowerSetsEffort
 

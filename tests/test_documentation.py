@@ -18,7 +18,7 @@ from remat import algorithms
 from remat.cli import main
 from remat.cli.base import ExitCode
 from remat.cli.commands import COMMANDS
-from remat.solvers import AUTO, SOLVERS
+from remat.solvers.registry import AUTO, SOLVERS
 from studies import headline, notebook
 
 ROOT = Path(__file__).parents[1]
@@ -99,7 +99,6 @@ class TestCode:
         yield
         torch.compiler.reset()
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("page", PAGES_WITH_CODE)
     def test_page_runs(self, page: str) -> None:
         found = blocks(read(page), "python")
@@ -148,7 +147,6 @@ class TestNotebook:
         yield notebook.load(notebook.NOTEBOOK)["cells"]
         torch.compiler.reset()
 
-    @pytest.mark.slow
     def test_it_runs_and_keeps_its_promises(self, cells: list[dict[str, Any]]) -> None:
         kept = [self.shown(cell) for cell in cells]
         notebook.run({"cells": cells})

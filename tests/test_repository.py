@@ -278,6 +278,13 @@ class TestDocuments:
 class TestScripts:
     """The scripts that machines start."""
 
+    def test_every_test_that_is_left_out_exists(self) -> None:
+        for name in (ROOT / "tests/slow.txt").read_text(encoding="utf-8").splitlines():
+            path, *_, function = name.partition("[")[0].split("::")
+            text = (ROOT / path).read_text(encoding="utf-8")
+            # Pages and examples are tests of their own.
+            assert f"def {function}(" in text or path.startswith("src/"), name
+
     def dry_run(self, *words: str) -> subprocess.CompletedProcess[str]:
         command = ["make", "--dry-run", "check", *words]
         return subprocess.run(

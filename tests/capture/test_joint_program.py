@@ -22,7 +22,7 @@ from remat.core.liveness import schedule_from_order, store_all_order
 from remat.core.platform import single_device
 from remat.core.schedule import Schedule
 from remat.core.simulator import simulate
-from remat.runtime.backend import PlannedBackend, StoppedBeforeRunningError
+from remat.training.step_backend import PlannedBackend, StoppedBeforeRunningError
 
 
 def trace(model: nn.Module, *args: Any) -> JointProgram:

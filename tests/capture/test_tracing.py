@@ -1,9 +1,12 @@
 """What cannot be traced: named with the user's line and a remedy that fits."""
 
 import functools
+import importlib
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,7 +144,7 @@ def test_what_fails_about_a_node_names_the_line_of_the_node(
     def bending(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         return linear(x).tanh().sum()
 
-    monkeypatch.setattr("remat.runtime.backend.correct_statistics", fails)
+    monkeypatch.setattr("remat.capture.rewrites.correct_statistics", fails)
     message = refused(Forward(bending))
     assert "NotImplementedError: nothing is known of tanh" in message
     assert "linear(x).tanh().sum()" in message
@@ -187,6 +190,32 @@ def test_sharded_modules_are_named(part: str) -> None:
     message = refused(model)
     assert "is sharded (FSDP" in message
     assert message.startswith(f"part {part!r}" if part else "the model")
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("part", ["", "0"])
+@pytest.mark.parametrize("is_called_before", [False, True])
+def test_sharding_after_the_fit_is_named(part: str, is_called_before: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    remat.fit(model, X, budget="100%", costs="estimated")
+    if is_called_before:
+        model(X).sum().backward()
+    fully_shard(model.get_submodule(part))
+    with pytest.raises(CaptureError) as caught:
+        model(X)
+    message = str(caught.value)
+    assert message.startswith(f"part {part!r}" if part else "the model")
+    assert "is sharded (FSDP" in message
+    assert "fit a model that is not sharded" in message
+
+
+@pytest.mark.usefixtures("process_group")
+def test_parameters_that_a_module_around_the_model_shards_are_named() -> None:
+    model = nn.Linear(4, 4)
+    fully_shard(nn.Sequential(model))
+    message = refused(model)
+    assert message.startswith("parameter 'weight' of the model is sharded")
+    assert "fit the model before it is sharded" in message
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -322,6 +351,29 @@ def test_a_lock_at_every_call_is_refused_with_both_remedies() -> None:
     assert "with LOCK:" in message
     assert "run one forward pass first (with torch.no_grad(): model(...))" in message
     assert "take the lock outside forward" in message
+
+
+def test_code_of_a_library_is_named_with_the_users_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site-packages" / "somelib"
+    package.mkdir(parents=True)
+    source = "def shown(x):\n    print(x.sum().item())\n    return x\n"
+    (package / "__init__.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(package.parent)
+    somelib = importlib.import_module("somelib")
+
+    def calling(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return somelib.shown(linear(x)).sum()
+
+    message = refused(Forward(calling))
+    assert f"{package / '__init__.py'}:2 in shown: print(x.sum().item())" in message
+    called_at = (
+        rf"called at {re.escape(__file__)}:\d+ in calling: return somelib\.shown"
+    )
+    assert re.search(called_at, message)
+    assert "That is code of somelib: choose options of somelib" in message
+    assert "Move that code" not in message
 
 
 def test_a_loss_that_raises_is_named_with_the_library_and_the_users_line() -> None:

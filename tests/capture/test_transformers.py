@@ -135,7 +135,6 @@ def verified(model: nn.Module, batch: dict[str, torch.Tensor]) -> remat.VerifyRe
     return remat.verify(model, (), batch, budget="100%", costs="estimated", repeats=1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", DECODERS)
 def test_a_decoder_with_labels_has_no_assumed_loss(kind: str) -> None:
     model, batch = decoder(kind)
@@ -145,7 +144,6 @@ def test_a_decoder_with_labels_has_no_assumed_loss(kind: str) -> None:
     assert [plan.graph.storages[s].size_bytes for s in loss.writes] == [0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["OPT", "Llama", "GPT2"])
 def test_a_decoder_with_labels_takes_what_is_predicted(kind: str) -> None:
     report = verified(*decoder(kind))
@@ -155,7 +153,6 @@ def test_a_decoder_with_labels_takes_what_is_predicted(kind: str) -> None:
     assert report.is_within_budget
 
 
-@pytest.mark.slow
 def test_tuples_with_caches_have_a_loss_too() -> None:
     model, batch = decoder("OPT")
     plan = remat.plan(
@@ -165,7 +162,6 @@ def test_tuples_with_caches_have_a_loss_too() -> None:
     assert loss.workspace_bytes == (0,)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["OPT", "GPT2"])
 def test_a_model_that_checkpoints_itself_is_fitted(kind: str) -> None:
     model, batch = decoder(kind)
@@ -175,7 +171,6 @@ def test_a_model_that_checkpoints_itself_is_fitted(kind: str) -> None:
     assert report.against_eager == ()
 
 
-@pytest.mark.slow
 def test_a_fresh_mixture_is_fitted_before_its_first_call() -> None:
     model, batch = decoder("Mixtral")
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -195,7 +190,6 @@ def test_a_fresh_mixture_is_fitted_before_its_first_call() -> None:
         torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
 
 
-@pytest.mark.slow
 def test_a_mask_of_ones_is_exact_to_the_captured_step_alone() -> None:
     model, batch = decoder("Llama")
     mask = torch.ones_like(batch["input_ids"])
@@ -226,7 +220,6 @@ def segmenter(batch_count: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("batch_count", [1, 2])
 def test_a_fresh_segmenter_is_fitted_and_bitwise_eager(batch_count: int) -> None:
     report = verified(*segmenter(batch_count))

@@ -9,11 +9,11 @@ import pytest
 from tests.device_schedules import HandMadeSplit, logical
 from tests.instances import mlp_chain
 
-from remat import solvers
 from remat.cli import main
 from remat.core.units import format_bytes
 from remat.files.serialisation import load_platform, save_graph, save_platform
 from remat.planning.plan import load_plan
+from remat.solvers import registry
 
 SCRIPT = str(Path(__file__).parent / "workloads.py")
 BUDGETS = ["--budget", "cpu=1MB", "--budget", "cpu:1=none"]
@@ -24,7 +24,7 @@ def _own_cache(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path_factory.getbasetemp() / "costs"
     monkeypatch.setenv("REMAT_CACHE_DIR", str(folder))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(solvers, "AUTO_DEVICES", (HandMadeSplit,))
+    monkeypatch.setattr(registry, "AUTO_DEVICES", (HandMadeSplit,))
 
 
 @pytest.fixture

@@ -670,7 +670,6 @@ def check_agreement(case: Case, *, copies_wait: bool = False) -> Trace:
     return trace
 
 
-@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(cases(is_mutated=False), st.booleans())
 def test_two_simulators_agree_on_schedules_that_work(case: Case, copies_wait: bool):
@@ -678,7 +677,6 @@ def test_two_simulators_agree_on_schedules_that_work(case: Case, copies_wait: bo
     assert trace.violation is None or trace.violation.rule is Rule.OVER_BUDGET
 
 
-@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(cases(is_mutated=True), st.booleans())
 def test_two_simulators_agree_on_mutated_schedules(case: Case, copies_wait: bool):

@@ -17,18 +17,13 @@ from remat.core.errors import FileFormatError, RematError
 from remat.core.graph import Op, Phase, Role, Storage, TrainingGraph
 from remat.core.platform import Device, DeviceKind, Link, Platform
 from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule
+from remat.files.conversion import convert
 from remat.files.documents import (
     VERSION,
     document_kind,
     format_document,
     load_document,
-    parse_choice,
     parse_document,
-    parse_integer,
-    parse_integers,
-    parse_number,
-    parse_texts,
-    read_document,
     write_bytes,
     write_document,
 )
@@ -327,7 +322,7 @@ def test_a_value_that_json_does_not_know_leaves_no_file(tmp_path: Path):
 def test_tuples_and_nested_objects_are_written_and_read(tmp_path: Path):
     path = tmp_path / "x.json"
     write_document(path, "x", {"a": (1, 2), "b": {}, "c": {"d": [], "e": [(1,), {}]}})
-    assert read_document(path, "x") == {
+    assert load_document(path, "x", lambda payload: payload) == {
         "a": [1, 2],
         "b": {},
         "c": {"d": [], "e": [[1], {}]},
@@ -404,7 +399,7 @@ def dropped(key: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "line 1, column 1"),
+        (b"", "line 1 column 1"),
         (b"\xff\xfe\x00", "not UTF-8"),
         (b"\x00" * 10, "damaged or cut short"),
         (b"{", "damaged or cut short"),
@@ -413,17 +408,17 @@ def dropped(key: str) -> dict[str, Any]:
         (b'{"a":' * 100_000, "nested too deeply"),
         (b"[1, 2]", "not a remat file"),
         (b"null", "not a remat file"),
-        (b"{}", "no key 'format'"),
+        (b"{}", "not a remat file: document lacks ['format', 'version']"),
         (b'{"format": NaN}', "NaN is not a number that JSON knows"),
         (b'{"format": -Infinity}', "-Infinity is not a number"),
         (b'{"format": 1e999}', "1e999 is not a number"),
         (b'{"format": ' + b"9" * 5000 + b"}", "damaged"),
         (b'{"format": "remat", "format": "remat"}', 'key "format" is given twice'),
-        (dropped("version"), "no key 'version'"),
+        (dropped("version"), "document lacks ['version']"),
         (dropped("kind"), "lacks ['kind']"),
         (dropped("payload"), "lacks ['payload']"),
-        (document(format="other"), "the format is \"other\", not 'remat'"),
-        (document(format=["remat"]), "the format is a list of 1 items"),
+        (document(format="other"), 'format is "other"; it must be "remat"'),
+        (document(format=["remat"]), 'format is ["remat"]; it must be'),
         (document(version=2), "version 2, but this release reads version 1"),
         (document(version=0), "version 0, but this release reads version 1"),
         (document(version=2, extra=1), "version 2, but"),
@@ -434,11 +429,28 @@ def dropped(key: str) -> dict[str, Any]:
         (document(kind="g" * 1000), "..."),
         (document(kind=None), "kind is null; it must be text"),
         (document(extra=1), "unknown keys ['extra']"),
-        (document(payload=[]), "payload is a list of 0 items; it must be an object"),
+        (
+            document(**{"a.b[3]` - at `$.c[0]": 1}),
+            "unknown keys ['a.b[3]` - at `$.c[0]']",
+        ),
+        (document(version=10**3000), "..."),
+        (document(payload=[]), "payload is []; it must be an object"),
         (document(payload={}), "schedule lacks ['steps']"),
         (document(payload={"steps": [], "more": 1}), "unknown keys ['more']"),
         (document(payload={"steps": {}}), "schedule.steps is an object of 0 items"),
         (document(payload={"steps": [3]}), "schedule.steps[0] is 3"),
+        (
+            document(payload={"steps": [[[3]]]}),
+            "schedule.steps[0] is a list of 1 items",
+        ),
+        (
+            document(payload={"steps": [["\udcff"]]}),
+            r'holds "\udcff" where there is no',
+        ),
+        (
+            document(**{"\udcff": 1}),
+            r'document holds "\udcff" where there is no such key',
+        ),
     ],
 )
 def test_a_file_that_is_wrong(
@@ -505,8 +517,12 @@ def changed(payload: dict[str, Any], *place: Any, value: Any) -> dict[str, Any]:
         (("device_kinds",), "cpu", 'graph.device_kinds is "cpu"; it must be a list'),
         (("device_kinds", 0), 1, "graph.device_kinds[0] is 1"),
         (("device_kinds", 0), "cuda", "device_kinds must be distinct"),
-        (("storages",), [], "graph.storages is a list of 0 items"),
-        (("storages", "columns", 0), "nom", "graph.storages.columns is a list of 5"),
+        (("storages",), [], "graph.storages is []; it must be an object"),
+        (
+            ("storages", "columns", 0),
+            "nom",
+            'graph.storages.columns is ["nom", "size_bytes", ',
+        ),
         (("storages", "rows", 2, 1), -1, "size_bytes of storage"),
         (
             ("storages", "rows", 2, 1),
@@ -519,10 +535,14 @@ def changed(payload: dict[str, Any], *place: Any, value: Any) -> dict[str, Any]:
             "skin",
             'rows[2].role is "skin"; it must be one of',
         ),
-        (("storages", "rows", 2, 2), ["input"], "role is a list of 1 items"),
+        (("storages", "rows", 2, 2), ["input"], 'role is ["input"]; it must be one of'),
         (("storages", "rows", 2, 3), 0, "rows[2].is_resident is 0; it must be true or"),
         (("storages", "rows", 2, 4), None, "rows[2].home is null"),
-        (("storages", "rows", 2), [], "rows[2] is a list of 0 items; it must be 5 val"),
+        (
+            ("storages", "rows", 2),
+            [],
+            "is []; it must be a list of 5 values (name, size",
+        ),
         (("storages", "rows", 2), "row", 'rows[2] is "row"; it must be a list'),
         (("ops", "rows", 1, 1), "sideways", "it must be one of forward, backward"),
         (("ops", "rows", 1, 2), [99], "op 1 'loss' names storage 99 of 7"),
@@ -613,21 +633,21 @@ def test_any_kind_of_document_can_be_read_with_its_own_parser(tmp_path: Path):
 
     def parse(payload: object) -> int:
         assert isinstance(payload, dict)
-        return sum(parse_integers(payload["numbers"], "numbers"))
+        return sum(convert(payload["numbers"], list[int], "numbers"))
 
     assert load_document(path, "numbers", parse) == 3
     assert "holds a numbers" in refusal(lambda: load_document(path, "plan", parse))
 
 
 def test_values_for_other_documents():
-    assert parse_number(0.25, "gap") == 0.25
-    assert parse_number(1, "gap") == 1
-    assert parse_texts(["a", "b"], "names") == ("a", "b")
-    assert parse_choice("a", "letter", ("a", "b")) == "a"
-    assert "gap is true" in refusal(lambda: parse_number(True, "gap"))
-    assert "gap is null" in refusal(lambda: parse_number(None, "gap"))
-    assert "one of a, b" in refusal(lambda: parse_choice("c", "letter", ("a", "b")))
-    assert "..." in refusal(lambda: parse_integer("x" * 1000, "count"))
+    assert convert(["a", "b"], tuple[str, ...], "names") == ("a", "b")
+    assert convert(2**80, int, "count") == 2**80
+    refused = refusal(lambda: convert(["a", 1], tuple[str, ...], "names"))
+    assert refused == "names[1] is 1; it must be text"
+    assert "names is true; it must be a list" in refusal(
+        lambda: convert(True, list[str], "names")
+    )
+    assert "..." in refusal(lambda: convert("x" * 1000, int, "count"))
 
 
 JSON_VALUES = st.recursive(

@@ -36,7 +36,7 @@ def plan() -> Plan:
 
 @pytest.fixture(scope="module")
 def plan_of_two() -> Plan:
-    graph = mlp_chain(4).graph
+    graph = mlp_chain(2).graph
     devices = (Device(name="cpu"), Device(name="cpu:1"))
     links = tuple(
         Link(source=a, target=1 - a, bytes_per_s=10**9, latency_ns=0) for a in (0, 1)

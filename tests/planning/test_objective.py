@@ -88,7 +88,6 @@ class Branches(nn.Module):
         return (left + right).square().mean()
 
 
-@pytest.mark.slow
 def test_a_model_is_planned_and_run_by_the_overlapped_objective(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

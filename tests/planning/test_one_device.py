@@ -10,7 +10,7 @@ from remat.core.problem import Status
 from remat.planning.curve import spread_budgets, trade_off
 from remat.planning.one_device import plain_peak_bytes, plan_graph
 from remat.planning.smallest_budget import smallest_budget
-from remat.solvers import AUTO, SOLVERS, chosen_solvers
+from remat.solvers.registry import AUTO, SOLVERS, chosen_solvers
 
 GRAPH = mlp_chain(6).graph
 WHOLE_BYTES = plain_peak_bytes(GRAPH)
@@ -55,7 +55,7 @@ def test_what_an_error_names_as_possible_is_possible() -> None:
 def test_auto_falls_back_on_the_schedule_that_proves_the_floor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("remat.solvers.AUTO", (SOLVERS["store-all"],))
+    monkeypatch.setattr("remat.solvers.registry.AUTO", (SOLVERS["store-all"],))
     plan = plan_graph(GRAPH, budget=FLOOR_BYTES)
     assert plan.solver == "smallest_budget"
     assert plan.status is Status.FEASIBLE

@@ -68,9 +68,9 @@ def test_round_trip(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan.save(path)
     assert load_plan(path) == plan
-    named = replace(plan, smallest_budget_bytes=123)
+    named = replace(plan, smallest_budget_bytes=123, settings={"\udcff": "\udcff"})
     named.save(path)
-    assert load_plan(path).smallest_budget_bytes == 123
+    assert load_plan(path) == named
 
 
 def test_an_invalid_schedule_is_refused(plan: Plan) -> None:
@@ -86,7 +86,9 @@ def test_an_invalid_schedule_is_refused(plan: Plan) -> None:
         ('"solver": "', '"solvers": "', "solver"),
         ('"status": "feasible"', '"status": "great"', "status"),
         ('"bound_ns": ', '"bound_ns": 1.5, "x": ', "unknown keys"),
+        ('"bound_ns": ', '"bound_ns": 0.', r"plan\.bound_ns is 0\."),
         ('"settings": {', '"settings": [], "was": {', "unknown keys"),
+        ('_bytes": null', '_bytes": true', "true; it must be an integer or null"),
     ],
 )
 def test_damaged_files_are_refused(
@@ -142,5 +144,7 @@ def test_what_old_files_note_among_settings_is_read_into_fields(tmp_path: Path) 
     plan.save(path)
     assert load_plan(path) == plan
     path.write_text(text.replace('"settings": {', '"settings": {"kernels": "my", ', 1))
-    with pytest.raises(FileFormatError, match=r"kernels.*eager, fused"):
+    with pytest.raises(
+        FileFormatError, match=r'settings.kernels is "my"; .* "eager" or "fused"'
+    ):
         load_plan(path)

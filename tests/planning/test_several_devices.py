@@ -31,10 +31,11 @@ from remat.files.serialisation import save_platform
 from remat.planning.one_device import plan_graph
 from remat.planning.several_devices import budget_of
 from remat.planning.smallest_budget import smallest_budget
+from remat.solvers import registry
 from remat.training.fitted_model import FittedModel
 from remat.training.request import PlanRequest
 
-REAL_PORTFOLIO = solvers.AUTO_DEVICES
+REAL_PORTFOLIO = registry.AUTO_DEVICES
 GRAPH = mlp_chain(6).graph
 BUDGETS: dict[str, int | str | None] = {"cpu": "1 GiB", "host": "1 GiB"}
 
@@ -48,7 +49,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def _portfolio(monkeypatch: Any) -> None:
-    monkeypatch.setattr(solvers, "AUTO_DEVICES", (HandMade,))
+    monkeypatch.setattr(registry, "AUTO_DEVICES", (HandMade,))
 
 
 def small() -> tuple[nn.Module, torch.Tensor]:
@@ -211,7 +212,7 @@ class TestRefusals:
         assert refused.value.budget_bytes == 1000 < refused.value.required_bytes
 
     def test_no_time_at_all(self, monkeypatch: Any) -> None:
-        monkeypatch.setattr(solvers, "AUTO_DEVICES", REAL_PORTFOLIO)
+        monkeypatch.setattr(registry, "AUTO_DEVICES", REAL_PORTFOLIO)
         plan = plan_small(time_limit=1e-9)
         assert plan.trace.is_valid
         tight = plan.graph.resident_bytes() + 64
@@ -287,7 +288,7 @@ def machine(*kinds: str) -> Platform:
 
 class TestGraphs:
     def test_an_op_runs_where_it_can(self, monkeypatch: Any) -> None:
-        monkeypatch.setattr(solvers, "AUTO_DEVICES", (HandMadeSplit,))
+        monkeypatch.setattr(registry, "AUTO_DEVICES", (HandMadeSplit,))
         plan = plan_graph(
             one_way_graph(), budget={"a0": 100, "b1": 100}, platform=machine("a", "b")
         )
@@ -319,7 +320,7 @@ class TestGraphs:
     def test_known_budgets_come_from_the_devices_without_limits(
         self, monkeypatch: Any
     ) -> None:
-        monkeypatch.setattr(solvers, "AUTO_DEVICES", (HandMadeSplit,))
+        monkeypatch.setattr(registry, "AUTO_DEVICES", (HandMadeSplit,))
         with pytest.raises(BudgetError) as refused:
             plan_graph(
                 one_way_graph(), budget={"a0": 9, "b1": 9}, platform=machine("a", "b")

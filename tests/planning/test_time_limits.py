@@ -22,16 +22,9 @@ from remat.planning.curve import trade_off
 from remat.planning.one_device import plain_peak_bytes, plan_graph, raise_budget_error
 from remat.planning.portfolio import solve, solve_portfolio
 from remat.planning.smallest_budget import Floor, smallest_budget
-from remat.solvers import (
-    AUTO,
-    AUTO_IN_TIME,
-    QUICK,
-    SOLVERS,
-    Checkmate,
-    StoreAll,
-    chosen_solvers,
-)
+from remat.solvers import SOLVERS, Checkmate, StoreAll, chosen_solvers, registry
 from remat.solvers.base import ProgressCallback, solve_in_time
+from remat.solvers.registry import AUTO, AUTO_IN_TIME, QUICK
 
 ALLOWED_S = 1.0
 
@@ -184,6 +177,21 @@ def test_quick_solvers_get_what_they_need_for_a_first_schedule(
     assert parts == pytest.approx(expected)
 
 
+def test_planning_in_time_asks_the_quick_solvers_too(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
+    graph = transformer_like(4).graph
+    budget = half_way(graph)
+    alone = plan_graph(graph, budget=budget, solver="greedy-eviction")
+    monkeypatch.setattr(
+        registry, "AUTO_IN_TIME", [lambda: Worker(clock, [], takes_s=0.0)] * 2
+    )
+    plan = plan_graph(graph, budget=budget, time_limit=1.0)
+    assert plan.solver in {type(solver).__name__ for solver, _ in QUICK}
+    assert plan.recomputed_op_count > 0
+    assert plan.cost_ns <= alone.cost_ns
+
+
 def test_solvers_whose_turn_comes_too_late_are_named_and_not_run(clock: Clock):
     notes: list[float] = []
     graph = mlp_chain().graph
@@ -309,7 +317,6 @@ def replay_s(problem: Problem) -> float:
     return time.process_time() - started
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("no_garbage_of_others")
 @pytest.mark.parametrize("solver", ["auto", "greedy-eviction", "rotor", "checkmate"])
 @pytest.mark.parametrize(

@@ -63,7 +63,6 @@ def fused_ops(plan: remat.Plan) -> list[str]:
     return [op.name for op in plan.graph.ops if op.name.startswith("fused_")]
 
 
-@pytest.mark.slow
 def test_a_step_of_fused_kernels_is_exact_and_within_its_budget(
     model: nn.Module,
 ) -> None:
@@ -77,7 +76,6 @@ def test_a_step_of_fused_kernels_is_exact_and_within_its_budget(
     assert max((d.largest for d in report.against_eager), default=0) < 1e-3
 
 
-@pytest.mark.slow
 def test_a_saved_plan_brings_its_kernels(model: nn.Module, tmp_path: Path) -> None:
     plan = remat.plan(model, X, budget="85%", kernels="fused")
     plan.save(tmp_path / "plan.json")
@@ -99,7 +97,6 @@ def test_a_saved_plan_brings_its_kernels(model: nn.Module, tmp_path: Path) -> No
         model.zero_grad()
 
 
-@pytest.mark.slow
 def test_kernels_that_are_not_quicker_are_left_out(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,7 +151,6 @@ class SharedNorm(nn.Module):
         return self.norm(self.norm(x).tanh().exp()).tanh().exp().sum()
 
 
-@pytest.mark.slow
 def test_a_norm_whose_statistics_another_one_wrote_runs_alone() -> None:
     report = remat.verify(SharedNorm(), X, budget="1 GiB", kernels="fused", repeats=1)
     names = [op.name for op in report.plan.graph.ops]
@@ -231,7 +227,6 @@ class TwoNorms(nn.Module):
         return self.last(self.norms[0](y).relu() * self.norms[1](y).tanh()).mean()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_quicker", [True, False])
 def test_two_norms_of_one_value_reduce_it_once(
     monkeypatch: pytest.MonkeyPatch, is_quicker: bool
@@ -273,7 +268,6 @@ def test_a_norm_whose_parts_are_slower_stays_whole(
             remat.release(model)
 
 
-@pytest.mark.slow
 def test_complex_numbers_keep_the_operators_of_eager() -> None:
     report = remat.verify(
         Phase(), torch.randn(4, 8), budget="1 GiB", kernels="fused", repeats=1

@@ -375,6 +375,9 @@ def test_residents_without_tensors_are_refused_before_anything_runs():
             measure(step, device=device)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ProfileError, match="not on 'meta'"):
         measure(step, device="meta")
+    if not torch.cuda.is_available():
+        with pytest.raises(ProfileError, match="no CUDA device"):
+            measure(step, device="cuda")
 
 
 def test_tensors_of_finds_what_modules_hold():

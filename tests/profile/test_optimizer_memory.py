@@ -131,6 +131,18 @@ def test_a_step_that_needs_a_closure_is_refused():
         optimizer_bytes(torch.optim.LBFGS(params()))
 
 
+def test_a_step_that_raises_without_a_word_is_refused_with_one():
+    class Asserting(torch.optim.SGD):
+        def step(self, closure=None):
+            raise AssertionError
+
+    with pytest.raises(
+        CaptureError,
+        match=r"Asserting\.step\(\) .*: AssertionError: no reason given\. Use",
+    ):
+        optimizer_bytes(Asserting(params()))
+
+
 def test_an_optimizer_of_the_users_own_is_traced():
     class Own(torch.optim.Optimizer):
         def __init__(self, trained):

@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn import functional
 
 import remat
-from remat import solvers
 from remat.core.platform import Device, Link, Platform
 from remat.profile.costing import place_name
 from remat.profile.links import default_devices, measured_platform
@@ -21,6 +20,7 @@ from remat.runtime.copies import (
     start_copy,
 )
 from remat.runtime.pinned import ACCOUNTS, pinned_block
+from remat.solvers import registry
 from remat.training.verification import VerifyReport
 
 HOST = ("cuda:0", "host")
@@ -69,7 +69,7 @@ def verified(
 def test_offloading_to_pinned_memory_changes_no_bit(
     make: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(solvers, "AUTO_DEVICES", (HandMade,))
+    monkeypatch.setattr(registry, "AUTO_DEVICES", (HandMade,))
     report = verified(make(), HandMade, HOST)
     assert report.plan.link_uses
     assert report.is_exact, report
@@ -85,7 +85,7 @@ def test_offloading_to_pinned_memory_changes_no_bit(
 @pytest.mark.gpu
 @pytest.mark.parametrize("make", [transformer, conv_net])
 def test_both_compute_and_agree_to_rounding(make: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(solvers, "AUTO_DEVICES", (HandMadeSplit,))
+    monkeypatch.setattr(registry, "AUTO_DEVICES", (HandMadeSplit,))
     report = verified(make(), HandMadeSplit, BOTH)
     assert {use.run_count > 0 for use in report.plan.device_uses} == {True}
     assert report.is_within_budget, report
@@ -95,7 +95,7 @@ def test_both_compute_and_agree_to_rounding(make: Any, monkeypatch: Any) -> None
 
 @pytest.mark.gpu
 def test_random_ops_stay_where_their_generator_is(monkeypatch: Any) -> None:
-    monkeypatch.setattr(solvers, "AUTO_DEVICES", (HandMadeSplit,))
+    monkeypatch.setattr(registry, "AUTO_DEVICES", (HandMadeSplit,))
     model, x = transformer()
     plan = remat.plan(model, x, budget=dict.fromkeys(BOTH, 2**40), loss=loss)
     ordered = [op for op in plan.graph.ops if op.is_ordered]
@@ -140,7 +140,7 @@ def test_links_of_this_machine_are_measured() -> None:
 
 @pytest.mark.gpu
 def test_a_hand_written_platform_is_executed(monkeypatch: Any) -> None:
-    monkeypatch.setattr(solvers, "AUTO_DEVICES", (HandMade,))
+    monkeypatch.setattr(registry, "AUTO_DEVICES", (HandMade,))
     platform = Platform(
         devices=(
             Device(name="store", kind="host", budget_bytes=2**33),

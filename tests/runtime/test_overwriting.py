@@ -23,13 +23,13 @@ from remat.core.platform import single_device
 from remat.core.schedule import Compute, Schedule
 from remat.core.simulator import simulate
 from remat.profile.allocations import record_allocations
-from remat.runtime.backend import PlannedBackend, StoppedBeforeRunningError
 from remat.runtime.lowering import lower
 from remat.runtime.overwriting import (
     VARIANTS,
     OverwritingVariant,
     overwritable_argument,
 )
+from remat.training.step_backend import PlannedBackend, StoppedBeforeRunningError
 from remat.training.verification import TrainingStep, compare
 
 aten = torch.ops.aten

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.strategies import graphs
+from tests.strategies import graphs, optimum
 
 from remat.core.bounds import required_ops
 from remat.core.graph import Op, Phase, Storage, TrainingGraph
@@ -181,14 +181,14 @@ def test_placement_without_memory_bounds_every_schedule(problem: Problem):
     assume(infeasible_reason(instance) is None)
     found = relaxed_placement(instance, Settings())
     assert found.placement is not None
-    best = best_on_devices(problem.graph, problem.platform)
+    best = optimum(problem.graph, problem.platform)
     if best is not None:
         assert found.bound_ns <= best[0]
     unlimited = replace(
         problem.platform,
         devices=tuple(replace(d, budget_bytes=None) for d in problem.platform.devices),
     )
-    ample = best_on_devices(problem.graph, unlimited)
+    ample = optimum(problem.graph, unlimited)
     assert ample is not None
     # A device without a limit takes ops that did not fit there before.
     instance = DeviceInstance.of(Problem(graph=problem.graph, platform=unlimited))
@@ -241,4 +241,4 @@ def test_what_is_tiny_beside_the_largest_cost_is_no_reason_for_too_high_a_bound(
 def test_reasons_are_proofs(problem: Problem):
     reason = infeasible_reason(DeviceInstance.of(problem))
     if reason is not None:
-        assert best_on_devices(problem.graph, problem.platform) is None
+        assert optimum(problem.graph, problem.platform) is None

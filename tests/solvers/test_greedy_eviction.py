@@ -241,7 +241,6 @@ def test_a_candidate_that_is_given_up_is_skipped():
     assert solve(problem, both).cost_ns == ask(graph, budget).cost_ns
 
 
-@pytest.mark.slow
 def test_two_thousand_ops_take_seconds():
     graph = transformer_like(80, dropout=False).graph
     assert len(graph.ops) > 1_500

@@ -200,7 +200,6 @@ def small_blocks(blocks: int) -> TrainingGraph:
     return net.instance(head).graph
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("max_stages", [3, 4])
 def test_near_the_optimum_of_the_whole_graph(max_stages: int):
     graph = small_blocks(3)

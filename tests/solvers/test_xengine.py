@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.strategies import graphs
+from tests.strategies import graphs, optimum
 
 from remat.core.bounds import required_ops
 from remat.core.errors import SolverUnsuitableError
@@ -271,7 +271,6 @@ def test_two_device_optima():
 
 
 @needs_oracle
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_two_device_optima_of_larger_graphs():
     large = [entry for entry in oracle_entries() if entry["n"] > 15]
@@ -281,7 +280,6 @@ def test_two_device_optima_of_larger_graphs():
 
 
 @needs_oracle
-@pytest.mark.slow
 def test_copies_that_stay_cost_no_more_than_transient_ones():
     entries = [e for e in oracle_entries() if e["n"] <= 13][:4]
     savings = []
@@ -362,7 +360,7 @@ def check_against(result: Result, problem: Problem, optimum: int | None) -> None
 @settings(max_examples=60)
 @given(problem=problems())
 def test_staged_optima_of_all_kinds_of_graphs(problem: Problem):
-    found = best_on_devices(problem.graph, problem.platform, is_staged=True)
+    found = optimum(problem.graph, problem.platform, is_staged=True)
     result = solve(problem, XEngine(copies_anywhere=True))
     check_against(result, problem, None if found is None else found[0])
     if found is not None and result.status is Status.OPTIMAL:
@@ -375,9 +373,8 @@ def test_staged_optima_of_all_kinds_of_graphs(problem: Problem):
 
 @settings(max_examples=25)
 @given(problem=problems(max_ops=3))
-@pytest.mark.slow
 def test_unrestricted_optima_of_tiny_graphs(problem: Problem):
-    found = best_on_devices(problem.graph, problem.platform)
+    found = optimum(problem.graph, problem.platform)
     count = len(problem.graph.ops) + 1
     result = solve(problem, XEngine(sweeps=(count, count), copies_anywhere=True))
     check_against(result, problem, None if found is None else found[0])
@@ -386,7 +383,7 @@ def test_unrestricted_optima_of_tiny_graphs(problem: Problem):
 @settings(max_examples=40)
 @given(problem=problems(max_ops=5, copies_wait=False))
 def test_copies_that_run_ahead_may_cost_the_proof_but_no_more(problem: Problem):
-    found = best_on_devices(problem.graph, problem.platform, is_staged=True)
+    found = optimum(problem.graph, problem.platform, is_staged=True)
     result = solve(problem, XEngine(copies_anywhere=True))
     if found is None:
         assert result.status is Status.INFEASIBLE
@@ -403,7 +400,7 @@ def test_copies_that_run_ahead_may_cost_the_proof_but_no_more(problem: Problem):
 @settings(max_examples=30)
 @given(problem=problems())
 def test_no_answer_beats_the_optimum(problem: Problem):
-    found = best_on_devices(problem.graph, problem.platform)
+    found = optimum(problem.graph, problem.platform)
     for solver in (XEngine(), XEnginePublished(), DeviceSearch(candidates=20)):
         result = solve(problem, solver)
         if found is None:

@@ -132,7 +132,6 @@ def test_tables_hold_the_lines_that_were_recorded(
     assert "| siamese | 50% | impossible | 20.0 % | 10.0 % |" in text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", JOINS)
 def test_a_real_model_trains_within_the_budget_bit_for_bit(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

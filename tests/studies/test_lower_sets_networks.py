@@ -313,7 +313,6 @@ def test_search_that_ended_too_high_does_not_hide_an_answer(
     assert lines[0]["budget_bytes"] == lines[2]["budget_bytes"] < plain_bytes
 
 
-@pytest.mark.slow
 def test_study_records_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     arguments = ["--tiny", "--models", "vgg19", "--methods", "plain", "chen-greedy"]
     arguments += ["--repeats", "1", "--results", str(tmp_path)]

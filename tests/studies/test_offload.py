@@ -3,13 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 from studies.record import read
 
 from studies import offload
 
 
-@pytest.mark.slow
 def test_a_pair_is_planned_run_and_recorded(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("REMAT_CACHE_DIR", str(tmp_path / "cache"))
     file = tmp_path / "lines.jsonl"

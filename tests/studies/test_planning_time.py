@@ -7,7 +7,6 @@ import pytest
 from studies.planning_time import main, planning_time_table
 
 
-@pytest.mark.slow
 def test_a_line_and_a_row_for_each_model(tmp_path: Path):
     words = ["--tiny", "--models", "gpt2", "--budget", "97%"]
     assert main([*words, "--results", str(tmp_path)]) == 0

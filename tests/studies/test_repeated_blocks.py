@@ -3,11 +3,9 @@
 import json
 from pathlib import Path
 
-import pytest
 from studies.repeated_blocks import SOLVERS, main
 
 
-@pytest.mark.slow
 def test_a_line_for_each_solver_and_budget(tmp_path: Path):
     words = ["--models", "gpt2", "--tiny", "--shares", "75", "--results", str(tmp_path)]
     assert main(words) == 0

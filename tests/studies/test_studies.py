@@ -84,7 +84,8 @@ def write_results(folder: Path, study: str, *lines: dict[str, Any]) -> None:
 
 def test_environment_names_everything_and_is_json() -> None:
     found = json.loads(json.dumps(record.environment()))
-    assert found["versions"]["torch"] == torch.__version__
+    # Packages of CUDA builds do not name the build.
+    assert torch.__version__.startswith(found["versions"]["torch"])
     assert found["machine"]["threads"] == torch.get_num_threads()
     assert {"commit", "source", "date"} <= found.keys()
 
@@ -186,7 +187,6 @@ def test_unknown_peer_is_refused() -> None:
         study_peer("vgg19", "magic", TINY, 1)
 
 
-@pytest.mark.slow
 def test_run_records_resumes_and_reports_failures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,6 +28,10 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
+OF_NAMED_TUPLES = {"_asdict", "_fields"}
+"""Documented, in spite of their names."""
+
+
 def own_names(tree: ast.AST) -> Iterator[str]:
     """Yield the private names that code defines itself."""
     for node in ast.walk(tree):
@@ -69,7 +73,7 @@ class Scan(ast.NodeVisitor):
     """
 
     def __init__(self, own: set[str], here: set[str]) -> None:
-        self.own = own - ATTRIBUTE_NAMES
+        self.own = (own - ATTRIBUTE_NAMES) | OF_NAMED_TUPLES
         self.here = here
         self.of_torch: set[str] = set()
         self.others: set[str] = set()

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from tests.device_schedules import HandMade
 from tests.oracles import brute_force_schedule, brute_force_smallest_budget, replay
 from tests.solvers.test_xengine import check_against, problems
-from tests.strategies import Case, cases
+from tests.strategies import Case, cases, optimum
 
-from remat import solvers
 from remat.core.errors import FileFormatError, PlanMismatchError, SolverFault
 from remat.core.graph import Op, Phase, Storage, TrainingGraph
 from remat.core.liveness import schedule_from_order, store_all_order
@@ -29,11 +28,11 @@ from remat.search.device_feasibility import infeasible_reason
 from remat.search.device_instance import DeviceInstance
 from remat.search.paging import paged
 from remat.search.schedule_paging import HostLink, page
-from remat.solvers import DeviceSearch, XEngine
+from remat.solvers import DeviceSearch, XEngine, registry
 from remat.solvers.backends.mathopt import Settings
 from remat.solvers.base import ProgressCallback, Solver
 from remat.solvers.devices.relaxation import relaxed_placement
-from remat.testing.device_oracles import best_on_devices
+from remat.testing.device_oracles import SearchTooLargeError, best_on_devices
 
 A, Y, G = range(3)
 LINKS = tuple(Link(source=a, target=1 - a, bytes_per_s=10**9) for a in (0, 1))
@@ -174,7 +173,7 @@ def test_a_solver_that_moves_it_is_found_out(monkeypatch: pytest.MonkeyPatch):
             free = replace(problem.graph, final_outputs=(G,))
             return super().solve(replace(problem, graph=free), limits, on_progress)
 
-    monkeypatch.setattr(solvers, "AUTO_DEVICES", (Away,))
+    monkeypatch.setattr(registry, "AUTO_DEVICES", (Away,))
     with pytest.raises(SolverFault, match="the caller's reference keeps its 10 bytes"):
         plan_graph(GRAPH, budget={"cpu": 25, "host": 25}, platform=PLATFORM)
 
@@ -271,7 +270,6 @@ def handed_over(case: Case) -> list[int]:
     )
 
 
-@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=FEW_FIT)
 @given(cases(is_mutated=False, holds_outputs=True), st.data())
 def test_two_simulators_refuse_to_let_it_go(case: Case, data: st.DataObject):
@@ -311,7 +309,7 @@ def test_on_one_device_it_never_goes_anyway(case: Case):
 @given(problem=problems(max_ops=5, holds_outputs=True))
 def test_staged_optima_with_held_outputs(problem: Problem):
     assume(problem.graph.held_outputs)
-    found = best_on_devices(problem.graph, problem.platform, is_staged=True)
+    found = optimum(problem.graph, problem.platform, is_staged=True)
     event("infeasible" if found is None else "feasible")
     result = solve(problem, XEngine(copies_anywhere=True))
     check_against(result, problem, None if found is None else found[0])
@@ -321,7 +319,7 @@ def test_staged_optima_with_held_outputs(problem: Problem):
 @given(problem=problems(max_ops=5, holds_outputs=True))
 def test_no_search_beats_the_optimum_that_keeps_it(problem: Problem):
     assume(problem.graph.held_outputs)
-    found = best_on_devices(problem.graph, problem.platform)
+    found = optimum(problem.graph, problem.platform)
     asked: list[Solver] = [DeviceSearch(candidates=20), XEngine()]
     for solver in asked:
         result = solve(problem, solver)
@@ -329,3 +327,8 @@ def test_no_search_beats_the_optimum_that_keeps_it(problem: Problem):
             assert result.cost_ns is None
         elif result.cost_ns is not None:
             assert result.cost_ns >= found[0]
+
+
+def test_a_search_that_is_too_large_says_so() -> None:
+    with pytest.raises(SearchTooLargeError, match="more than 2 places"):
+        best_on_devices(GRAPH, PLATFORM, most_places=2)

@@ -53,7 +53,6 @@ class Counter(nn.Module):
         return self.linear(x).sum()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cell", [nn.RNNCell, nn.GRUCell, nn.LSTMCell])
 def test_cells_of_recurrent_networks(cell):
     torch.manual_seed(0)

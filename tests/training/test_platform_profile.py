@@ -395,7 +395,7 @@ class TestFiles:
                 r"platform\.costs are of version 99, .* reads version 1",
             ),
             (("version",), "1", r"platform\.costs\.version is \"1\""),
-            (("environment",), [], r"costs\.environment is a list of 0 items"),
+            (("environment",), [], r"costs\.environment is \[\]; it must be an object"),
             (("operators", "columns"), ["device"], r"operators\.columns is"),
             (("operators", "rows", 0, 0), "gpu", "no device .* is called 'gpu'"),
             (
@@ -407,7 +407,11 @@ class TestFiles:
             (("operators", "rows", 0, 4), [-8], "output_sizes_bytes of .* is -8"),
             (("operators", "rows", 0, 4), 8, r"output_sizes_bytes is 8; .* a list"),
             (("operators", "rows", 0, 5), 0, r"aliases_input is 0; .* true or false"),
-            (("operators", "rows", 0), ["cpu"], r"rows\[0\] is a list of 1 items"),
+            (
+                ("operators", "rows", 0),
+                ["cpu"],
+                r"rows\[0\] is \[\"cpu\"\]; it must be a list of 8",
+            ),
             (("operators",), None, r"costs\.operators is null"),
         ],
     )

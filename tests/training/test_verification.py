@@ -79,7 +79,6 @@ def test_a_deviation_from_eager_is_reported() -> None:
     assert report.summary()["against_eager"]
 
 
-@pytest.mark.slow
 def test_everything_is_restored() -> None:
     case = make_case("conv net")
     model = case.model
@@ -169,7 +168,6 @@ def global_target_loss(out: torch.Tensor) -> torch.Tensor:
     return functional.smooth_l1_loss(out, TARGET)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("percent", ["100%", "92%"])
 def test_large_outputs_and_a_loss_with_a_global_target(percent: str) -> None:
     torch.manual_seed(0)
@@ -201,11 +199,11 @@ def test_default_loss() -> None:
 @pytest.mark.parametrize("is_model_on_meta", [False, True])
 def test_meta_tensors_are_refused_as_by_fit(is_model_on_meta: bool) -> None:
     model = nn.Linear(3, 3, device="meta" if is_model_on_meta else "cpu")
-    with pytest.raises(remat.CaptureError, match="meta"):
+    with pytest.raises(remat.CaptureError, match="has no memory"):
         remat.verify(model, torch.randn(2, 3, device="meta"), budget="90%")
 
 
-@pytest.mark.parametrize("repeats", [0, -1, 1.5, True])
+@pytest.mark.parametrize("repeats", [0, -1, 1.5, True, 2**70])
 def test_number_of_timed_steps_is_checked(repeats: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=r"^repeats is "):
         remat.verify(nn.Linear(3, 3), torch.randn(2, 3), budget="1 GB", repeats=repeats)

@@ -6,7 +6,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NoReturn
 
@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from remat.capture.first_call import prepare
 from remat.capture.joint_program import user_source_line
@@ -21,20 +22,26 @@ from remat.capture.returned import Note, loss_in, note_nothing
 from remat.core.errors import CaptureError, RematError
 from remat.torch_compat import messages
 from remat.torch_compat.attributes import (
+    are_backward_hooks_global,
+    default_stance,
     has_backward_hooks,
     has_forward_pre_hooks,
+    has_stance,
     plain_call,
+    tracer_is_off,
 )
 from remat.torch_compat.metadata import example_of
 from remat.torch_compat.names import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     InternalTorchDynamoError,
     TorchDynamoException,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
     comptime,
     dynamo_config,
+    is_in_dispatch_mode,
     tree_leaves,
 )
 from remat.torch_compat.patches import alone
@@ -99,7 +106,11 @@ def compiled_entry(
     compiled = torch.compile(call, backend=compiler, fullgraph=True, dynamic=False)
 
     def entry(*args: Any, **kwargs: Any) -> Any:
-        with dynamo_config.patch(ignore_logging_functions=_ignored_logs()):
+        check_tracer()
+        with (
+            dynamo_config.patch(ignore_logging_functions=_ignored_logs()),
+            _stance(),
+        ):
             try:
                 return compiled(*args, **kwargs)
             except TorchDynamoException as error:
@@ -111,6 +122,37 @@ def compiled_entry(
             return compiled(*args, **kwargs)
 
     return entry
+
+
+def check_tracer() -> None:
+    """Refuse calls that cannot be traced.
+
+    A trace that is begun all the same leaves a mark on all code it meets, and nobody's
+    ``torch.compile`` would ever compile that code again.
+
+    Raises
+    ------
+    CaptureError
+        In a dispatch mode, and where the tracer is turned off.
+    """
+    if is_in_dispatch_mode():
+        msg = (
+            "a TorchDispatchMode around the call (FlopCounterMode, "
+            "allow_mutation_on_saved_tensors) keeps the tracer away; make the call "
+            "outside of it, or call a model after remat.release(model)"
+        )
+        raise CaptureError(msg)
+    if tracer_is_off():
+        msg = (
+            "models are traced with torch.compile, which is turned off in this process; "
+            "unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE"
+        )
+        raise CaptureError(msg)
+
+
+def _stance() -> AbstractContextManager[Any]:
+    """Return what keeps the plan, whatever the caller wants of code he compiles."""
+    return default_stance() if has_stance() else nullcontext()
 
 
 def _ignored_logs() -> set[Callable[..., Any]]:
@@ -128,6 +170,11 @@ def _ignored_logs() -> set[Callable[..., Any]]:
     return once | dynamo_config.ignore_logging_functions
 
 
+def is_without_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has shape and type, and nothing behind them."""
+    return (tensor.is_meta and not is_lazy(tensor)) or isinstance(tensor, FakeTensor)
+
+
 def check_batch(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
@@ -141,6 +188,21 @@ def check_batch(
     """
     check_is_no_wrapper(model)
     _check_arguments(model, args, kwargs)
+    everything = [
+        *model.parameters(),
+        *model.buffers(),
+        *tree_leaves((args, dict(kwargs))),
+    ]
+    if any(
+        isinstance(each, torch.Tensor) and is_without_memory(each)
+        for each in everything
+    ):
+        msg = (
+            "the model or the example has no memory, so nothing runs: remat.plan plans "
+            'it as it is; give it memory, as by model.to_empty(device="cpu"), and its '
+            "weights before remat.fit"
+        )
+        raise CaptureError(msg)
     homes: dict[torch.device, str] = {}
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         homes.setdefault(parameter.device, f"{name} of the model")
@@ -152,9 +214,6 @@ def check_batch(
     if len(homes) > 1:
         places = ", ".join(f"{name} is on {device}" for device, name in homes.items())
         msg = f"everything must be on one device: {places}; move it with .to(device)"
-        raise CaptureError(msg)
-    if torch.device("meta") in homes:
-        msg = "the model is on the meta device; materialise it first, e.g. to_empty()"
         raise CaptureError(msg)
 
 
@@ -183,10 +242,11 @@ def check_is_no_wrapper(model: nn.Module) -> None:
     ------
     CaptureError
         If the model or a part of it is a distributed wrapper, is sharded, or is a
-        script; names it and what to fit instead.
+        script, or a parameter is sharded; names it and what to fit instead.
     """
     # Imported by whoever wrapped a module, and slow to import.
     sharding: Any = sys.modules.get("torch.distributed.fsdp")
+    pieces: Any = sys.modules.get("torch.distributed.tensor")
     sharded = (
         ()
         if sharding is None
@@ -218,6 +278,14 @@ def check_is_no_wrapper(model: nn.Module) -> None:
                 "module that it was made from"
             )
             raise CaptureError(msg)
+    for name, parameter in model.named_parameters():
+        if pieces is not None and isinstance(parameter, pieces.DTensor):
+            msg = (
+                f"parameter {name!r} of the model is sharded (DTensor), perhaps by a "
+                "module around the model, and only that one's call gathers it; fit the "
+                "model before it is sharded, and call the sharded module"
+            )
+            raise CaptureError(msg)
 
 
 def _refused_hooks(model: nn.Module) -> CaptureError:
@@ -233,6 +301,20 @@ def _refused_hooks(model: nn.Module) -> CaptureError:
         "hook tensors instead, for example output.register_hook(...) in a forward hook; "
         "hooks on parameters work too"
     )
+
+
+def check_backward_hooks(model: nn.Module) -> None:
+    """Refuse hooks for the backward pass of all modules, which no planned step runs.
+
+    The tracer refuses them too, but not in a step that was traced before.
+
+    Raises
+    ------
+    CaptureError
+        If there are some.
+    """
+    if are_backward_hooks_global():
+        raise _refused_hooks(model)
 
 
 def check_sizes(module: fx.GraphModule) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from remat.core.errors import FileFormatError, UnitError, UsageError
 from remat.core.platform import Platform
-from remat.core.problem import check_time_limit
+from remat.core.problem import LARGEST_SEED, Limits, check_time_limit
 from remat.core.units import ANY_WHOLE_BYTES, parse_budget
 from remat.files.documents import check_can_write
 from remat.files.serialisation import load_platform
@@ -230,7 +230,7 @@ def add_solving(parser: argparse.ArgumentParser, *, has_objective: bool = True) 
     )
     group.add_argument(
         "--seed",
-        type=int,
+        type=_seed,
         default=0,
         help="seed of solvers that randomise (default: 0)",
     )
@@ -260,6 +260,14 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--debug", action="store_true", help="show the traceback of an error"
     )
+
+
+def _seed(text: str) -> int:
+    try:
+        return Limits(seed=int(text)).seed
+    except ValueError as error:
+        msg = f"{text!r} is not an integer from 0 to {LARGEST_SEED}"
+        raise argparse.ArgumentTypeError(msg) from error
 
 
 def _seconds(text: str) -> float:

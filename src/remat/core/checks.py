@@ -316,6 +316,36 @@ def keep_integers(
         object.__setattr__(record, name, number)
 
 
+def keep_integer_lists(
+    record: object,
+    *names: str,
+    of: str,
+    least: int | None = None,
+    most: int | None = None,
+    error: type[ValueError] = ValueError,
+) -> None:
+    """Check fields of a frozen dataclass, and keep them as tuples of ``int``."""
+    for name in names:
+        label, values = f"{name} of {of}", getattr(record, name)
+        numbers = checked_integers(label, values, least=least, most=most, error=error)
+        object.__setattr__(record, name, numbers)
+
+
+def keep_records(
+    record: object,
+    kind: type[object] | tuple[type[object], ...],
+    name: str,
+    *,
+    of: str,
+    error: type[ValueError] = ValueError,
+) -> None:
+    """Check a field that lists instances of ``kind``, and keep it as a tuple."""
+    records = checked_records(
+        f"{name} of {of}", getattr(record, name), kind, error=error
+    )
+    object.__setattr__(record, name, records)
+
+
 def keep_flags(
     record: object, *names: str, of: str = "", error: type[ValueError] = ValueError
 ) -> None:

@@ -26,16 +26,16 @@ from itertools import pairwise
 
 from remat.core.checks import (
     checked_integer,
-    checked_integers,
     checked_list,
-    checked_records,
     checked_text,
     keep_flags,
+    keep_integer_lists,
     keep_integers,
+    keep_records,
     keep_words,
 )
 from remat.core.errors import InvalidGraphError
-from remat.core.units import LARGEST_TOTAL
+from remat.core.units import LARGEST_TOTAL, keep_amounts
 
 
 class Phase(StrEnum):
@@ -90,19 +90,13 @@ class Storage:
     home: int = 0
 
     def __post_init__(self) -> None:
-        checked_text("the name of a storage", self.name, error=InvalidGraphError)
+        error = InvalidGraphError
+        checked_text("the name of a storage", self.name, error=error)
         of = f"storage {self.name!r}"
-        keep_integers(
-            self,
-            "size_bytes",
-            of=of,
-            least=0,
-            most=LARGEST_TOTAL,
-            error=InvalidGraphError,
-        )
-        keep_integers(self, "home", of=of, least=0, error=InvalidGraphError)
-        keep_flags(self, "is_resident", of=of, error=InvalidGraphError)
-        keep_words(self, Role, "role", of=of, error=InvalidGraphError)
+        keep_amounts(self, "size_bytes", of=of, error=error)
+        keep_integers(self, "home", of=of, least=0, error=error)
+        keep_flags(self, "is_resident", of=of, error=error)
+        keep_words(self, Role, "role", of=of, error=error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,32 +164,20 @@ class Op:
                 raise InvalidGraphError(msg)
 
     def _check_types(self) -> None:
-        checked_text("the name of an op", self.name, error=InvalidGraphError)
+        error, most = InvalidGraphError, LARGEST_TOTAL
+        checked_text("the name of an op", self.name, error=error)
         of = f"op {self.name!r}"
-        for field, least, most in (
-            ("reads", None, None),
-            ("writes", None, None),
-            ("workspace_bytes", 0, LARGEST_TOTAL),
-        ):
-            numbers = checked_integers(
-                f"{field} of {of}",
-                getattr(self, field),
-                least=least,
-                most=most,
-                error=InvalidGraphError,
-            )
-            object.__setattr__(self, field, numbers)
-        costs = checked_list(f"cost_ns of {of}", self.cost_ns, error=InvalidGraphError)
+        keep_integer_lists(self, "reads", "writes", of=of, error=error)
+        keep_integer_lists(
+            self, "workspace_bytes", of=of, least=0, most=most, error=error
+        )
+        costs = checked_list(f"cost_ns of {of}", self.cost_ns, error=error)
         object.__setattr__(self, "cost_ns", tuple(self._cost(cost) for cost in costs))
-        keep_words(self, Phase, "phase", of=of, error=InvalidGraphError)
-        keep_flags(self, "is_ordered", "is_external", of=of, error=InvalidGraphError)
-        if self.non_recomputable is not None:
-            checked_text(
-                f"non_recomputable of {of}",
-                self.non_recomputable,
-                error=InvalidGraphError,
-            )
-        checked_text(f"source of {of}", self.source, error=InvalidGraphError)
+        keep_words(self, Phase, "phase", of=of, error=error)
+        keep_flags(self, "is_ordered", "is_external", of=of, error=error)
+        if (reason := self.non_recomputable) is not None:
+            checked_text(f"non_recomputable of {of}", reason, error=error)
+        checked_text(f"source of {of}", self.source, error=error)
 
     def _cost(self, cost: object) -> int | None:
         if cost is None or (type(cost) is int and 0 <= cost <= LARGEST_TOTAL):
@@ -269,18 +251,14 @@ class TrainingGraph:
         raise InvalidGraphError(msg)
 
     def _check_types(self) -> None:
-        checked_text("the name of a graph", self.name, error=InvalidGraphError)
+        error = InvalidGraphError
+        checked_text("the name of a graph", self.name, error=error)
         of = f"graph {self.name!r}"
-        for field, kind in (("storages", Storage), ("ops", Op), ("device_kinds", str)):
-            records = checked_records(
-                f"{field} of {of}", getattr(self, field), kind, error=InvalidGraphError
-            )
-            object.__setattr__(self, field, records)
-        for field in ("forward_outputs", "tangents", "final_outputs"):
-            indices = checked_integers(
-                f"{field} of {of}", getattr(self, field), error=InvalidGraphError
-            )
-            object.__setattr__(self, field, indices)
+        keep_records(self, Storage, "storages", of=of, error=error)
+        keep_records(self, Op, "ops", of=of, error=error)
+        keep_records(self, str, "device_kinds", of=of, error=error)
+        lists = ("forward_outputs", "tangents", "final_outputs")
+        keep_integer_lists(self, *lists, of=of, error=error)
 
     def _check_kinds(self) -> None:
         if not self.device_kinds or len(set(self.device_kinds)) != len(

@@ -5,15 +5,16 @@ from dataclasses import dataclass, replace
 
 from remat.core.checks import (
     checked_integer,
-    checked_integers,
     checked_record,
     checked_records,
     checked_text,
     keep_flags,
+    keep_integer_lists,
     keep_integers,
+    keep_records,
 )
 from remat.core.errors import InvalidPlatformError
-from remat.core.units import LARGEST_BUDGET, LARGEST_TOTAL
+from remat.core.units import LARGEST_BUDGET, LARGEST_TOTAL, keep_amounts
 
 LARGEST_RATE = 10**30
 """Most bytes, or operations, per second."""
@@ -57,35 +58,20 @@ class DeviceKind:
     launch_ns: int = 0
 
     def __post_init__(self) -> None:
-        checked_text(
-            "the name of a device kind",
-            self.name,
-            may_be_empty=False,
-            error=InvalidPlatformError,
-        )
+        error, label = InvalidPlatformError, "the name of a device kind"
+        checked_text(label, self.name, may_be_empty=False, error=error)
         of = f"device kind {self.name!r}"
         if self.runs_on is not None:
-            checked_text(f"runs_on of {of}", self.runs_on, error=InvalidPlatformError)
-        keep_flags(self, "computes", of=of, error=InvalidPlatformError)
-        keep_integers(
-            self,
-            "flops_per_s",
-            "bytes_per_s",
-            of=of,
-            least=1,
-            most=LARGEST_RATE,
-            optional=True,
-            error=InvalidPlatformError,
-        )
-        for field, least in (("time_percent", 1), ("launch_ns", 0)):
+            checked_text(f"runs_on of {of}", self.runs_on, error=error)
+        keep_flags(self, "computes", of=of, error=error)
+        most = LARGEST_RATE
+        for rate in ("flops_per_s", "bytes_per_s"):
             keep_integers(
-                self,
-                field,
-                of=of,
-                least=least,
-                most=LARGEST_TOTAL,
-                error=InvalidPlatformError,
+                self, rate, of=of, least=1, most=most, optional=True, error=error
             )
+        most = LARGEST_TOTAL
+        keep_integers(self, "time_percent", of=of, least=1, most=most, error=error)
+        keep_amounts(self, "launch_ns", of=of, error=error)
         rates = (self.flops_per_s, self.bytes_per_s)
         if (rates[0] is None) is not (rates[1] is None):
             msg = (
@@ -140,14 +126,10 @@ class Device:
     budget_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        checked_text(
-            "the name of a device",
-            self.name,
-            may_be_empty=False,
-            error=InvalidPlatformError,
-        )
+        error, label = InvalidPlatformError, "the name of a device"
+        checked_text(label, self.name, may_be_empty=False, error=error)
         of = f"device {self.name!r}"
-        checked_text(f"kind of {of}", self.kind, error=InvalidPlatformError)
+        checked_text(f"kind of {of}", self.kind, error=error)
         keep_integers(
             self,
             "budget_bytes",
@@ -155,7 +137,7 @@ class Device:
             least=1,
             most=LARGEST_BUDGET,
             optional=True,
-            error=InvalidPlatformError,
+            error=error,
         )
 
 
@@ -191,9 +173,7 @@ class Link:
         keep_integers(
             self, "bytes_per_s", of=of, least=1, most=LARGEST_RATE, error=error
         )
-        keep_integers(
-            self, "latency_ns", of=of, least=0, most=LARGEST_TOTAL, error=error
-        )
+        keep_amounts(self, "latency_ns", of=of, error=error)
 
     def copy_ns(self, size_bytes: int) -> int:
         """Return the time in nanoseconds to copy ``size_bytes``, rounded up.
@@ -253,27 +233,13 @@ class MeasuredCost:
         checked_text("the device of a measured cost", self.device, error=error)
         checked_text("the operator of a measured cost", self.operator, error=error)
         of = f"the cost of {self.operator} on device {self.device!r}"
-        for optional, fields in (
-            (True, ("cost_ns",)),
-            (False, ("workspace_bytes", "samples", "spread_ns")),
-        ):
-            keep_integers(
-                self,
-                *fields,
-                of=of,
-                least=0,
-                most=LARGEST_TOTAL,
-                optional=optional,
-                error=error,
-            )
-        sizes = checked_integers(
-            f"output_sizes_bytes of {of}",
-            self.output_sizes_bytes,
-            least=0,
-            most=LARGEST_TOTAL,
-            error=error,
+        keep_amounts(self, "cost_ns", of=of, optional=True, error=error)
+        numbers = ("workspace_bytes", "samples", "spread_ns")
+        keep_amounts(self, *numbers, of=of, error=error)
+        most = LARGEST_TOTAL
+        keep_integer_lists(
+            self, "output_sizes_bytes", of=of, least=0, most=most, error=error
         )
-        object.__setattr__(self, "output_sizes_bytes", sizes)
         keep_flags(self, "aliases_input", of=of, error=error)
 
 
@@ -354,20 +320,13 @@ class Platform:
 
     def __post_init__(self) -> None:
         error = InvalidPlatformError
-        for field, kind in (
-            ("devices", Device),
-            ("links", Link),
-            ("kinds", DeviceKind),
-        ):
-            records = checked_records(
-                f"{field} of a platform", getattr(self, field), kind, error=error
-            )
-            object.__setattr__(self, field, records)
-        keep_flags(self, "copies_wait", of="a platform", error=error)
+        of = "a platform"
+        keep_records(self, Device, "devices", of=of, error=error)
+        keep_records(self, Link, "links", of=of, error=error)
+        keep_records(self, DeviceKind, "kinds", of=of, error=error)
+        keep_flags(self, "copies_wait", of=of, error=error)
         if self.costs is not None:
-            checked_record(
-                "costs of a platform", self.costs, MeasuredCosts, error=error
-            )
+            checked_record(f"costs of {of}", self.costs, MeasuredCosts, error=error)
         if not self.devices:
             msg = "a platform needs at least one device"
             raise InvalidPlatformError(msg)

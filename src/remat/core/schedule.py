@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, fields
 
-from remat.core.checks import checked_integer, checked_records
+from remat.core.checks import checked_integer, keep_records
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,7 @@ class Schedule:
     steps: tuple[Step, ...]
 
     def __post_init__(self) -> None:
-        steps = checked_records("steps of a schedule", self.steps, tuple(_NUMBERS))
-        object.__setattr__(self, "steps", steps)
+        keep_records(self, tuple(_NUMBERS), "steps", of="a schedule")
         for index, step in enumerate(self.steps):
             for name in _NUMBERS[type(step)]:
                 # Asked first, as a schedule may have very many steps.

@@ -9,7 +9,7 @@ import re
 from fractions import Fraction
 from math import floor
 
-from remat.core.checks import checked_integer, integer_of, shown
+from remat.core.checks import checked_integer, integer_of, keep_integers, shown
 from remat.core.errors import UnitError
 
 _UNITS = {
@@ -33,6 +33,30 @@ LARGEST_BUDGET = 2**62
 LARGEST_TOTAL = 2**53
 """Most bytes or nanoseconds (104 days) of a graph: what floats still count one by one,
 and what may be repeated hundreds of times before 64 bits are full."""
+
+
+def keep_amounts(
+    record: object,
+    *names: str,
+    of: str,
+    optional: bool = False,
+    error: type[ValueError],
+) -> None:
+    """Check fields of a dataclass that are bytes or times of a graph.
+
+    They are kept as integers of 0 to :data:`LARGEST_TOTAL`; see
+    :func:`~remat.core.checks.keep_integers`.
+    """
+    keep_integers(
+        record,
+        *names,
+        of=of,
+        least=0,
+        most=LARGEST_TOTAL,
+        optional=optional,
+        error=error,
+    )
+
 
 # Bounded, because Python refuses to read integers of thousands of digits.
 _SIZE = re.compile(r"\s*([+-]?\d[\d_]{0,60}(?:\.\d{1,60})?)\s*([A-Za-z]*|%)\s*\Z")

@@ -13,11 +13,14 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeVar, cast
+from typing import Literal, NoReturn, TypeVar, cast
+
+import msgspec
 
 from remat.core.errors import FileFormatError
+from remat.files.conversion import convert, shorten, show
 
 FORMAT = "remat"
 """What the ``format`` key of every document says."""
@@ -30,6 +33,20 @@ VERSION = 1
 _PATH_ERRORS = (OSError, RuntimeError, ValueError)
 
 Parsed = TypeVar("Parsed")
+
+
+class _Head(msgspec.Struct):
+    """What the documents of all versions have, whatever else they have."""
+
+    format: Literal["remat"]
+    version: int
+
+
+class _Document(_Head, forbid_unknown_fields=True):
+    """All that a document of this version has."""
+
+    kind: str
+    payload: dict[str, object]
 
 
 def write_document(
@@ -140,54 +157,15 @@ def _replace(target: Path, content: bytes) -> None:
 def document_kind(path: str | os.PathLike[str]) -> str:
     """Return what the document ``path`` says it is: ``"graph"``, ``"plan"``, ...
 
-    The payload is not looked at.
+    What the payload holds is not looked at.
 
     Raises
     ------
     FileFormatError
-        If the file cannot be read, is damaged, or is not a document of this package.
+        If the file cannot be read, is damaged, is not a document of this package, or is
+        of an unknown version.
     """
-    label = os.fspath(path)
-    text = _read_text(path, "file")
-    try:
-        return parse_text(_parse_envelope(text).get("kind"), "kind")
-    except FileFormatError as error:
-        msg = f"{label}: {error}"
-        raise FileFormatError(msg) from error
-
-
-def read_document(path: str | os.PathLike[str], kind: str) -> dict[str, object]:
-    """Return the payload of the document ``path``, which must be of kind ``kind``.
-
-    Raises
-    ------
-    FileFormatError
-        If the file is missing, may not be read, is damaged or cut short, is not a
-        document of this package, is of another kind, or of an unknown version.
-    """
-    label = os.fspath(path)
-    text = _read_text(path, kind)
-    try:
-        return parse_document(text, kind)
-    except FileFormatError as error:
-        msg = f"{label}: {error}"
-        raise FileFormatError(msg) from error
-
-
-def _read_text(path: str | os.PathLike[str], kind: str) -> str:
-    label = os.fspath(path)
-    try:
-        return Path(path).read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        msg = f"{label}: this is not a {FORMAT} {kind}: it is not UTF-8 text ({error})"
-        raise FileFormatError(msg) from error
-    except _PATH_ERRORS as error:
-        msg = f"cannot read {label!r}: {_reason(error)}"
-        raise FileFormatError(msg) from error
-
-
-def _reason(error: Exception) -> str:
-    return (isinstance(error, OSError) and error.strerror) or str(error)
+    return _load(path, lambda text: _parse_envelope(text).kind)
 
 
 def load_document(
@@ -198,14 +176,32 @@ def load_document(
     Raises
     ------
     FileFormatError
-        As :func:`read_document`, or what ``parse`` raised, with the file's name.
+        If the file is missing, may not be read, is damaged or cut short, is not a
+        document of this package, is of another kind, or of an unknown version; or what
+        ``parse`` raised, with the file's name.
     """
-    payload = read_document(path, kind)
+    return _load(path, lambda text: parse(parse_document(text, kind)))
+
+
+def _load(path: str | os.PathLike[str], parse: Callable[[str], Parsed]) -> Parsed:
+    label = os.fspath(path)
     try:
-        return parse(payload)
-    except FileFormatError as error:
-        msg = f"{os.fspath(path)}: {error}"
+        text = Path(path).read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        msg = f"{label}: this is not a {FORMAT} file: it is not UTF-8 text ({error})"
         raise FileFormatError(msg) from error
+    except _PATH_ERRORS as error:
+        msg = f"cannot read {label!r}: {_reason(error)}"
+        raise FileFormatError(msg) from error
+    try:
+        return parse(text)
+    except FileFormatError as error:
+        msg = f"{label}: {error}"
+        raise FileFormatError(msg) from error
+
+
+def _reason(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def format_document(kind: str, payload: Mapping[str, object]) -> str:
@@ -250,41 +246,31 @@ def parse_document(text: str, kind: str) -> dict[str, object]:
     FileFormatError
         If the text is no document of kind ``kind`` and of a known version.
     """
-    fields = _parse_envelope(text)
-    if "version" not in fields:
-        msg = "there is no key 'version'"
+    document = _parse_envelope(text)
+    if document.kind != kind:
+        msg = f"the file holds a {shorten(document.kind)}, but a {kind} is needed"
         raise FileFormatError(msg)
-    version = parse_integer(fields["version"], "version")
+    return document.payload
+
+
+def _parse_envelope(text: str) -> _Document:
+    values = _parse_json(text)
+    try:
+        version = convert(values, _Head, "document").version
+    except FileFormatError as error:
+        msg = f"this is JSON, but not a {FORMAT} file: {error}"
+        raise FileFormatError(msg) from error
     if version != VERSION:
         msg = (
-            f"the file is of version {version}, but this release reads version "
+            f"the file is of version {show(version)}, but this release reads version "
             f"{VERSION} only; upgrade remat, or write the file again with this release"
         )
         raise FileFormatError(msg)
-    parse_mapping(fields, "document", ("format", "kind", "version", "payload"))
-    found = parse_text(fields["kind"], "kind")
-    if found != kind:
-        msg = f"the file holds a {_shorten(found)}, but a {kind} is needed"
-        raise FileFormatError(msg)
-    payload = fields["payload"]
-    if not isinstance(payload, dict):
-        refuse(payload, "payload", "an object")
-    return cast("dict[str, object]", payload)
-
-
-def _parse_envelope(text: str) -> dict[str, object]:
-    document = _parse_json(text)
-    if not isinstance(document, dict) or "format" not in document:
-        msg = f"this is JSON, but not a {FORMAT} file: there is no key 'format'"
-        raise FileFormatError(msg)
-    fields = cast("dict[str, object]", document)
-    if fields["format"] != FORMAT:
-        msg = f"the format is {_show(fields['format'])}, not {FORMAT!r}"
-        raise FileFormatError(msg)
-    return fields
+    return convert(values, _Document, "document")
 
 
 def _parse_json(text: str) -> object:
+    # Not msgspec's reader: it takes keys given twice, and no half surrogate pairs.
     try:
         return json.loads(
             text,
@@ -295,17 +281,9 @@ def _parse_json(text: str) -> object:
     except RecursionError as error:
         msg = "the file is damaged: lists or objects are nested too deeply"
         raise FileFormatError(msg) from error
-    except json.JSONDecodeError as error:
-        msg = (
-            f"the file is damaged or cut short: line {error.lineno}, column "
-            f"{error.colno}: {error.msg}"
-        )
-        raise FileFormatError(msg) from error
-    except FileFormatError:
-        raise
     except ValueError as error:
-        # Python refuses to read integers of thousands of digits.
-        msg = f"the file is damaged: {error}"
+        # Also of Python, for integers of thousands of digits.
+        msg = f"the file is damaged or cut short: {error}"
         raise FileFormatError(msg) from error
 
 
@@ -314,14 +292,14 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(fields) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        msg = f"the file is damaged: key {_show(twice)} is given twice in one object"
-        raise FileFormatError(msg)
+        msg = f"key {show(twice)} is given twice in one object"
+        raise ValueError(msg)
     return fields
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    msg = f"the file is damaged: {name} is not a number that JSON knows"
-    raise FileFormatError(msg)
+    msg = f"{name} is not a number that JSON knows"
+    raise ValueError(msg)
 
 
 def _parse_float(text: str) -> float:
@@ -329,187 +307,3 @@ def _parse_float(text: str) -> float:
     if not math.isfinite(number):
         _refuse_constant(text)
     return number
-
-
-def parse_mapping(
-    value: object, where: str, keys: Collection[str]
-) -> dict[str, object]:
-    """Return ``value`` if it is an object with exactly the keys ``keys``.
-
-    Parameters
-    ----------
-    value
-        What JSON held.
-    where
-        The place in the document, for the error message.
-    keys
-        The keys that must be there; no other may.
-
-    Raises
-    ------
-    FileFormatError
-        If it is no object, a key is missing, or a key is unknown.
-    """
-    if not isinstance(value, dict):
-        refuse(value, where, "an object")
-    fields = cast("dict[str, object]", value)
-    missing = [key for key in keys if key not in fields]
-    unknown = [key for key in fields if key not in keys]
-    if missing or unknown:
-        found = f"lacks {missing}" if missing else f"has unknown keys {unknown}"
-        msg = f"{where} {_shorten(found)}; its keys are {', '.join(keys)}"
-        raise FileFormatError(msg)
-    return fields
-
-
-def parse_rows(value: object, where: str, columns: Sequence[str]) -> list[list[object]]:
-    """Return the rows of a table whose header must be ``columns``.
-
-    Raises
-    ------
-    FileFormatError
-        If the header differs, or a row has not one value per column.
-    """
-    fields = parse_mapping(value, where, ("columns", "rows"))
-    if fields["columns"] != list(columns):
-        refuse(fields["columns"], f"{where}.columns", f"exactly {list(columns)}")
-    rows: list[list[object]] = []
-    for index, item in enumerate(parse_list(fields["rows"], f"{where}.rows")):
-        row = parse_list(item, f"{where}.rows[{index}]")
-        if len(row) != len(columns):
-            needed = f"{len(columns)} values ({', '.join(columns)})"
-            refuse(row, f"{where}.rows[{index}]", needed)
-        rows.append(row)
-    return rows
-
-
-def parse_list(value: object, where: str) -> list[object]:
-    """Return ``value`` if it is a list.
-
-    Raises
-    ------
-    FileFormatError
-        If it is anything else.
-    """
-    if not isinstance(value, list):
-        refuse(value, where, "a list")
-    return cast("list[object]", value)
-
-
-def parse_integer(value: object, where: str) -> int:
-    """Return ``value`` if it is an integer; true, false and 1.0 are not.
-
-    Raises
-    ------
-    FileFormatError
-        If it is anything else.
-    """
-    if isinstance(value, bool) or not isinstance(value, int):
-        refuse(value, where, "an integer")
-    return value
-
-
-def parse_number(value: object, where: str) -> float:
-    """Return ``value`` if it is an integer or a fraction; true and false are not.
-
-    Raises
-    ------
-    FileFormatError
-        If it is anything else.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        refuse(value, where, "a number")
-    return value
-
-
-def parse_text(value: object, where: str) -> str:
-    """Return ``value`` if it is text.
-
-    Raises
-    ------
-    FileFormatError
-        If it is anything else.
-    """
-    if not isinstance(value, str):
-        refuse(value, where, "text")
-    return value
-
-
-def parse_flag(value: object, where: str) -> bool:
-    """Return ``value`` if it is true or false; 0 and 1 are not.
-
-    Raises
-    ------
-    FileFormatError
-        If it is anything else.
-    """
-    if not isinstance(value, bool):
-        refuse(value, where, "true or false")
-    return value
-
-
-def parse_choice(value: object, where: str, choices: Sequence[str]) -> str:
-    """Return ``value`` if it is one of ``choices``.
-
-    Raises
-    ------
-    FileFormatError
-        If it is anything else.
-    """
-    if not isinstance(value, str) or value not in choices:
-        refuse(value, where, f"one of {', '.join(choices)}")
-    return value
-
-
-def parse_integers(value: object, where: str) -> tuple[int, ...]:
-    """Return ``value`` as a tuple if it is a list of integers.
-
-    Raises
-    ------
-    FileFormatError
-        If it is anything else.
-    """
-    return tuple(
-        parse_integer(item, f"{where}[{index}]")
-        for index, item in enumerate(parse_list(value, where))
-    )
-
-
-def parse_texts(value: object, where: str) -> tuple[str, ...]:
-    """Return ``value`` as a tuple if it is a list of texts.
-
-    Raises
-    ------
-    FileFormatError
-        If it is anything else.
-    """
-    return tuple(
-        parse_text(item, f"{where}[{index}]")
-        for index, item in enumerate(parse_list(value, where))
-    )
-
-
-def refuse(value: object, where: str, needed: str) -> NoReturn:
-    """Raise what a value in a file that is not what it must be means.
-
-    Raises
-    ------
-    FileFormatError
-        Always: says where it stands, what it is and what was needed.
-    """
-    msg = f"{where} is {_show(value)}; it must be {needed}"
-    raise FileFormatError(msg)
-
-
-def _show(value: object) -> str:
-    """Return ``value`` as JSON, cut to what fits on a line."""
-    if isinstance(value, dict | list):
-        # Not printed in full: nesting may be as deep as the reader allowed.
-        kind = "an object" if isinstance(value, dict) else "a list"
-        count = len(cast("dict[str, object] | list[object]", value))
-        return f"{kind} of {count} items"
-    return _shorten(json.dumps(value))
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -41,8 +41,8 @@ from remat.planning.several_devices import (
     plan_on_devices,
 )
 from remat.planning.smallest_budget import Floor, smallest_budget
-from remat.solvers import QUICK, chosen_solvers
 from remat.solvers.base import ProgressCallback, Solver, ignore_progress
+from remat.solvers.registry import QUICK, chosen_solvers
 
 
 def plain_peak_bytes(graph: TrainingGraph) -> int:

@@ -4,14 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal
+
+import msgspec
 
 from remat.core.bounds import cost_bound_ns
 from remat.core.contributors import contributors as contributors
 from remat.core.contributors import largest
 from remat.core.device_graph import gathered
 from remat.core.device_use import DeviceUse, LinkUse, device_uses, link_uses
-from remat.core.errors import FileFormatError, PlanMismatchError
+from remat.core.errors import PlanMismatchError
 from remat.core.graph import Phase, TrainingGraph
 from remat.core.liveness import schedule_from_order, store_all_order
 from remat.core.platform import Platform, single_device
@@ -20,14 +22,8 @@ from remat.core.schedule import Compute, Schedule
 from remat.core.simulator import Trace, simulate
 from remat.core.timelines import plain_timelines, replayed_timeline
 from remat.core.units import format_bytes, format_ns
-from remat.files.documents import (
-    load_document,
-    parse_choice,
-    parse_integer,
-    parse_mapping,
-    parse_text,
-    write_document,
-)
+from remat.files.conversion import convert
+from remat.files.documents import load_document, write_document
 from remat.files.serialisation import (
     graph_from_json,
     graph_to_json,
@@ -362,17 +358,29 @@ class Plan:
         )
 
 
-_KEYS = (
-    "graph",
-    "platform",
-    "schedule",
-    "solver",
-    "status",
-    "bound_ns",
-    "fingerprint",
-    "smallest_budget_bytes",
-    "settings",
-)
+_FUSED_KERNELS = "fused kernels"
+
+
+class _Payload(msgspec.Struct, forbid_unknown_fields=True):
+    """What a file of a plan holds."""
+
+    graph: object
+    platform: object
+    schedule: object
+    solver: str
+    status: Literal["optimal", "feasible"]
+    bound_ns: int
+    fingerprint: str
+    smallest_budget_bytes: int | None
+    settings: dict[str, Any]
+
+
+class _Noted(msgspec.Struct):
+    """What stands among the settings of a file, and is not one of them."""
+
+    objective: Objective = Objective.SERIAL
+    kernels: Kernels = "eager"
+    fused_kernels: str = msgspec.field(default="", name=_FUSED_KERNELS)
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -389,39 +397,26 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def _parse_plan(payload: object) -> Plan:
-    fields = parse_mapping(payload, "plan", _KEYS)
-    settings = fields["settings"]
-    smallest = fields["smallest_budget_bytes"]
-    if not isinstance(settings, dict):
-        msg = f"settings is {settings!r}; it must be an object"
-        raise FileFormatError(msg)
-    others = dict(cast("dict[str, Any]", settings))
-    objective = parse_choice(
-        others.pop("objective", "serial"), "objective", [str(o) for o in Objective]
-    )
-    kernels = parse_choice(others.pop("kernels", "eager"), "kernels", get_args(Kernels))
-    fused_kernels = parse_text(others.pop(_FUSED_KERNELS, ""), _FUSED_KERNELS)
+    fields = convert(payload, _Payload, "plan")
+    noted: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    for name, value in fields.settings.items():
+        (noted if name in _Noted.__struct_encode_fields__ else settings)[name] = value
+    known = convert(noted, _Noted, "plan.settings")
     return Plan(
-        graph=graph_from_json(fields["graph"]),
-        platform=platform_from_json(fields["platform"]),
-        schedule=schedule_from_json(fields["schedule"]),
-        solver=parse_text(fields["solver"], "solver"),
-        status=Status(parse_choice(fields["status"], "status", _STATUSES)),
-        bound_ns=parse_integer(fields["bound_ns"], "bound_ns"),
-        fingerprint=parse_text(fields["fingerprint"], "fingerprint"),
-        smallest_budget_bytes=(
-            None
-            if smallest is None
-            else parse_integer(smallest, "smallest_budget_bytes")
-        ),
-        objective=Objective(objective),
-        kernels=cast("Kernels", kernels),
-        fused_kernels=frozenset(fused_kernels.split()),
-        settings=others,
+        graph=graph_from_json(fields.graph),
+        platform=platform_from_json(fields.platform),
+        schedule=schedule_from_json(fields.schedule),
+        solver=fields.solver,
+        status=Status(fields.status),
+        bound_ns=fields.bound_ns,
+        fingerprint=fields.fingerprint,
+        smallest_budget_bytes=fields.smallest_budget_bytes,
+        objective=known.objective,
+        kernels=known.kernels,
+        fused_kernels=frozenset(known.fused_kernels.split()),
+        settings=settings,
     )
-
-
-_FUSED_KERNELS = "fused kernels"
 
 
 def _noted(plan: Plan) -> dict[str, str]:
@@ -436,9 +431,6 @@ def _noted(plan: Plan) -> dict[str, str]:
         noted["kernels"] = plan.kernels
         noted[_FUSED_KERNELS] = " ".join(sorted(plan.fused_kernels))
     return noted
-
-
-_STATUSES = [str(status) for status in Status if status.has_schedule]
 
 
 def _within(use: DeviceUse) -> str:

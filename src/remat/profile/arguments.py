@@ -199,6 +199,18 @@ def tensors_in(item: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(item) if isinstance(leaf, torch.Tensor)]
 
 
+def empty_like(
+    tensor: torch.Tensor, device: torch.device | None = None
+) -> torch.Tensor:
+    """Return a new tensor of this shape, strides and type, by default where it is."""
+    return torch.empty_strided(
+        tensor.shape,
+        tensor.stride(),
+        dtype=tensor.dtype,
+        device=device or tensor.device,
+    )
+
+
 class ArgumentMaker:
     """Make real tensors like given ones, sharing storages where those do.
 

@@ -15,9 +15,14 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 
+import msgspec
 import torch
+
+from remat.core.errors import RematError
+
+Record = TypeVar("Record")
 
 _SCHEMA = 3
 _log = logging.getLogger(__name__)
@@ -70,6 +75,12 @@ def _processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
+class _File(msgspec.Struct):
+    """What is read of a file; the rest is for people."""
+
+    costs: dict[str, dict[str, Any]]
+
+
 class CostCache:
     """Numbers measured on this machine, by the text that describes what was measured.
 
@@ -99,6 +110,19 @@ class CostCache:
     def get(self, key: str) -> dict[str, Any] | None:
         """Return the record kept under ``key``, or ``None``."""
         return self._costs.get(key)
+
+    def look_up(self, key: str, kind: type[Record]) -> Record | None:
+        """Return the record kept under ``key`` as a ``kind``, a dataclass.
+
+        ``None`` if there is none; one that does not fit is forgotten.
+        """
+        if (record := self.get(key)) is None:
+            return None
+        try:
+            return msgspec.convert(record, kind)
+        except (ValueError, RematError):
+            self.discard(key)
+            return None
 
     def put(self, key: str, record: Mapping[str, Any]) -> None:
         """Keep ``record``, which must be plain JSON, until :meth:`save`."""
@@ -159,7 +183,7 @@ class CostCache:
             )
             return {}
         try:
-            return _parse(text)
+            return msgspec.convert(json.loads(text), _File).costs
         except ValueError as error:
             self._set_aside(str(error))
             return {}
@@ -182,17 +206,3 @@ class CostCache:
             return
         self._has_warned = True
         warnings.warn(message, CostCacheWarning, stacklevel=3)
-
-
-def _parse(text: str) -> dict[str, dict[str, Any]]:
-    document: object = json.loads(text)
-    if not isinstance(document, dict):
-        msg = f"expected an object, found {type(document).__name__}"
-        raise ValueError(msg)  # noqa: TRY004 - one type for every kind of damage
-    costs = cast("dict[str, Any]", document).get("costs")
-    if not isinstance(costs, dict) or not all(
-        isinstance(record, dict) for record in cast("dict[str, object]", costs).values()
-    ):
-        msg = "it has no table 'costs'"
-        raise ValueError(msg)
-    return cast("dict[str, dict[str, Any]]", costs)

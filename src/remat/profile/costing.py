@@ -19,6 +19,7 @@ from remat.core.errors import CaptureError, InvalidPlatformError, ProfileError
 from remat.core.graph import Op, Storage, TrainingGraph
 from remat.core.platform import DeviceKind, MeasuredCost, Platform
 from remat.core.units import round_up
+from remat.profile.arguments import empty_like
 from remat.profile.cache import CostCache
 from remat.profile.estimate import Rates, estimate_operators, measure_rates
 from remat.profile.known import KnownCosts, is_here, measured_costs
@@ -357,18 +358,12 @@ def _moved(
         if isinstance(value, torch.Tensor) and value.device == source:
             if isinstance(value, FakeTensor):
                 with value.fake_mode:
-                    return _empty_like_on(value, target)
-            return _empty_like_on(value, target)
+                    return empty_like(value, target)
+            return empty_like(value, target)
         return target if value == source else value
 
     args, kwargs = tree_map(on_target, (call.args, dict(call.kwargs)))
     return OperatorCall(call.target, args, cast("Mapping[str, Any]", kwargs))
-
-
-def _empty_like_on(value: torch.Tensor, target: torch.device) -> torch.Tensor:
-    return torch.empty_strided(
-        value.shape, value.stride(), dtype=value.dtype, device=target
-    )
 
 
 def platform_costs(

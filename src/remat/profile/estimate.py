@@ -92,9 +92,9 @@ def measure_rates(
     key = f"rates of {place}"
     if place.type == "cuda":
         key += f" {torch.cuda.get_device_name(place)}"
-    known = None if cache is None else cache.get(key)
+    known = None if cache is None else cache.look_up(key, Rates)
     if known is not None:
-        return Rates(**known)
+        return known
     with disable_current_modes(), torch.no_grad():
         matrix = torch.full((_MATMUL_SIDE, _MATMUL_SIDE), 0.5, device=place)
         source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=place)

@@ -6,7 +6,7 @@ devices of its tensors, so that costs measured on one machine are found on anoth
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 import torch
@@ -267,13 +267,6 @@ def measured_costs(
 def _measured_cost(device: str, text: str, cost: OperatorCost | None) -> MeasuredCost:
     if cost is None:
         return MeasuredCost(device=device, operator=text, cost_ns=None)
-    return MeasuredCost(
-        device=device,
-        operator=text,
-        cost_ns=cost.cost_ns,
-        workspace_bytes=cost.workspace_bytes,
-        output_sizes_bytes=cost.output_sizes_bytes,
-        aliases_input=cost.aliases_input,
-        samples=cost.samples,
-        spread_ns=cost.spread_ns,
-    )
+    fields = asdict(cost)
+    del fields["output_bytes"]  # The sum of those of each output.
+    return MeasuredCost(device=device, operator=text, **fields)

@@ -128,12 +128,9 @@ def measured_link(
     for place in (source, target):
         if place.startswith("cuda"):
             key += f" {torch.cuda.get_device_name(place)}"
-    known = None if cache is None else cache.get(key)
-    if cache is not None and known is not None:
-        link = _read(known)
-        if link is not None:
-            return link.bytes_per_s, link.latency_ns
-        cache.discard(key)
+    known = None if cache is None else cache.look_up(key, Link)
+    if known is not None:
+        return known.bytes_per_s, known.latency_ns
     try:
         with disable_current_modes(), torch.no_grad():
             small_ns = _fastest_copy_ns(source, target, _SMALL_BYTES)
@@ -151,17 +148,6 @@ def measured_link(
         cache.put(key, asdict(link))
         cache.save()
     return link.bytes_per_s, link.latency_ns
-
-
-def _read(record: dict[str, object]) -> Link | None:
-    """Return what the cache holds as a link; ``None`` if it is damaged."""
-    values = [record.get(name) for name in ("bytes_per_s", "latency_ns")]
-    if not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
-        return None
-    bandwidth, latency_ns = (int(str(value)) for value in values)
-    if bandwidth < 1 or latency_ns < 0:
-        return None
-    return Link(source=0, target=1, bytes_per_s=bandwidth, latency_ns=latency_ns)
 
 
 def _fastest_copy_ns(source: str, target: str, size_bytes: int) -> int:

@@ -22,7 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -43,7 +43,8 @@ from remat.torch_compat.names import (
     is_traceable_wrapper_subclass,
 )
 
-_MOST_REPEATS = 10**6
+MOST_REPEATS = 10**6
+"""Most timed steps that can be asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +78,10 @@ class Measurement:
     peak_bytes: int
     baseline_bytes: int
     final_bytes: int
-    allocated_peak_bytes: int | None
-    reserved_peak_bytes: int | None
-    time_ns: int | None
-    times_ns: tuple[int, ...]
+    allocated_peak_bytes: int | None = None
+    reserved_peak_bytes: int | None = None
+    time_ns: int | None = None
+    times_ns: tuple[int, ...] = ()
     timeline: tuple[tuple[int, int], ...] = field(repr=False)
 
 
@@ -148,30 +149,21 @@ def measure(
         msg = f"step is {step!r}; it must be a function that runs one training step"
         raise TypeError(msg)
     warmup = checked_integer("warmup", warmup, least=0)
-    repeats = checked_integer("repeats", repeats, least=0, most=_MOST_REPEATS)
+    repeats = checked_integer("repeats", repeats, least=0, most=MOST_REPEATS)
     place = _device(device)
     if resident is not None:
         # Wrong entries are refused before anything runs.
         tensors_of(checked_list("resident", resident))
     if place.type == "cuda":
-        memory = _measure_cuda(step, warmup, place, resident)
+        measurement = _measure_cuda(step, warmup, place, resident)
     elif place.type == "cpu":
-        memory = _measure_cpu(step, warmup, resident)
+        measurement = _measure_cpu(step, warmup, resident)
     else:
         msg = f"memory can be measured on cpu and cuda, not on {place.type!r}"
         raise ProfileError(msg)
     times = tuple(_time(step, place) for _ in range(repeats))
-    return Measurement(
-        device=str(place),
-        peak_bytes=memory.peak_bytes,
-        baseline_bytes=memory.baseline_bytes,
-        final_bytes=memory.final_bytes,
-        allocated_peak_bytes=memory.allocated_peak_bytes,
-        reserved_peak_bytes=memory.reserved_peak_bytes,
-        time_ns=round(statistics.median(times)) if times else None,
-        times_ns=times,
-        timeline=memory.timeline,
-    )
+    time_ns = round(statistics.median(times)) if times else None
+    return replace(measurement, device=str(place), time_ns=time_ns, times_ns=times)
 
 
 def memory_growth(
@@ -307,7 +299,9 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
         return []
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return [p for name in names for p in _parts(getattr(tensor, name))]
+        inner = [getattr(tensor, name) for name in names]
+        # A DTensor names its mesh among them, too.
+        return [p for part in inner if _is_tensor(part) for p in _parts(part)]
     if tensor.layout is torch.strided:
         return [tensor]
     if tensor.layout is torch.sparse_coo:
@@ -317,16 +311,6 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout in {torch.sparse_csc, torch.sparse_bsc}:
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     return []
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Memory:
-    peak_bytes: int
-    baseline_bytes: int
-    final_bytes: int
-    timeline: tuple[tuple[int, int], ...]
-    allocated_peak_bytes: int | None = None
-    reserved_peak_bytes: int | None = None
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -341,6 +325,9 @@ def _device(device: torch.device | str | None) -> torch.device:
             f"device is {shown(device)}; it must be a device such as 'cpu' or 'cuda:0'"
         )
         raise ProfileError(msg) from error
+    if place.type == "cuda" and not torch.cuda.is_available():
+        msg = f"device is {shown(device)}, but this torch has no CUDA device"
+        raise ProfileError(msg)
     if str(place) == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return place
@@ -358,7 +345,7 @@ def _time(step: Callable[[], object], device: torch.device) -> int:
 
 def _measure_cpu(
     step: Callable[[], object], warmup: int, resident: Sequence[object] | None
-) -> _Memory:
+) -> Measurement:
     recorder = AllocationRecorder("cpu")
     with recorder:
         for _ in range(warmup):
@@ -372,7 +359,7 @@ def _measure_cpu(
     return _replay(live, recorder.recording)
 
 
-def _replay(live: dict[int, int], recording: Recording) -> _Memory:
+def _replay(live: dict[int, int], recording: Recording) -> Measurement:
     """Follow the bytes in use from ``live`` (size by address) through the region."""
     left: dict[int, int] = {}
     for allocation in recording.before:
@@ -388,7 +375,8 @@ def _replay(live: dict[int, int], recording: Recording) -> _Memory:
         used += _apply(allocation, sizes)
         peak = max(peak, used)
         timeline.append((allocation.time_ns - recording.start_ns, used))
-    return _Memory(
+    return Measurement(
+        device="cpu",
         peak_bytes=peak,
         baseline_bytes=baseline,
         final_bytes=used,
@@ -418,7 +406,7 @@ def _measure_cuda(
     warmup: int,
     device: torch.device,
     resident: Sequence[object] | None,
-) -> _Memory:
+) -> Measurement:
     for _ in range(warmup):
         step()
     gc.collect()
@@ -444,7 +432,8 @@ def _measure_cuda(
         used += allocation.change_bytes
         elapsed_ns = allocation.time_ns - recorder.recording.start_ns
         timeline.append((elapsed_ns, used))
-    return _Memory(
+    return Measurement(
+        device=str(device),
         peak_bytes=after["requested_bytes.all.peak"] - others,
         baseline_bytes=before["requested_bytes.all.current"] - others,
         final_bytes=after["requested_bytes.all.current"] - others,

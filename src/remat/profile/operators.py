@@ -151,7 +151,9 @@ def profile_operators(
     for position, key in enumerate(keys):
         if key in costs or key in missing:
             continue
-        known = _look_up(cache, key) if descriptions[position].is_complete else None
+        known = None
+        if cache is not None and descriptions[position].is_complete:
+            known = cache.look_up(key, OperatorCost)
         if known is None:
             missing[key] = position
         else:
@@ -219,25 +221,6 @@ def _key(description: Description, position: int) -> str:
     return text if description.is_complete else f"{text} #{position}"
 
 
-def _look_up(cache: CostCache | None, key: str) -> OperatorCost | None:
-    record = None if cache is None else cache.get(key)
-    if cache is None or record is None:
-        return None
-    try:
-        return OperatorCost(
-            cost_ns=int(record["cost_ns"]),
-            workspace_bytes=int(record["workspace_bytes"]),
-            output_bytes=int(record["output_bytes"]),
-            output_sizes_bytes=tuple(int(n) for n in record["output_sizes_bytes"]),
-            aliases_input=bool(record["aliases_input"]),
-            samples=int(record["samples"]),
-            spread_ns=int(record["spread_ns"]),
-        )
-    except (KeyError, TypeError, ValueError):
-        cache.discard(key)
-        return None
-
-
 @contextmanager
 def _isolated(device_types: set[str]) -> Generator[None]:
     """Shield the operators from the caller's modes, and the caller from them."""
@@ -281,6 +264,7 @@ def _with_some_values(
     )
     if call.source:
         msg += f"; the call comes from {call.source}"
+    msg += "; if model(*batch) raises the same, the example does not fit the model"
     raise ProfileError(msg) from first
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from remat.profile.arguments import empty_like
 from remat.torch_compat.names import default_to_fused_or_foreach, tree_leaves
 
 _LONGEST_PERIOD = 100
@@ -64,14 +65,14 @@ def period_of(optimizer: Optimizer) -> int:
 def settings_of(optimizer: Optimizer | None) -> tuple[Any, ...]:
     """Return what the memory of an optimizer follows from, to see whether it changed.
 
-    Per group its parameters with their bytes and whether they are trained, and which
-    settings are on.
+    Per group its parameters with their shapes and types and whether they are trained,
+    and which settings are on.
     """
     if optimizer is None:
         return ()
     return tuple(
         (
-            tuple((id(p), p.nbytes, p.requires_grad) for p in group["params"]),
+            tuple((id(p), p.shape, p.dtype, p.requires_grad) for p in group["params"]),
             tuple(
                 (name, bool(value))
                 for name, value in group.items()
@@ -80,6 +81,11 @@ def settings_of(optimizer: Optimizer | None) -> tuple[Any, ...]:
         )
         for group in stepping_optimizer(optimizer).param_groups
     )
+
+
+def state_count(optimizer: Optimizer | None) -> int:
+    """Return of how many parameters an optimizer has state by now."""
+    return 0 if optimizer is None else len(stepping_optimizer(optimizer).state)
 
 
 def needed_arguments(optimizer: Optimizer) -> list[str]:
@@ -163,7 +169,7 @@ class OptimizerCopier:
                     self._note(param, self._param(param))
 
     def _param(self, param: torch.Tensor) -> torch.Tensor:
-        fake = _empty_like(param).requires_grad_(param.requires_grad)
+        fake = empty_like(param).requires_grad_(param.requires_grad)
         trained = self._trained
         if param.requires_grad if trained is None else id(param) in trained:
             fake.grad = torch.empty_like(fake)
@@ -185,7 +191,7 @@ class OptimizerCopier:
         if type(value) is tuple:
             return tuple(self._list(value))
         if isinstance(value, torch.Tensor):
-            self._note(value, _empty_like(value))
+            self._note(value, empty_like(value))
             return self._copies[id(value)]
         return value
 
@@ -215,9 +221,3 @@ class OptimizerCopier:
                 bool(group.get("differentiable", False)),
                 use_fused=False,
             )
-
-
-def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )

@@ -16,7 +16,7 @@ import torch
 from remat.capture.gradient_layouts import gradient_format
 from remat.capture.outputs import FakeOutputs
 from remat.core.errors import CaptureError
-from remat.profile.arguments import tensors_in
+from remat.profile.arguments import empty_like, tensors_in
 from remat.profile.estimate import estimate_excess, estimate_workspace
 from remat.profile.operators import OperatorCall
 from remat.profile.optimizer_copy import (
@@ -214,7 +214,7 @@ def optimizer_bytes(
     except Exception as error:
         msg = (
             f"the memory of {name}.step() cannot be predicted without running it: "
-            f"{type(error).__name__}: {error or 'no reason given'}. Use an optimizer "
+            f"{type(error).__name__}: {str(error) or 'no reason given'}. Use an optimizer "
             "whose step() needs no closure and does not branch on values of tensors, give "
             "the one inside it that does the steps, or "
             "leave the optimizer out and lower the budget by what it needs"
@@ -466,9 +466,7 @@ def _fake_like(item: Any, *, needs_grad: bool) -> Any:
     def fake_leaf(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        fake = torch.empty_strided(
-            leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device
-        )
+        fake = empty_like(leaf)
         is_float = leaf.dtype.is_floating_point or leaf.dtype.is_complex
         return fake.requires_grad_(needs_grad and is_float)
 

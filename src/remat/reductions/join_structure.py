@@ -63,13 +63,6 @@ Series = tuple[Leaf | Fork, ...]
 class ForwardStructure:
     """The series-parallel structure of a graph's forward pass.
 
-    Parameters
-    ----------
-    segmented
-        The graph.
-    kind_index
-        Position of the device's kind in the ops' costs.
-
     Attributes
     ----------
     series
@@ -220,14 +213,10 @@ class ForwardStructure:
         root = {op: op for op in ops}
         cost: dict[int, int] = {}
 
-        def find(op: int) -> int:
-            while root[op] != op:
-                root[op] = root[root[op]]
-                op = root[op]
-            return op
-
         for op in ops:
-            joined = {find(before) for before in self._before[op] if before in root}
+            joined = {
+                _find(root, before) for before in self._before[op] if before in root
+            }
             yield op, {component: cost[component] for component in joined}
             for component in joined:
                 root[component] = op
@@ -286,18 +275,12 @@ class ForwardStructure:
         """Return per op the first op of its component."""
         owner = {op: op for op in ops}
 
-        def find(op: int) -> int:
-            while owner[op] != op:
-                owner[op] = owner[owner[op]]
-                op = owner[op]
-            return op
-
         for op in ops:
             for before in self._before[op]:
                 if before in owner:
-                    first, second = sorted((find(before), find(op)))
+                    first, second = sorted((_find(owner, before), _find(owner, op)))
                     owner[second] = first
-        return {op: find(op) for op in ops}
+        return {op: _find(owner, op) for op in ops}
 
     def _home(
         self,
@@ -321,20 +304,16 @@ class ForwardStructure:
         return None
 
 
+def _find(root: dict[int, int], op: int) -> int:
+    """Return what stands for the component of an op, and shorten the way to it."""
+    while root[op] != op:
+        root[op] = root[root[op]]
+        op = root[op]
+    return op
+
+
 def most_branches(segmented: SegmentedGraph, *, kind_index: int = 0) -> int:
-    """Return the most branches that meet in a graph's forward pass; 0 if none do.
-
-    Parameters
-    ----------
-    segmented
-        The graph.
-    kind_index
-        Position of the device's kind in the ops' costs.
-
-    Notes
-    -----
-    Time as for :class:`ForwardStructure`.
-    """
+    """Return the most branches that meet in a graph's forward pass; 0 if none do."""
 
     def widest(series: Series) -> int:
         forks = [item for item in series if isinstance(item, Fork)]

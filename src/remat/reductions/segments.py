@@ -30,13 +30,7 @@ from remat.core.liveness import BOUNDARY
 
 
 class SegmentedGraph:
-    """A training graph, ready to be cut into segments in many ways.
-
-    Parameters
-    ----------
-    graph
-        The graph whose forward ops are cut.
-    """
+    """A training graph, ready to be cut into segments of forward in many ways."""
 
     def __init__(self, graph: TrainingGraph) -> None:
         self.graph = graph

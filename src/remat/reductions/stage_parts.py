@@ -50,20 +50,9 @@ def stage_part(
     kind_index: int,
     has_options: bool = True,
 ) -> StagePart:
-    """Return the part whose output is the storages ``ends``.
+    """Return the part of these ops, each ascending, whose output is ``ends``.
 
-    Parameters
-    ----------
-    graph
-        The training graph.
-    forward, backward
-        The ops, ascending.
-    ends
-        The storages that are the output.
-    kind_index
-        Position of the device's kind in the ops' costs.
-    has_options
-        Whether to offer options that drop what is cheap to compute again.
+    With ``has_options`` it offers options that drop what is cheap to compute again.
     """
     ends = frozenset(ends)
     read = frozenset(s for op in backward for s in graph.ops[op].reads)
@@ -255,20 +244,9 @@ def stage_of_part(
     gradient_bytes: int,
     kind_index: int,
 ) -> Stage:
-    """Return what the programs need to know of a part.
+    """Return what the programs need to know of a part with these outputs.
 
-    Parameters
-    ----------
-    graph
-        The training graph.
-    part
-        The ops of the stage.
-    outputs
-        The storages that are its output.
-    gradient_bytes
-        Size of their gradient, as it reaches the stage.
-    kind_index
-        Position of the device's kind in the ops' costs.
+    ``gradient_bytes`` is the size of their gradient, as it reaches the stage.
     """
     ends = frozenset(outputs)
     return Stage(
@@ -286,19 +264,7 @@ def stage_of_part(
 def stage_option(
     graph: TrainingGraph, option: PartOption, outputs: Iterable[int], kind_index: int
 ) -> StageOption:
-    """Return what the programs need to know of one option of a part.
-
-    Parameters
-    ----------
-    graph
-        The training graph.
-    option
-        The option.
-    outputs
-        The storages that are the part's output.
-    kind_index
-        Position of the device's kind in the ops' costs.
-    """
+    """Return what the programs need to know of an option of a part."""
     ends = frozenset(outputs)
     inside = set(option.backward)
     backward = [op for op in option.backward if op >= graph.forward_count]

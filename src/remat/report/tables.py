@@ -1,6 +1,5 @@
 """Tables for a terminal; their numbers come from plans, graphs and units."""
 
-import re
 import sys
 from collections.abc import Sequence
 from typing import TextIO
@@ -9,6 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from remat.core.contributors import operator_in
 from remat.core.graph import TrainingGraph
 from remat.core.units import format_bytes, format_ns
 from remat.planning.plan import Plan
@@ -87,7 +87,7 @@ def recomputed_table(plan: Plan) -> Table:
     extra_ns: dict[str, int] = {}
     for index, count in plan.schedule.recompute_counts().items():
         op = plan.graph.ops[index]
-        name = operator_of(op.name)
+        name = operator_in(op.name)
         runs[name] = runs.get(name, 0) + count
         extra_ns[name] = extra_ns.get(name, 0) + count * (op.cost_ns[0] or 0)
     for name in _largest(extra_ns):
@@ -103,7 +103,7 @@ def operators_table(graph: TrainingGraph) -> Table:
     costs: dict[str, int] = {}
     workspaces: dict[str, int] = {}
     for op in graph.ops:
-        name = operator_of(op.name)
+        name = operator_in(op.name)
         counts[name] = counts.get(name, 0) + 1
         costs[name] = costs.get(name, 0) + (op.cost_ns[0] or 0)
         workspaces[name] = max(workspaces.get(name, 0), op.workspace_bytes[0])
@@ -130,17 +130,6 @@ def roles_table(graph: TrainingGraph) -> Table:
             name, str(len(each)), format_bytes(sum(each)), format_bytes(max(each))
         )
     return table
-
-
-def operator_of(name: str) -> str:
-    """Return the operator that an op's name stands for: names are numbered.
-
-    Examples
-    --------
-    >>> operator_of("addmm_12"), operator_of("native_layer_norm_1_2"), operator_of("mm")
-    ('addmm', 'native_layer_norm', 'mm')
-    """
-    return re.sub(r"(_\d+)+$", "", name) or name
 
 
 def _largest(sizes: dict[str, int]) -> list[str]:

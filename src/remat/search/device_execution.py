@@ -40,6 +40,7 @@ from remat.search.device_execution_run import (
     run_on_devices,
 )
 from remat.search.device_instance import DeviceInstance
+from remat.search.plain_numbers import required_order
 
 Placement = Sequence[tuple[int, ...]]
 """Per op, the devices on which it runs at its place in the graph's order."""
@@ -231,50 +232,37 @@ class Executor:
 
     @cached_property
     def _base(self) -> list[int]:
-        ops = self.instance.graph.ops
-        required = self.instance.required
-        forward = [op for op in required if ops[op].phase is not Phase.BACKWARD]
-        backward = [op for op in required if ops[op].phase is Phase.BACKWARD]
-        return [*forward, BOUNDARY, *backward, END]
+        return [*required_order(self.instance.graph), END]
 
     @cached_property
     def _graph(self) -> Graph:
-        return Graph(self._ops, self._blocks, self._passes)
-
-    @property
-    def _ops(self) -> Ops:
-        ops = self.instance.graph.ops
-        return Ops(
-            reads=[op.reads for op in ops],
-            writes=[op.writes for op in ops],
-            is_recomputable=[op.is_recomputable for op in ops],
-            is_external=[op.is_external for op in ops],
-            is_forward=[op.phase is Phase.FORWARD for op in ops],
-            costs=[
-                [-1 if cost is None else cost for cost in costs]
-                for costs in self.instance.cost_ns
-            ],
-            workspaces=self.instance.workspace_bytes,
-        )
-
-    @property
-    def _blocks(self) -> Blocks:
-        graph = self.instance.graph
-        return Blocks(
-            sizes=self.instance.sizes_bytes,
-            homes=[storage.home for storage in graph.storages],
-            is_resident=[storage.is_resident for storage in graph.storages],
-            producers=[-1 if op is None else op for op in graph.producers],
-        )
-
-    @property
-    def _passes(self) -> Passes:
-        graph = self.instance.graph
-        return Passes(
-            forward_outputs=graph.forward_outputs,
-            tangents=graph.tangents,
-            final_outputs=graph.final_outputs,
-            held_outputs=sorted(graph.held_outputs),
+        instance, graph = self.instance, self.instance.graph
+        ops, storages = graph.ops, graph.storages
+        return Graph(
+            Ops(
+                reads=[op.reads for op in ops],
+                writes=[op.writes for op in ops],
+                is_recomputable=[op.is_recomputable for op in ops],
+                is_external=[op.is_external for op in ops],
+                is_forward=[op.phase is Phase.FORWARD for op in ops],
+                costs=[
+                    [-1 if cost is None else cost for cost in costs]
+                    for costs in instance.cost_ns
+                ],
+                workspaces=instance.workspace_bytes,
+            ),
+            Blocks(
+                sizes=instance.sizes_bytes,
+                homes=[storage.home for storage in storages],
+                is_resident=[storage.is_resident for storage in storages],
+                producers=[-1 if op is None else op for op in graph.producers],
+            ),
+            Passes(
+                forward_outputs=graph.forward_outputs,
+                tangents=graph.tangents,
+                final_outputs=graph.final_outputs,
+                held_outputs=sorted(graph.held_outputs),
+            ),
         )
 
     @cached_property

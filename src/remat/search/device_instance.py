@@ -55,14 +55,6 @@ class DeviceInstance:
         """The ops that every schedule runs at least once, in graph order."""
         return tuple(sorted(required_ops(self.graph)))
 
-    @cached_property
-    def incoming(self) -> tuple[tuple[int, ...], ...]:
-        """Per device, the devices from which a link leads to it."""
-        return tuple(
-            tuple(source for source, target in self.copy_ns if target == device)
-            for device in self.devices
-        )
-
     def is_home(self, storage: int, device: int) -> bool:
         """Whether ``storage`` is resident and lives on ``device``."""
         block = self.graph.storages[storage]

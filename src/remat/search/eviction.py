@@ -30,14 +30,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from remat.core.bounds import required_ops
 from remat.core.checks import checked_number
 from remat.core.graph import TrainingGraph
-from remat.core.liveness import BOUNDARY, store_all_order
 from remat.core.problem import Limits
 from remat.native import LARGEST_EXPONENT
 from remat.search.eviction_run import END, Blocks, Bounds, Ops, Scores, run_evicting
-from remat.search.plain_numbers import plain_numbers
+from remat.search.plain_numbers import plain_numbers, required_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +121,7 @@ def evicting_order(
     rule = rule or EvictionRule()
     limits = limits or Limits()
     numbers = plain_numbers(graph, kind_index)
-    required = required_ops(graph)
-    steps = [op for op in store_all_order(graph) if op == BOUNDARY or op in required]
+    steps = required_order(graph)
     distances = np.maximum(np.arange(len(steps) + 2, dtype=np.float64), 1.0)
     weights = (
         np.maximum(np.array(numbers.sizes, dtype=np.float64), 1.0) ** rule.size_exponent

@@ -9,7 +9,7 @@ copied at all. Serial time never grows.
 """
 
 from collections import Counter, deque
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from remat.core.graph import TrainingGraph
@@ -62,25 +62,17 @@ def overlapping(
     return best
 
 
-def _bytes_during(
-    graph: TrainingGraph, platform: Platform, step: Step
-) -> dict[int, int]:
-    """Return what a step adds while it runs, per device."""
+def _made(graph: TrainingGraph, step: Step) -> list[_Place]:
+    """Return the storages that a step makes live, and where."""
     match step:
         case Compute(op, device):
-            kind = graph.kind_index(platform.devices[device].kind)
-            size = sum(graph.storages[s].size_bytes for s in graph.ops[op].writes)
-            return {device: size + graph.ops[op].workspace_bytes[kind]}
+            return [(storage, device) for storage in graph.ops[op].writes]
         case Copy(storage, _, target):
-            return {target: graph.storages[storage].size_bytes}
+            return [(storage, target)]
         case Boundary():
-            added: dict[int, int] = {}
-            for storage in graph.tangents:
-                block = graph.storages[storage]
-                added[block.home] = added.get(block.home, 0) + block.size_bytes
-            return added
+            return [(s, graph.storages[s].home) for s in graph.tangents]
         case Discard():
-            return {}
+            return []
 
 
 @dataclass
@@ -119,15 +111,24 @@ class _LateDiscards:
         if isinstance(step, Boundary):
             # What forward does not hand over to backward ends with it.
             self.release_all(kept=self.coming)
-        for device, size_bytes in _bytes_during(
-            self.graph, self.platform, step
-        ).items():
+        made = _made(self.graph, step)
+        for device, size_bytes in self.bytes_during(step, made).items():
             self.make_room(device, size_bytes)
         self.steps.append(step)
-        for place in self.made(step):
+        for place in made:
             if place not in self.live:
                 self.live.add(place)
                 self.used[place[1]] += self.graph.storages[place[0]].size_bytes
+
+    def bytes_during(self, step: Step, made: Sequence[_Place]) -> Counter[int]:
+        """Return what a step adds while it runs, per device."""
+        added = Counter[int]()
+        for storage, device in made:
+            added[device] += self.graph.storages[storage].size_bytes
+        if isinstance(step, Compute):
+            kind = self.graph.kind_index(self.platform.devices[step.device].kind)
+            added[step.device] += self.graph.ops[step.op].workspace_bytes[kind]
+        return added
 
     def is_unneeded(self, copy: Copy) -> bool:
         """Note a copy, and return whether what it brings never left."""
@@ -140,18 +141,6 @@ class _LateDiscards:
             return True
         self.copied |= {target, (copy.storage, copy.source)}
         return False
-
-    def made(self, step: Step) -> list[_Place]:
-        match step:
-            case Compute(op, device):
-                return [(storage, device) for storage in self.graph.ops[op].writes]
-            case Copy(storage, _, target):
-                return [(storage, target)]
-            case Boundary():
-                homes = self.graph.storages
-                return [(s, homes[s].home) for s in self.graph.tangents]
-            case Discard():
-                return []
 
     def make_room(self, device: int, size_bytes: int) -> None:
         limit = self.platform.devices[device].budget_bytes

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from remat.core.graph import TrainingGraph
+from remat.core.liveness import BOUNDARY, store_all_order
 
 
 class Numbers(NamedTuple):
@@ -32,18 +33,17 @@ class Numbers(NamedTuple):
     resident_bytes: int
 
 
+def required_order(graph: TrainingGraph) -> list[int]:
+    """Return every required op once, in graph order, with the boundary in its place."""
+    required = graph.required_ops
+    return [op for op in store_all_order(graph) if op == BOUNDARY or op in required]
+
+
 _KNOWN: dict[tuple[int, int], Numbers] = {}
 
 
 def plain_numbers(graph: TrainingGraph, kind_index: int = 0) -> Numbers:
     """Return what the native core needs of a graph, for orders on one device.
-
-    Parameters
-    ----------
-    graph
-        The graph that orders are for.
-    kind_index
-        Position of the device's kind in the ops' costs.
 
     Notes
     -----

@@ -21,17 +21,7 @@ from remat.search.retention_table import Table, improve_retention
 
 
 class RetentionTable(Table):
-    """The retention intervals of an order of computations of a graph.
-
-    Parameters
-    ----------
-    graph
-        The graph that the order is for.
-    order
-        As for :class:`~remat.search.retention_table.Table`.
-    kind_index
-        Position of the device's kind in the ops' costs.
-    """
+    """The retention intervals of an order of computations of a graph."""
 
     def __init__(
         self, graph: TrainingGraph, order: Sequence[int], kind_index: int = 0
@@ -46,7 +36,6 @@ def improve_order(
     *,
     kind_index: int = 0,
     limits: Limits | None = None,
-    length_exponent: float = 1.0,
 ) -> list[int]:
     """Return ``order`` less the runs that memory lets it do without.
 
@@ -60,9 +49,6 @@ def improve_order(
         Position of the device's kind in the ops' costs.
     limits
         When to stop; the order reached by then is returned.
-    length_exponent
-        The value of keeping is the time saved over bytes x length to this power, where
-        the length is the number of positions for which more is kept.
 
     Returns
     -------
@@ -81,7 +67,7 @@ def improve_order(
         plain_numbers(graph, kind_index),
         order,
         budget_bytes,
-        length_exponent,
+        1.0,
         limits.remaining_s,
     )
     return improved

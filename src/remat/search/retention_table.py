@@ -343,26 +343,14 @@ def _note_reads(
 
 @native
 def weigh_order(numbers: Numbers, order: Sequence[int]) -> tuple[int, int]:
-    """Return an order's cost in nanoseconds and its peak in bytes, freeing early.
-
-    Parameters
-    ----------
-    numbers, order
-        As for :class:`Table`.
-    """
+    """Return an order's cost in nanoseconds and its peak in bytes, freeing early."""
     table = Table(numbers, order)
     return table.cost_ns, table.peak_bytes
 
 
 @native
 def without_unread_runs(numbers: Numbers, order: Sequence[int]) -> Answer:
-    """Return an order less every run whose outputs nobody reads and no rule demands.
-
-    Parameters
-    ----------
-    numbers, order
-        As for :class:`Table`.
-    """
+    """Return an order less every run whose outputs nobody reads and no rule demands."""
     table = Table(numbers, order)
     table.drop_unread_runs()
     return table.answer

@@ -18,7 +18,8 @@ def ignore_progress(activity: str, share: float) -> None:
 class Solver(Protocol):
     """Finds a schedule for a problem.
 
-    A solver is a frozen dataclass whose fields are its parameters. It never raises for
+    A solver is a frozen dataclass whose fields are its parameters: for one of another
+    type, or out of range, it raises a ``ValueError`` that names it. It never raises for
     a budget that is too small (it answers INFEASIBLE or UNKNOWN), never changes its
     input, prints nothing, and reads the clock only to respect its limits. What it
     returns is judged by :func:`remat.planning.portfolio.solve`; it need not be trusted.

@@ -2,7 +2,7 @@
 
 Other names: optimal tensor rematerialisation. Stages are in
 :mod:`remat.solvers.frontier`, variables and rows in
-:mod:`remat.solvers.frontier_model`.
+:mod:`remat.solvers.checkmate_model`.
 
 Departures from the paper [1]_:
 
@@ -59,16 +59,16 @@ from remat.solvers.backends.mathopt import (
 from remat.solvers.backends.mathopt import solve as solve_model
 from remat.solvers.backends.tolerances import RELATIVE_TOLERANCE, safe_bound_ns
 from remat.solvers.base import ProgressCallback
+from remat.solvers.checkmate_model import ONE, FrontierModel, Rows, build_model
 from remat.solvers.frontier import Frontier, frontier
-from remat.solvers.frontier_model import ONE, FrontierModel, Rows, build_model
 from remat.solvers.frontier_search import (
     FrontierSearch,
     best_start,
     incumbent_report,
-    stop_reason,
     with_deadline,
 )
 from remat.solvers.moccasin import Moccasin
+from remat.solvers.order_search import stop_reason
 
 DIRECT_ROWS = 25_000
 """Up to this many rows a stage per op is tried at once, unless other is asked for."""
@@ -214,21 +214,6 @@ class _Run:
     found: Solution
     bound_ns: int
 
-    @property
-    def order(self) -> list[int]:
-        """The order of the solution; empty without one."""
-        if not len(self.found.values):
-            return []
-        runs = [
-            {
-                k
-                for k, variable in stage.items()
-                if variable == ONE or self.found.integer(variable)
-            }
-            for stage in self.built.runs
-        ]
-        return self.built.frontier.order(runs)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkmate:
@@ -260,11 +245,6 @@ class Checkmate:
         Threads of the solver.
     default_time_limit_s
         When to stop if the caller sets no deadline, in seconds.
-
-    Raises
-    ------
-    ValueError
-        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = (
@@ -313,7 +293,7 @@ class Checkmate:
             If the solver's library is not there.
         """
         limits = with_deadline(limits, self.default_time_limit_s)
-        search = FrontierSearch(problem, limits, self.improves)
+        search = FrontierSearch(problem, limits, improves=self.improves)
         if (answer := search.at_once()) is not None:
             return answer
         frontiers = _stages_in_time(problem, self.backward_ops_per_stage, limits)
@@ -328,7 +308,7 @@ class Checkmate:
         if not is_interrupted:
             run = self._solve_frontiers(search, frontiers, on_progress)
         if run is None:
-            return search.answer(
+            return search.proved(
                 bound_ns=None,
                 stop_reason=stop_reason(limits, is_interrupted=is_interrupted)
                 if frontiers
@@ -368,11 +348,11 @@ class Checkmate:
         if models_left > 1 and limits.remaining_s is not None:
             limits = Limits.after(limits.remaining_s / models_left, limits.seed)
         run = self._solve_model(search, staged, self.memory_slots, limits, on_progress)
-        order = run.order
+        order = run.built.order(run.found)
         if order and not search.adopt(order) and self.memory_slots is None:
             # A few bytes over, within the tolerance of the rows: leave it none.
             run = self._solve_model(search, staged, _SAFE_SLOTS, limits, on_progress)
-            order = run.order
+            order = run.built.order(run.found)
             if order:
                 search.adopt(order)
         if order:
@@ -422,7 +402,7 @@ class Checkmate:
             coarse = "" if is_full else " with these stages"
             rounded = " with rounded sizes" if built.scale.is_rounded else ""
             message += f", which holds for schedules{coarse}{rounded} only"
-        return search.answer(
+        return search.proved(
             bound_ns=run.bound_ns if is_claimed else None,
             stop_reason=stop_reason(search.limits, is_interrupted=found.is_interrupted),
             message=message,
@@ -449,11 +429,6 @@ class CheckmateLpRounding:
     allowance_percents
         How much of the transient budget the relaxation does without, one after the
         other until a rounded schedule fits; the paper has 10.
-
-    Raises
-    ------
-    ValueError
-        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = Checkmate.schedule_class
@@ -511,7 +486,7 @@ class CheckmateLpRounding:
                 is_full = len(staged.stages) == len(staged.nodes)
                 for percent in self.allowance_percents:
                     # A relaxation with a stage per op is worth its bound, at least.
-                    is_of_use = not search.has_order or (is_full and not percent)
+                    is_of_use = search.best is None or (is_full and not percent)
                     if not is_of_use or search.is_over or is_interrupted:
                         continue
                     built = build_model(staged, self.rows, allowance_percent=percent)
@@ -526,7 +501,7 @@ class CheckmateLpRounding:
                     if len(found.values):
                         self._round(search, built, found)
         return _unclaimed(
-            search.answer(
+            search.proved(
                 bound_ns=bound_ns,
                 stop_reason=stop_reason(limits, is_interrupted=is_interrupted),
                 message=f"{stages} stages, {self.rows} rows"

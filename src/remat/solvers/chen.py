@@ -55,17 +55,7 @@ from remat.solvers.base import ProgressCallback, single_device_kind_index
 def segment_order(graph: TrainingGraph, starts: Iterable[int]) -> list[int]:
     """Return the order that saves what crosses segments and recomputes the rest.
 
-    Parameters
-    ----------
-    graph
-        The graph whose forward ops are cut.
-    starts
-        Forward op indices at which a segment starts; 0 is implied.
-
-    Returns
-    -------
-    list[int]
-        As :meth:`remat.reductions.segments.SegmentedGraph.order` gives it.
+    A segment starts at each of the forward ops ``starts``, and at the first.
     """
     limits = sorted({0, *starts})
     segmented = SegmentedGraph(graph)
@@ -178,13 +168,7 @@ class ChenSqrt:
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback
     ) -> Proposal:
-        """Return the one schedule there is, or UNKNOWN if it does not fit.
-
-        Raises
-        ------
-        SolverUnsuitableError
-            If an op cannot run on device 0, or a storage lives elsewhere.
-        """
+        """Return the one schedule there is, or UNKNOWN if it does not fit."""
         single_device_kind_index(problem)
         found = _Trials(problem)
         found.try_starts(sqrt_starts(problem.graph))
@@ -206,11 +190,6 @@ class ChenGreedy:
         the bytes of the whole forward pass, at least 2.
     bisection_count
         Halvings between the best b of the grid and the next larger one.
-
-    Raises
-    ------
-    ValueError
-        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = (
@@ -228,13 +207,7 @@ class ChenGreedy:
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback
     ) -> Proposal:
-        """Return the cheapest schedule that fits, or UNKNOWN if none of those tried.
-
-        Raises
-        ------
-        SolverUnsuitableError
-            If an op cannot run on device 0, or a storage lives elsewhere.
-        """
+        """Return the cheapest schedule that fits, or UNKNOWN if none of those tried."""
         single_device_kind_index(problem)
         found = _Trials(problem)
         grid = self.grid(problem.graph)
@@ -304,13 +277,7 @@ class ChenLowerSets:
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback
     ) -> Proposal:
-        """Return the one schedule there is, or UNKNOWN if it does not fit.
-
-        Raises
-        ------
-        SolverUnsuitableError
-            If an op cannot run on device 0, or a storage lives elsewhere.
-        """
+        """Return the one schedule there is, or UNKNOWN if it does not fit."""
         order = self.order(problem.graph, single_device_kind_index(problem))
         found = _Trials(problem)
         found.try_order(order)

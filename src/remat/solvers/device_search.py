@@ -37,10 +37,11 @@ from remat.solvers.backends.mathopt import Settings
 from remat.solvers.base import ProgressCallback, solve_in_time
 from remat.solvers.devices.alone import answer_for_one_device
 from remat.solvers.devices.relaxation import relaxed_placement
-from remat.solvers.devices.search_run import DeviceSearchRun, Outcome
+from remat.solvers.devices.search_run import DeviceSearchRun
 from remat.solvers.devices.walk import Walk, changed_rule
 from remat.solvers.greedy_eviction import GreedyEviction
 from remat.solvers.min_cut_retention import MinCutRetention
+from remat.solvers.order_search import stop_reason
 
 RULES = (
     ExecutionRule(),
@@ -86,11 +87,6 @@ class DeviceSearch:
     op_runs
         Most ops in all candidates together, so that large graphs get fewer of them; at
         least fifty are made.
-
-    Raises
-    ------
-    ValueError
-        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = "any schedule on any devices"
@@ -128,15 +124,13 @@ class DeviceSearch:
             return Proposal(
                 status=Status.UNKNOWN, bound_ns=run.bound_ns, message=reason
             )
-        stop_reason = StopReason.COMPLETED
+        is_interrupted = False
         try:
             with suppress(TimeIsUpError), in_time(limits.deadline_s):
                 self.search(run, on_progress)
         except KeyboardInterrupt:
-            stop_reason = StopReason.INTERRUPTED
-        if stop_reason is StopReason.COMPLETED and limits.is_over:
-            stop_reason = StopReason.TIME_LIMIT
-        return self.proposal(run, stop_reason)
+            is_interrupted = True
+        return self.proposal(run, stop_reason(limits, is_interrupted=is_interrupted))
 
     def proposal(self, run: DeviceSearchRun, stop_reason: StopReason) -> Proposal:
         """Return what a search has found."""
@@ -195,11 +189,11 @@ class DeviceSearch:
             tried.append(placement)
             # The other rules are for what does not fit.
             for rule in RULES[:4] if len(tried) <= _CORE_STARTS else RULES[:2]:
-                outcome = run.attempt(placement, rule).outcome
+                cost_ns = run.attempt(placement, rule)
                 self.report(run, on_progress, last)
                 if run.limits.is_over or run.is_proved:
                     return
-                if outcome is not Outcome.UNFIT:
+                if cost_ns is not None:
                     break
         middle = (3 * run.tried + last) // 4
         for placement, rule in product(tried, RULES):
@@ -231,7 +225,7 @@ class DeviceSearch:
                 walk = Walk(best.placement, best.rule, cost_ns)
             if walk is not None:
                 placement, rule = walk.candidate(places, rng)
-                walk.take(placement, rule, run.attempt(placement, rule).cost_ns)
+                walk.take(placement, rule, run.attempt(placement, rule))
             elif run.nearest is not None:
                 near = run.nearest
                 run.attempt(places.changed(near.placement, rng), near.rule)

@@ -19,7 +19,8 @@ from remat.core.deadline import check_time
 from remat.core.graph import Phase
 from remat.core.liveness import BOUNDARY
 from remat.core.problem import Problem
-from remat.search.retention import RetentionTable
+from remat.search.plain_numbers import plain_numbers
+from remat.search.retention_table import weigh_order
 from remat.solvers.base import single_device_kind_index
 
 END = -2
@@ -139,8 +140,8 @@ class Frontier:
 
     def measure(self, order: Sequence[int]) -> tuple[int, int]:
         """Return cost in nanoseconds and peak in bytes of an order, freeing early."""
-        table = RetentionTable(self.problem.graph, order, self.kind_index)
-        return table.cost_ns, table.peak_bytes
+        numbers = plain_numbers(self.problem.graph, self.kind_index)
+        return weigh_order(numbers, order)
 
     def complete(self, kept: Sequence[Iterable[int]]) -> list[set[int]]:
         """Return the fewest runs per stage if these items are kept into each stage.

@@ -28,14 +28,12 @@ from remat.core.checks import (
     keep_integers,
 )
 from remat.core.graph import TrainingGraph
-from remat.core.liveness import BOUNDARY
 from remat.core.problem import Limits, Problem, Proposal
-from remat.core.schedule import Boundary, Compute, Schedule
 from remat.core.units import floor_slots
 from remat.search.eviction import EvictionRule, evicting_order
 from remat.solvers.base import ProgressCallback, ignore_progress
 from remat.solvers.chen import ChenGreedy, narrow_cuts, saved_at
-from remat.solvers.order_search import OrderSearch
+from remat.solvers.order_search import OrderSearch, order_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +81,6 @@ CANDIDATES = (
 """The candidates that are made, in this order."""
 
 
-def _order(schedule: Schedule) -> list[int]:
-    return [
-        step.op if isinstance(step, Compute) else BOUNDARY
-        for step in schedule.steps
-        if isinstance(step, Compute | Boundary)
-    ]
-
-
 def _saved(graph: TrainingGraph, segment_count: int | None) -> frozenset[int] | None:
     if segment_count is None:
         return None
@@ -124,11 +114,6 @@ class GreedyEviction:
     starts_from_segments
         Whether the best segments of :class:`remat.solvers.chen.ChenGreedy` are
         improved as well, so that the answer is never worse than those.
-
-    Raises
-    ------
-    ValueError
-        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = "any op any number of times, on one device"
@@ -149,13 +134,7 @@ class GreedyEviction:
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback
     ) -> Proposal:
-        """Return the cheapest schedule found, or UNKNOWN.
-
-        Raises
-        ------
-        SolverUnsuitableError
-            If an op cannot run on device 0, or a storage lives elsewhere.
-        """
+        """Return the cheapest schedule found, or UNKNOWN."""
         search = OrderSearch(problem, limits)
         at_once = search.at_once()
         if at_once is not None:
@@ -188,4 +167,7 @@ class GreedyEviction:
             segments = ChenGreedy().solve(
                 search.problem, search.limits, ignore_progress
             )
-            yield 1.0, None if segments.schedule is None else _order(segments.schedule)
+            yield (
+                1.0,
+                None if segments.schedule is None else order_of(segments.schedule),
+            )

@@ -70,11 +70,6 @@ class Join:
     slots
         Most slots that a budget is divided into; fewer, at least 32, where the table
         is large.
-
-    Raises
-    ------
-    ValueError
-        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = (

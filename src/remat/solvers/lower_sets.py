@@ -282,13 +282,7 @@ class LowerSets:
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback
     ) -> Proposal:
-        """Return the cheapest schedule found, or UNKNOWN if none fits.
-
-        Raises
-        ------
-        SolverUnsuitableError
-            If an op cannot run on device 0, or a storage lives elsewhere.
-        """
+        """Return the cheapest schedule found, or UNKNOWN if none fits."""
         return _solve(problem, limits, on_progress, self.effort, self.cap)
 
 
@@ -321,11 +315,5 @@ class LowerSetsApprox:
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback
     ) -> Proposal:
-        """Return the cheapest schedule found, or UNKNOWN if none fits.
-
-        Raises
-        ------
-        SolverUnsuitableError
-            If an op cannot run on device 0, or a storage lives elsewhere.
-        """
+        """Return the cheapest schedule found, or UNKNOWN if none fits."""
         return _solve(problem, limits, on_progress, self.effort, None)

@@ -311,11 +311,6 @@ class MinCutRetention:
     ----------
     effort_ops
         Work to spend, in op runs evaluated: a microsecond or two each.
-
-    Raises
-    ------
-    ValueError
-        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = "any op any number of times, on one device"
@@ -329,13 +324,7 @@ class MinCutRetention:
     def solve(
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback
     ) -> Proposal:
-        """Return the cheapest schedule found, or UNKNOWN if none fits.
-
-        Raises
-        ------
-        SolverUnsuitableError
-            If an op cannot run on device 0, or a storage lives elsewhere.
-        """
+        """Return the cheapest schedule found, or UNKNOWN if none fits."""
         orders = OrderSearch(problem, limits)
         at_once = orders.at_once()
         if at_once is not None:

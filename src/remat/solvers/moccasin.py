@@ -42,9 +42,9 @@ from remat.solvers.frontier_search import (
     FrontierSearch,
     best_start,
     incumbent_report,
-    stop_reason,
     with_deadline,
 )
+from remat.solvers.order_search import stop_reason
 
 LARGEST_LITERALS = 2_000_000
 """Models with more serving Booleans are declined."""
@@ -247,7 +247,7 @@ class Moccasin:
             would be too large.
         """
         limits = with_deadline(limits, self.default_time_limit_s)
-        search = FrontierSearch(problem, limits, self.improves)
+        search = FrontierSearch(problem, limits, improves=self.improves)
         if (answer := search.at_once()) is not None:
             return answer
         if refusal := self.refusal(problem):
@@ -256,13 +256,13 @@ class Moccasin:
             on_progress("looking for a first schedule", 0.0)
             search.start_from_known()
         if search.is_over:
-            return search.answer(
+            return search.proved(
                 bound_ns=None,
-                stop_reason=stop_reason(limits, is_interrupted=False),
+                stop_reason=stop_reason(limits),
                 message="no time was left for the constraint program",
             )
         found, bound_ns = self.improve(search, limits, on_progress)
-        return search.answer(
+        return search.proved(
             bound_ns=bound_ns,
             stop_reason=stop_reason(limits, is_interrupted=found.is_interrupted),
             message=f"cp-sat, {self.computations} computations per op: {found.outcome}",

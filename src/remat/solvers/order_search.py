@@ -6,12 +6,14 @@ For solvers that make many orders and judge each by its true bytes.
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 
 from remat.core.best import Best
 from remat.core.bounds import cost_bound_ns, peak_bound_bytes
 from remat.core.deadline import TimeIsUpError, in_time
-from remat.core.liveness import schedule_from_order, store_all_order
+from remat.core.liveness import BOUNDARY, schedule_from_order, store_all_order
 from remat.core.problem import Limits, Problem, Proposal, Status, StopReason
+from remat.core.schedule import Boundary, Compute, Schedule
 from remat.core.units import format_bytes
 from remat.search.plain_numbers import plain_numbers
 from remat.search.retention_table import (
@@ -78,13 +80,20 @@ class OrderSearch:
             self.best is not None and self.best.cost_ns <= self.bound_ns
         )
 
+    @cached_property
+    def all_kept(self) -> Candidate:
+        """The order that runs everything once, less what nobody reads."""
+        return Candidate(
+            *without_unread_runs(self.numbers, store_all_order(self.graph))
+        )
+
     def at_once(self) -> Proposal | None:
         """Return the answer if none needs to be searched for: all fits, or nothing."""
-        order, _, peak_bytes = without_unread_runs(
-            self.numbers, store_all_order(self.graph)
-        )
-        if self.problem.budget_bytes is None or peak_bytes <= self.budget_bytes:
-            return self.feasible(order, "everything is kept")
+        all_kept = self.all_kept
+        if self.problem.budget_bytes is None or (
+            all_kept.peak_bytes <= self.budget_bytes
+        ):
+            return self.feasible(all_kept.order, "everything is kept")
         if self.floor_bytes > self.budget_bytes:
             needed = format_bytes(self.floor_bytes)
             return self.unknown(f"every schedule needs {needed}")
@@ -160,14 +169,12 @@ class OrderSearch:
 
     def answer(self, label: str) -> Proposal:
         """Return the best that was found, or that nothing was."""
-        stop_reason = (
-            StopReason.TIME_LIMIT if self.limits.is_over else StopReason.COMPLETED
-        )
+        stopped = stop_reason(self.limits)
         if self.best is not None:
-            return self.feasible(self.best.order, label, stop_reason)
+            return self.feasible(self.best.order, label, stopped)
         peaks = [c.peak_bytes for c in self.candidates]
         least = format_bytes(min(peaks)) if peaks else "not known"
-        return self.unknown(f"{label}; the smallest peak is {least}", stop_reason)
+        return self.unknown(f"{label}; the smallest peak is {least}", stopped)
 
     def feasible(
         self,
@@ -194,6 +201,22 @@ class OrderSearch:
             stop_reason=stop_reason,
             message=f"{message}; the budget is {format_bytes(self.budget_bytes)}",
         )
+
+
+def stop_reason(limits: Limits, *, is_interrupted: bool = False) -> StopReason:
+    """Return why a search under these limits stopped."""
+    if is_interrupted:
+        return StopReason.INTERRUPTED
+    return StopReason.TIME_LIMIT if limits.is_over else StopReason.COMPLETED
+
+
+def order_of(schedule: Schedule) -> list[int]:
+    """Return the order of computations of a schedule of one device."""
+    return [
+        step.op if isinstance(step, Compute) else BOUNDARY
+        for step in schedule.steps
+        if isinstance(step, Compute | Boundary)
+    ]
 
 
 def geometric_budgets(low: int, high: int, count: int) -> list[int]:

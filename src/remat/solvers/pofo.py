@@ -31,22 +31,23 @@ from remat.core.bounds import cost_bound_ns
 from remat.core.checks import keep_integers
 from remat.core.deadline import TimeIsUpError, check_time, in_time
 from remat.core.errors import SolverUnsuitableError
-from remat.core.graph import TrainingGraph
 from remat.core.liveness import schedule_from_order, store_all_order
 from remat.core.platform import Platform
-from remat.core.problem import Limits, Problem, Proposal, Status, StopReason
+from remat.core.problem import Limits, Problem, Proposal, Status
 from remat.core.schedule import Schedule
 from remat.core.simulator import Trace, simulate
 from remat.core.units import format_bytes
 from remat.reductions.stages import ChainOfStages
-from remat.search.retention import RetentionTable, improve_order
+from remat.search.plain_numbers import plain_numbers
+from remat.search.retention import improve_order
+from remat.search.retention_table import without_unread_runs
 from remat.search.schedule_paging import HostLink, page
 from remat.solvers.base import (
     ProgressCallback,
     ignore_progress,
     single_device_kind_index,
 )
-from remat.solvers.order_search import geometric_budgets
+from remat.solvers.order_search import geometric_budgets, stop_reason
 from remat.solvers.rotor import Rotor, chain_of
 
 _Judged = tuple[Schedule, Trace]
@@ -73,11 +74,6 @@ class PoFo:
         Virtual budgets that are tried.
     slots
         Slots that a virtual budget is divided into.
-
-    Raises
-    ------
-    ValueError
-        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = (
@@ -135,7 +131,7 @@ class PoFo:
                     if paged is not None:
                         _offer(best, problem, paged.schedule)
                     on_progress("trying budgets", index / (2 * self.budget_count + 1))
-        stop = StopReason.TIME_LIMIT if limits.is_over else StopReason.COMPLETED
+        stop = stop_reason(limits)
         if best.answer is None:
             return Proposal(
                 status=Status.UNKNOWN,
@@ -189,8 +185,8 @@ class PoFo:
                 return
             if plan is None:
                 continue
-            order, peak = _without_needless(
-                graph, chain.order(plan.operations), kind_index
+            order, _, peak = without_unread_runs(
+                plain_numbers(graph, kind_index), chain.order(plan.operations)
             )
             better = improve_order(
                 graph, order, max(peak, budget), kind_index=kind_index, limits=limits
@@ -237,12 +233,3 @@ def _offer(best: Best[_Judged], problem: Problem, schedule: Schedule) -> None:
     trace = simulate(problem.graph, problem.platform, schedule)
     if trace.violation is None:
         best.offer((schedule, trace), trace.overlapped_ns, trace.serial_ns)
-
-
-def _without_needless(
-    graph: TrainingGraph, order: Sequence[int], kind_index: int
-) -> tuple[list[int], int]:
-    """Return an order less its unread runs, and its peak."""
-    table = RetentionTable(graph, order, kind_index)
-    table.drop_unread_runs()
-    return table.order(), table.peak_bytes

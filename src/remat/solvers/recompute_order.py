@@ -20,13 +20,16 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import add
 
-from remat.core.bounds import required_ops
 from remat.core.graph import TrainingGraph
 from remat.core.liveness import BOUNDARY
+from remat.reductions.stage_parts import never_lost
+from remat.search.plain_numbers import plain_numbers, required_order
 
 KEEP = 0
 RELEASE = 1
 TRANSIENT = 2
+
+_END = -2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +43,8 @@ class UseTables:
     boundary
         Position of the boundary in ``base``.
     reads, writes
-        Per op, the storages that can be absent: residents are left out of ``reads``.
+        Per op, the storages that can be absent, as in
+        :class:`~remat.search.plain_numbers.Numbers`.
     cost_ns, output_bytes, running_bytes
         Per op: time, bytes of the outputs, bytes of outputs and workspace.
     size_bytes
@@ -56,9 +60,9 @@ class UseTables:
     first_interval
         Per storage, the interval from its production to its first use, or -1 for
         storages that no required op touches. The others follow consecutively.
-    interval_storage, interval_start, interval_end
-        Per interval: the storage, and the positions in ``base`` that delimit it. The
-        last interval of a storage ends at ``len(base)``.
+    interval_start, interval_end
+        Per interval, the positions in ``base`` that delimit it. The last interval of a
+        storage ends at ``len(base)``.
     delayed_with
         Per op, the first intervals of its outputs if its first run may be delayed,
         else nothing.
@@ -73,25 +77,24 @@ class UseTables:
 
     base: list[int]
     boundary: int
-    reads: list[tuple[int, ...]]
-    writes: list[tuple[int, ...]]
-    cost_ns: list[int]
+    reads: Sequence[Sequence[int]]
+    writes: Sequence[Sequence[int]]
+    cost_ns: Sequence[int]
     output_bytes: list[int]
     running_bytes: list[int]
-    size_bytes: list[int]
+    size_bytes: Sequence[int]
     producer: list[int]
     is_pinned: bytearray
-    reads_at: list[tuple[int, ...]]
+    reads_at: list[Sequence[int]]
     opens_at: list[tuple[tuple[int, int], ...]]
     first_interval: list[int]
-    interval_storage: list[int]
     interval_start: list[int]
     interval_end: list[int]
     delayed_with: list[tuple[int, ...]]
     is_external: list[bool]
     resident_bytes: int
-    final_outputs: tuple[int, ...]
-    tangents: tuple[int, ...]
+    final_outputs: Sequence[int]
+    tangents: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,46 +123,23 @@ class Evaluation:
 
 
 def use_tables(graph: TrainingGraph, kind_index: int = 0) -> UseTables:
-    """Tabulate the base order of ``graph`` for one device.
-
-    Parameters
-    ----------
-    graph
-        A graph whose required ops all have a cost on the device kind.
-    kind_index
-        Position of the device's kind in the ops' costs.
+    """Tabulate the base order of a graph whose required ops run on one device.
 
     Notes
     -----
     Time and memory O(reads and writes of the graph).
     """
-    storages, ops = graph.storages, graph.ops
-    required = required_ops(graph)
-    forward = [op for op in range(graph.forward_count) if op in required]
-    backward = [op for op in range(graph.forward_count, len(ops)) if op in required]
-    base = [*forward, BOUNDARY, *backward]
-
-    def absent(indices: Sequence[int]) -> tuple[int, ...]:
-        return tuple(s for s in indices if not storages[s].is_resident)
-
-    reads = [absent(op.reads) for op in ops]
-    is_pinned = bytearray(
-        producer is None or not ops[producer].is_recomputable
-        for producer in graph.producers
-    )
-    events: list[list[int]] = [[] for _ in storages]
-    reads_at: list[tuple[int, ...]] = []
+    ops, numbers = graph.ops, plain_numbers(graph, kind_index)
+    reads, writes, sizes = numbers.reads, numbers.writes, numbers.sizes
+    base = required_order(graph)
+    events: list[list[int]] = [[] for _ in sizes]
     for position, op in enumerate(base):
-        used = absent(graph.forward_outputs) if op == BOUNDARY else reads[op]
-        made = absent(graph.tangents) if op == BOUNDARY else ops[op].writes
-        reads_at.append(used)
-        for storage in (*used, *made):
+        for storage in (*reads[op], *writes[op]):
             events[storage].append(position)
     opens: list[list[tuple[int, int]]] = [[] for _ in base]
-    first_interval = [-1] * len(storages)
+    first_interval = [-1] * len(sizes)
     starts: list[int] = []
     ends: list[int] = []
-    owners: list[int] = []
     for storage, positions in enumerate(events):
         if not positions:
             continue
@@ -167,39 +147,39 @@ def use_tables(graph: TrainingGraph, kind_index: int = 0) -> UseTables:
         for position in positions:
             opens[position].append((storage, len(starts)))
             starts.append(position)
-            owners.append(storage)
         ends.extend([*positions[1:], len(base)])
-    outputs = [sum(storages[s].size_bytes for s in op.writes) for op in ops]
+    outputs = [sum(sizes[s] for s in op.writes) for op in ops]
     return UseTables(
         base=base,
-        boundary=len(forward),
+        boundary=base.index(BOUNDARY),
         reads=reads,
-        writes=[op.writes for op in ops],
-        cost_ns=[op.cost_ns[kind_index] or 0 for op in ops],
+        writes=writes,
+        cost_ns=numbers.costs,
         output_bytes=outputs,
         running_bytes=[
-            size + op.workspace_bytes[kind_index]
-            for size, op in zip(outputs, ops, strict=True)
+            size + workspace
+            for size, workspace in zip(outputs, numbers.workspaces, strict=True)
         ],
-        size_bytes=[s.size_bytes for s in storages],
+        size_bytes=sizes,
         producer=[-1 if p is None else p for p in graph.producers],
-        is_pinned=is_pinned,
-        reads_at=reads_at,
+        is_pinned=bytearray(never_lost(graph)),
+        reads_at=[reads[op] for op in base],
         opens_at=[tuple(pairs) for pairs in opens],
         first_interval=first_interval,
-        interval_storage=owners,
         interval_start=starts,
         interval_end=ends,
         delayed_with=[
             ()
-            if op.is_ordered or not op.is_recomputable or index not in required
+            if op.is_ordered
+            or not op.is_recomputable
+            or index not in graph.required_ops
             else tuple(first_interval[s] for s in op.writes)
             for index, op in enumerate(ops)
         ],
         is_external=[op.is_external for op in ops],
-        resident_bytes=graph.resident_bytes(0),
-        final_outputs=absent(graph.final_outputs),
-        tangents=absent(graph.tangents),
+        resident_bytes=numbers.resident_bytes,
+        final_outputs=reads[_END],
+        tangents=graph.tangents,
     )
 
 
@@ -394,7 +374,7 @@ def policies_of_order(tables: UseTables, order: Sequence[int]) -> bytearray:
     position = 0
     for op in order:
         target = place[op]
-        for storage in tables.reads_at[target] if op == BOUNDARY else tables.reads[op]:
+        for storage in tables.reads[op]:
             read(storage)
         if op != BOUNDARY:
             for storage in tables.writes[op]:

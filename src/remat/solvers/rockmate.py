@@ -164,11 +164,6 @@ class Rockmate:
         As for Rotor, on the chain with more options; there the program keeps what it
         stores (:func:`remat.algorithms.chains.rotor.plan_rotor`), so that many slots
         and options take little time.
-
-    Raises
-    ------
-    ValueError
-        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = (

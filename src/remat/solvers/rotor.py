@@ -127,11 +127,6 @@ class Rotor:
         Orders that are improved.
     slots
         Slots that a budget is divided into.
-
-    Raises
-    ------
-    ValueError
-        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = (
@@ -195,11 +190,6 @@ class Revolve:
         Numbers of stored values that are tried.
     improved_count
         Orders that are improved.
-
-    Raises
-    ------
-    ValueError
-        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = (

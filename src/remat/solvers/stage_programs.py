@@ -18,11 +18,12 @@ from remat.core.graph import TrainingGraph
 from remat.core.liveness import BOUNDARY, store_all_order
 from remat.core.problem import Limits, Problem
 from remat.reductions.stage_problems import StageProblem
-from remat.search.retention import RetentionTable
+from remat.search.plain_numbers import plain_numbers
+from remat.search.retention_table import weigh_order
 from remat.solvers.backends.mathopt import Outcome, Settings
 from remat.solvers.backends.mathopt import solve as solve_model
+from remat.solvers.checkmate_model import Rows, build_model
 from remat.solvers.frontier import frontier
-from remat.solvers.frontier_model import ONE, Rows, build_model
 
 TOLERANCE = 1e-3
 """How much of a stage's time its run may be above the optimum."""
@@ -73,12 +74,12 @@ class StageRun:
 def stage_run(problem: StageProblem, order: Sequence[int]) -> StageRun:
     """Return an order of a stage's step as a run, measured."""
     graph = problem.graph
-    table = RetentionTable(graph, order)
+    cost_ns, peak_bytes = weigh_order(plain_numbers(graph), order)
     return StageRun(
         order=tuple(order),
-        cost_ns=table.cost_ns,
+        cost_ns=cost_ns,
         saved_bytes=_saved_bytes(problem, order),
-        peak_bytes=table.peak_bytes,
+        peak_bytes=peak_bytes,
     )
 
 
@@ -139,20 +140,8 @@ def solve_stage(problem: Problem, limits: Limits) -> StageAnswer:
             seed=limits.seed,
         ),
     )
-    order = None
-    if len(found.values):
-        order = staged.order(
-            [
-                {
-                    k
-                    for k, variable in runs.items()
-                    if variable == ONE or found.integer(variable)
-                }
-                for runs in built.runs
-            ]
-        )
     return StageAnswer(
-        order=None if order is None else tuple(order),
+        order=tuple(built.order(found)) or None,
         is_proved_empty=found.outcome is Outcome.INFEASIBLE,
         is_interrupted=found.is_interrupted,
     )

@@ -41,7 +41,6 @@ from remat.core.units import format_bytes, format_ns
 from remat.search.device_feasibility import infeasible_reason
 from remat.search.device_instance import DeviceInstance
 from remat.solvers.backends.mathopt import (
-    Incumbent,
     MipSolver,
     Outcome,
     Settings,
@@ -60,6 +59,7 @@ from remat.solvers.devices.slots import (
     with_copies_anywhere,
 )
 from remat.solvers.devices.sweep_model import ModelOptions, SweepModel
+from remat.solvers.frontier_search import incumbent_report
 
 _OBJECTIVE_SCALE = 1e5
 _BYTES_SCALE = 1e4
@@ -159,11 +159,6 @@ class XEngine:
         Models with more rows are declined.
     time_limit_s
         Most seconds to solve, whatever the deadline; ``None`` for no limit.
-
-    Raises
-    ------
-    ValueError
-        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = (
@@ -325,10 +320,7 @@ class XEngine:
             found = self._minimise(model, search, limits, on_progress)
             if attempt == 0:
                 self._note_proof(model, search, found)
-            if found.is_interrupted:
-                search.stop_reason = StopReason.INTERRUPTED
-            elif found.is_over_time:
-                search.stop_reason = StopReason.TIME_LIMIT
+            search.stop_reason = found.stop_reason
             if not len(found.values):
                 return
             schedule = model.schedule(found.values)
@@ -361,9 +353,6 @@ class XEngine:
             if start is not None:
                 model.program.model.start.update(start)
 
-        def report(incumbent: Incumbent) -> None:
-            on_progress(_progress(incumbent, model.cost_unit_ns), 0.5)
-
         return solve_model(
             model.program.model,
             self.solver,
@@ -375,7 +364,9 @@ class XEngine:
                 ),
                 seed=limits.seed,
             ),
-            on_incumbent=None if on_progress is ignore_progress else report,
+            on_incumbent=None
+            if on_progress is ignore_progress
+            else incumbent_report(on_progress, 0, model.cost_unit_ns),
         )
 
     def _note_proof(self, model: SweepModel, search: _Search, found: Solution) -> None:
@@ -412,19 +403,6 @@ def _horizon_ns(search: _Search) -> int:
     return 4 * (runs + copies)
 
 
-def _progress(incumbent: Incumbent, unit_ns: float) -> str:
-    words: list[str] = []
-    for label, value in (
-        ("best so far", incumbent.objective),
-        ("none below", incumbent.bound),
-    ):
-        if value is not None:
-            words.append(f"{label} {format_ns(round(value * unit_ns))}")
-    if incumbent.gap is not None:
-        words.append(f"gap {incumbent.gap:.1%}")
-    return ", ".join(words or ["no schedule yet"])
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XEnginePublished:
     """The rows as published, for comparison.
@@ -444,11 +422,6 @@ class XEnginePublished:
         Whether memory is summed over devices, as published.
     max_ops
         Larger graphs are declined.
-
-    Raises
-    ------
-    ValueError
-        If an option is of another type, or out of range; the message names it.
     """
 
     schedule_class: ClassVar[str] = "as published: nothing is proved"
@@ -499,22 +472,16 @@ class XEnginePublished:
             MipSolver.SCIP if self.is_quadratic else MipSolver.HIGHS,
             Settings(time_limit_s=limits.remaining_s, seed=limits.seed),
         )
-        stop_reason = StopReason.COMPLETED
-        if found.is_interrupted:
-            stop_reason = StopReason.INTERRUPTED
-        elif found.is_over_time:
-            stop_reason = StopReason.TIME_LIMIT
+        unknown = Proposal(
+            status=Status.UNKNOWN, bound_ns=bound_ns, stop_reason=found.stop_reason
+        )
         if not len(found.values):
-            return Proposal(
-                status=Status.UNKNOWN,
-                bound_ns=bound_ns,
-                stop_reason=stop_reason,
-                message=(
-                    "no solution of the published rows was found in time"
-                    if found.is_over_time
-                    else f"the published rows have no solution ({found.outcome})"
-                ),
+            reason = (
+                "no solution of the published rows was found in time"
+                if found.is_over_time
+                else f"the published rows have no solution ({found.outcome})"
             )
+            return replace(unknown, message=reason)
         runs = [(ops[op], device) for op, device in model.runs(found.values)]
         schedule = lifted(instance, runs)
         trace = simulate(problem.graph, problem.platform, schedule)
@@ -525,18 +492,9 @@ class XEnginePublished:
                     instance.device_names, trace.peak_bytes, strict=True
                 )
             )
-            return Proposal(
-                status=Status.UNKNOWN,
-                bound_ns=bound_ns,
-                stop_reason=stop_reason,
-                message=(
-                    f"the published rows accept a schedule that the judge refuses: "
-                    f"{trace.violation.message} (true peaks: {peaks})"
-                ),
+            reason = (
+                f"the published rows accept a schedule that the judge refuses: "
+                f"{trace.violation.message} (true peaks: {peaks})"
             )
-        return Proposal(
-            status=Status.FEASIBLE,
-            schedule=schedule,
-            bound_ns=bound_ns,
-            stop_reason=stop_reason,
-        )
+            return replace(unknown, message=reason)
+        return replace(unknown, status=Status.FEASIBLE, schedule=schedule)

@@ -12,6 +12,7 @@ order.
 """
 
 import heapq
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, count
@@ -21,6 +22,10 @@ from remat.core.graph import Op, Phase, TrainingGraph
 from remat.core.liveness import insert_discards
 from remat.core.platform import Platform
 from remat.core.schedule import Boundary, Compute, Copy, Schedule, Step
+
+
+class SearchTooLargeError(Exception):
+    """A graph has too many states for a search through all of them."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +230,7 @@ class _DeviceSearch:
             return replace(place, swept=run, is_ended=is_same)
         return replace(place, swept=run) if run > place.swept else None
 
-    def best(self) -> tuple[int, Schedule] | None:
+    def best(self, most_places: float) -> tuple[int, Schedule] | None:
         devices = range(len(self.platform.devices))
         for index, device in enumerate(self.platform.devices):
             budget = device.budget_bytes
@@ -251,6 +256,9 @@ class _DeviceSearch:
                 return cost, insert_discards(self.graph, reversed(steps))
             for step, time, after in self.moves(place):
                 if cost + time < least.get(after, 1 << 80):
+                    if len(least) >= most_places:
+                        msg = f"there are more than {most_places} places to search"
+                        raise SearchTooLargeError(msg)
                     least[after] = cost + time
                     came_from[after] = (place, step)
                     heapq.heappush(queue, (cost + time, next(ticket), after))
@@ -258,11 +266,16 @@ class _DeviceSearch:
 
 
 def best_on_devices(
-    graph: TrainingGraph, platform: Platform, *, is_staged: bool = False
+    graph: TrainingGraph,
+    platform: Platform,
+    *,
+    is_staged: bool = False,
+    most_places: int | None = None,
 ) -> tuple[int, Schedule] | None:
     """Return the least serial time of all schedules whose list fits, and one of them.
 
-    ``None`` if no schedule fits. For graphs of up to 6 ops.
+    ``None`` if no schedule fits. For graphs of up to 6 ops; a few of these have more
+    states on several devices than can be searched.
 
     Parameters
     ----------
@@ -270,5 +283,12 @@ def best_on_devices(
         The problem.
     is_staged
         Whether only schedules of the frontier class are searched.
+    most_places
+        States that are searched before the search gives up; 20 000 take some seconds.
+
+    Raises
+    ------
+    SearchTooLargeError
+        If there are more.
     """
-    return _DeviceSearch(graph, platform, is_staged).best()
+    return _DeviceSearch(graph, platform, is_staged).best(most_places or math.inf)

@@ -6,13 +6,12 @@ two of these, earlier ops run again, each once at most and in graph order, unles
 ``any_reruns`` lifts that. Nothing is pruned but states that were reached as cheaply.
 """
 
-import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import count
 
 from remat.core.bounds import required_ops
 from remat.core.graph import Phase, TrainingGraph
+from remat.testing.chain_oracles import cheapest
 
 _BOUNDARY, _END = -1, -2
 
@@ -96,16 +95,13 @@ class FrontierOracle:
 
     def best(self, budget_bytes: int) -> int | None:
         """Return the least time within the budget, or ``None`` if nothing fits."""
-        root, ticket = _State(0, -1, frozenset()), count()
-        least, queue = {root: 0}, [(0, next(ticket), root)]
-        while queue:
-            cost, _, state = heapq.heappop(queue)
-            if cost > least[state]:
-                continue
-            if state.position == len(self._sequence()):
-                return cost
-            for size, time, after in self._moves(state):
-                if size <= budget_bytes and cost + time < least.get(after, 1 << 80):
-                    least[after] = cost + time
-                    heapq.heappush(queue, (cost + time, next(ticket), after))
-        return None
+        end = len(self._sequence())
+        return cheapest(
+            _State(0, -1, frozenset()),
+            lambda state: (
+                (time, after)
+                for size, time, after in self._moves(state)
+                if size <= budget_bytes
+            ),
+            lambda state: state.position == end,
+        )

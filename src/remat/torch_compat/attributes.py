@@ -3,13 +3,16 @@
 What each is needed for stands in :data:`remat.torch_compat.table.ATTRIBUTES`.
 """
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo import eval_frame
 from torch.nn.modules import module as modules
 from torch.nn.parallel import DistributedDataParallel
 
@@ -62,6 +65,16 @@ def replication_of(module: nn.Module) -> Call:
     return MethodType(type(module)._replicate_for_data_parallel, module)
 
 
+def install_state(module: nn.Module, state: Call) -> None:
+    """Let copies and files of a module hold what ``state`` returns."""
+    vars(module)["__getstate__"] = state
+
+
+def uninstall_state(module: nn.Module) -> None:
+    """Let copies and files of a module hold what its class says."""
+    vars(module).pop("__getstate__", None)
+
+
 def plain_model(model: nn.Module) -> nn.Module:
     """Return the module that ``torch.compile(module)`` wraps, or the module itself."""
     return model._orig_mod if isinstance(model, names.OptimizedModule) else model
@@ -98,6 +111,34 @@ def must_not_be_traced(hook: object) -> bool:
 def active_wrapper() -> DistributedDataParallel | None:
     """Return the ``DistributedDataParallel`` whose forward is running, or ``None``."""
     return DistributedDataParallel._get_active_ddp_module()
+
+
+def has_stance() -> bool:
+    """Return whether compiled calls do other than what they were compiled for."""
+    return eval_frame._stance != eval_frame.DynamoStance()
+
+
+@contextmanager
+def default_stance() -> Generator[None]:
+    """Let compiled calls do what they were compiled for.
+
+    The stance is the whole process's: where another thread changed it meanwhile, it
+    stays as that thread wants it.
+    """
+    changed = torch.compiler.set_stance("default")
+    ours = eval_frame._stance
+    try:
+        yield
+    finally:
+        if eval_frame._stance is ours:
+            changed.__exit__(None, None, None)
+
+
+def tracer_is_off() -> bool:
+    """Return whether nothing is compiled in this process."""
+    # torch itself reads the variable when it compiles.
+    off = os.environ.get("TORCHDYNAMO_DISABLE", "") == "1"
+    return off or names.dynamo_config.disable
 
 
 # --- tensors -------------------------------------------------------------------------

@@ -89,7 +89,10 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import _default_to_fused_or_foreach
     from torch.utils._mode_utils import no_dispatch as no_dispatch
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-    from torch.utils._python_dispatch import _disable_current_modes
+    from torch.utils._python_dispatch import (
+        _disable_current_modes,
+        is_in_any_mode_without_ignore_compile_internals,
+    )
     from torch.utils._python_dispatch import (
         is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
     )
@@ -108,6 +111,7 @@ if TYPE_CHECKING:
     get_dispatch_mode = _get_dispatch_mode
     DisablePythonDispatcher = _DisablePythonDispatcher
     disable_current_modes = _disable_current_modes
+    is_in_dispatch_mode = is_in_any_mode_without_ignore_compile_internals
     neg_view = _neg_view
     profiler_enabled = _profiler_enabled
     enable_profiler_legacy = _enable_profiler_legacy

@@ -8,7 +8,7 @@ for. A new version that moves a name gets another place here; what it lacks is s
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-TESTED = ("2.11", "2.12", "2.13")
+TESTED = ("2.11", "2.12", "2.13", "2.15")
 """The versions of torch, without the last number, that the tests have run on."""
 
 
@@ -142,6 +142,10 @@ NAMES: dict[str, Private] = {
     "disable_current_modes": Private(
         "torch.utils._python_dispatch:_disable_current_modes",
         "measuring operators without the user's modes",
+    ),
+    "is_in_dispatch_mode": Private(
+        "torch.utils._python_dispatch:is_in_any_mode_without_ignore_compile_internals",
+        "refusing steps that a TorchDispatchMode keeps from being traced",
     ),
     "is_traceable_wrapper_subclass": Private(
         "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
@@ -289,6 +293,9 @@ ATTRIBUTES: dict[str, Private] = {
     ),
     "_orig_mod": Private(
         "torch._dynamo.eval_frame", "fitting what torch.compile wraps", text="_orig_mod"
+    ),
+    "_stance": Private(
+        "torch._dynamo.eval_frame:_stance", "keeping plans whatever torch.compile does"
     ),
     "_cdata": Private("torch:UntypedStorage()._cdata", "telling storages apart"),
     "_base": Private("torch:Tensor()._base", "outputs that are views"),

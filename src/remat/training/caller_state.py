@@ -6,6 +6,7 @@ here has seen. The check reads no tensor but the random state: it compares which
 there are, and how often each tensor was written.
 """
 
+import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -97,7 +98,13 @@ def unchanged(model: nn.Module, optimizer: Optimizer | None) -> Generator[None]:
                 if lost
                 else "everything was put back"
             )
-            + ". Please report it with the class of the model and of the optimizer"
+            + ". "
+            + (
+                "Perhaps another thread drew random numbers meanwhile: let it wait until "
+                "planning is over"
+                if _is_of_random_state_alone(changed)
+                else "Please report it with the class of the model and of the optimizer"
+            )
         )
         raise StateChangedError(msg)
 
@@ -127,6 +134,12 @@ def _tensors_of(held: Any) -> list[torch.Tensor]:
         for value in values
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
     ]
+
+
+def _is_of_random_state_alone(changed: list[_Noted]) -> bool:
+    return threading.active_count() > 1 and all(
+        each.name.startswith("the random state") for each in changed
+    )
 
 
 def _put_back(noted: list[_Noted]) -> list[_Noted]:

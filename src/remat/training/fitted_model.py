@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import logging
 import time
 import types
@@ -20,7 +21,9 @@ from remat.capture.returned import note_returned
 from remat.capture.surroundings import tensors_in
 from remat.capture.tracing import (
     TRACE_ERRORS,
+    check_backward_hooks,
     check_batch,
+    check_is_no_wrapper,
     compiled_entry,
     quiet_tracer,
     raise_capture_error,
@@ -32,29 +35,31 @@ from remat.core.schedule import Schedule
 from remat.core.units import format_bytes
 from remat.planning.plan import Plan
 from remat.planning.several_devices import budget_of
-from remat.profile.optimizer_copy import settings_of
-from remat.runtime.backend import StoppedBeforeRunningError
-from remat.runtime.callers import (
+from remat.profile.optimizer_copy import settings_of, state_count, stepping_optimizer
+from remat.torch_compat.attributes import (
+    install_call,
+    install_replication,
+    install_state,
+    installed_call,
+    plain_call,
+    replication_of,
+    uninstall_replication,
+    uninstall_state,
+)
+from remat.torch_compat.attributes import plain_model as plain_model
+from remat.torch_compat.names import dynamo_config
+from remat.training.callers import (
     gradient_buckets_bytes,
     has_forward_hooks,
     has_untraceable_hooks,
     tracer_around,
     transform_around,
 )
-from remat.runtime.variants import TracedCall, VariantBackend
-from remat.torch_compat.attributes import (
-    install_call,
-    install_replication,
-    installed_call,
-    plain_call,
-    replication_of,
-    uninstall_replication,
-)
-from remat.torch_compat.attributes import plain_model as plain_model
-from remat.torch_compat.names import dynamo_config
 from remat.training.optimizer_steps import FittedSteps, StepWatch
 from remat.training.request import PlanRequest, check_is_plannable, check_model
+from remat.training.step_backend import StoppedBeforeRunningError
 from remat.training.step_planning import Planner, gradient_bytes, optimizer_memory
+from remat.training.variants import TracedCall, VariantBackend
 
 logger = logging.getLogger("remat")
 
@@ -111,6 +116,7 @@ class FittedModel:
     ) -> None:
         check_model(model)
         check_is_plannable(model, request.optimizer)
+        check_is_no_wrapper(model)
         self.model = model
         before = fitted_on(model)
         # What the calls of the model ran before it was fitted.
@@ -120,13 +126,20 @@ class FittedModel:
         )
         self.planned_forward = PlannedForward(self)
         self._check_nesting()
-        # What plans depend on, and may be changed between calls.
+        # What plans depend on, and may be changed between calls. The optimizer may be
+        # gone before the model is, and wrappers around it before it is.
+        self._optimizer = (
+            None
+            if request.optimizer is None
+            else weakref.ref(stepping_optimizer(request.optimizer))
+        )
         self._optimizer_seen = settings_of(request.optimizer)
+        self._memory_of: dict[Any, tuple[int, int]] = {}
         self._forward_seen = type(model).forward
         self.planner = self.planner_type(
             model,
-            request,
-            optimizer_memory(request),
+            replace(request, optimizer=None),
+            optimizer_memory(request.optimizer),
             is_only_planned=is_only_planned,
         )
         self.backend = VariantBackend(
@@ -135,7 +148,8 @@ class FittedModel:
             is_only_planned=is_only_planned,
         )
         self.backend.keeps_failure = True
-        self._compiled: dict[bool, Callable[..., Any]] = {}
+        # With the model's own hooks or without, per memory of the optimizer.
+        self._compiled: dict[tuple[bool, tuple[int, int]], Callable[..., Any]] = {}
         self._told: set[str] = set()
         self._has_given_plan = (
             request.given_plan is not None and request.optimizer is None
@@ -150,12 +164,14 @@ class FittedModel:
         install_call(self.model, self)
         self.model.forward = self.planned_forward
         install_replication(self.model, _Replicating(self))
+        install_state(self.model, _StateOfCopies(self))
         self._watch.begin()
 
     def uninstall(self) -> None:
         """Let the model's calls run as before it was fitted."""
         install_call(self.model, self.previous_call)
         uninstall_replication(self.model)
+        uninstall_state(self.model)
         self._set_forward(self.previous_forward)
         self._watch.end()
 
@@ -264,7 +280,7 @@ class FittedModel:
                 return plain_call(self.model)(*args, **kwargs)
             msg = (
                 f"{type(self.model).__name__} has hooks of its own that cannot be "
-                "traced (for its backward pass, or of a wrapper such as fully_shard); "
+                "traced (for its backward pass, or under torch.compiler.disable); "
                 "remove them, or put the module into another one and fit that"
             )
             raise CaptureError(msg)
@@ -311,6 +327,7 @@ class FittedModel:
         runs_hooks: bool = True,
     ) -> Any:
         """Run the forward pass by its plan; trace and plan it first if it is new."""
+        check_backward_hooks(self.model)
         planner = self.planner
         is_training = not self.backend.stop_before_running
         if is_training:
@@ -360,18 +377,22 @@ class FittedModel:
                 raise CaptureError(msg)
 
     def _renew_if_changed(self) -> None:
-        """Drop plans of another optimizer memory, and traces of another forward.
+        """Plan for the optimizer memory of now, and drop traces of another forward.
 
         Parameters may have been added, changed in type or frozen, and settings of the
         optimizer changed, since it was looked at; the class may have another forward.
+        Plans for other memory are kept: loops with several optimizers freeze
+        parameters by turns.
         """
-        seen = settings_of(self.planner.request.optimizer)
+        optimizer = None if self._optimizer is None else self._optimizer()
+        seen = self._optimizer_seen if optimizer is None else settings_of(optimizer)
         if seen != self._optimizer_seen:
             self._optimizer_seen = seen
-            memory = optimizer_memory(self.planner.request)
-            if memory != self.planner.optimizer_memory:
-                self.planner.forget(memory)
-                self._compiled.clear()
+            # Parameters that were frozen keep the state that they have by now.
+            key = (seen, state_count(optimizer))
+            if key not in self._memory_of:
+                self._memory_of[key] = optimizer_memory(optimizer)
+            self.planner.optimizer_memory = self._memory_of[key]
         forward = type(self.model).forward
         if forward is not self._forward_seen:
             self._forward_seen = forward
@@ -379,13 +400,14 @@ class FittedModel:
 
     def _entry(self, *, runs_hooks: bool) -> Callable[..., Any]:
         """Return the compiled call, with the model's own hooks or without."""
-        if runs_hooks not in self._compiled:
+        key = (runs_hooks, self.planner.optimizer_memory)
+        if key not in self._compiled:
             call = plain_call(self.model) if runs_hooks else self.forward_to_trace()
             note = note_returned(self.backend.note_returned)
-            self._compiled[runs_hooks] = compiled_entry(
+            self._compiled[key] = compiled_entry(
                 self.model, self.backend, note, traced=call
             )
-        return self._compiled[runs_hooks]
+        return self._compiled[key]
 
     def forward_to_trace(self) -> Callable[..., Any]:
         """Return the forward that the model had before it was fitted."""
@@ -438,8 +460,9 @@ class FittedModel:
                 f"{self.name} runs inside DistributedDataParallel, whose gradient "
                 f"buckets take {format_bytes(size_bytes)} ({size_bytes} bytes) that no "
                 "plan counts: the budget can be exceeded by as much. Fit with a budget "
-                "that is smaller by these bytes, or wrap with "
-                "gradient_as_bucket_view=True"
+                "that is smaller by these bytes; or wrap with "
+                "gradient_as_bucket_view=True and keep the gradients, with "
+                "zero_grad(set_to_none=False): from the second step on plans count them"
             )
 
     def _announce(
@@ -517,6 +540,31 @@ def _watch_copy(model: nn.Module, name: str) -> None:
     weakref.finalize(model, watch.end)
 
 
+class _StateOfCopies:
+    """Takes out of shallow copies what is installed: it belongs to the model alone.
+
+    Deep copies and files do that by themselves, object by object.
+    """
+
+    def __init__(self, fitted: FittedModel) -> None:
+        self.fitted = fitted
+
+    def __call__(self) -> Any:
+        model = self.fitted.model
+        state: Any = type(model).__getstate__(model)
+        if not isinstance(state, dict):
+            return state
+        state = {name: value for name, value in state.items() if value is not self}
+        frame = inspect.currentframe()
+        caller = None if frame is None else frame.f_back
+        if caller is not None and caller.f_code is copy.copy.__code__:
+            ours = PlannedForward, _Replicating
+            state = {n: value for n, value in state.items() if type(value) not in ours}
+            if self.fitted.previous_forward is not None:
+                state["forward"] = self.fitted.previous_forward
+        return state
+
+
 class _Replicating:
     """Makes replicas for ``DataParallel``, which have parameters of their own."""
 
@@ -532,6 +580,7 @@ class _Replicating:
         replica = replication_of(fitted.model)()
         vars(replica).pop("forward", None)
         uninstall_replication(replica)
+        uninstall_state(replica)
         install_call(replica, None)
         return replica
 

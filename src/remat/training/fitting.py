@@ -7,9 +7,10 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
+from remat.capture.tracing import check_tracer
 from remat.planning.plan import Plan
 from remat.planning.several_devices import Budget
-from remat.runtime.variants import VariantBackend
+from remat.torch_compat.names import unset_fake_temporarily
 from remat.training.caller_state import unchanged
 from remat.training.fitted_model import FittedModel, fitted_on, plain_model
 from remat.training.request import (
@@ -18,7 +19,9 @@ from remat.training.request import (
     requested,
     shows_options,
 )
+from remat.training.stand_ins import where_memory_is, with_stand_ins
 from remat.training.step_planning import CompilerPlanner, optimizer_memory
+from remat.training.variants import VariantBackend
 
 
 @shows_options(after="budget")
@@ -140,8 +143,9 @@ def fit(
     request = requested("fit", options, budget=budget, plan=plan)
     _check_accumulate(accumulate)
     check_model(model)
+    check_tracer()
     model = plain_model(model)
-    with unchanged(model, request.optimizer):
+    with unset_fake_temporarily(), unchanged(model, request.optimizer):
         fitted = FittedModel(model, request)
         result = fitted.plan_now(positional(args), kwargs, accumulate=accumulate)
     fitted.install()
@@ -159,15 +163,24 @@ def plan(
 ) -> Plan:
     """Return the plan that :func:`fit` would install, and install nothing.
 
-    Parameters and exceptions are those of :func:`fit`.
+    Parameters and exceptions are those of :func:`fit`. The model and the example may
+    be without memory, on the ``meta`` device or made under ``FakeTensorMode``: the step
+    is then planned as on the CPU, and with ``costs="estimated"`` this takes no more
+    memory than its graph. ``fit(..., plan=plan)`` installs the plan on the model once
+    it has its weights.
     """
     kwargs = keywords(kwargs)
     request = requested("plan", options, budget=budget)
     check_model(model)
-    model = plain_model(model)
-    with unchanged(model, request.optimizer):
-        fitted = FittedModel(model, request, is_only_planned=True)
-        return fitted.plan_now(positional(args), kwargs)
+    check_tracer()
+    with unset_fake_temporarily(), where_memory_is():
+        model, example, kwargs, optimizer = with_stand_ins(
+            plain_model(model), positional(args), kwargs, request.optimizer
+        )
+        with unchanged(model, optimizer):
+            request = replace(request, optimizer=optimizer)
+            fitted = FittedModel(model, request, is_only_planned=True)
+            return fitted.plan_now(example, kwargs)
 
 
 def release(model: nn.Module) -> nn.Module:
@@ -222,7 +235,7 @@ def backend(
     request = requested("backend", options, budget=budget)
     if model is not None:
         check_model(model)
-    memory = optimizer_memory(request)
+    memory = optimizer_memory(request.optimizer)
     # The compiler never forgets a backend: it must not keep the optimizer alive.
     planner = CompilerPlanner(model, replace(request, optimizer=None), memory)
     name = "compiled step" if model is None else type(model).__name__

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -56,16 +56,19 @@ from remat.profile.optimizer_memory import (
     assumed_loss_bytes,
     optimizer_bytes,
 )
-from remat.runtime.variants import TracedCall, describe_tensor
 from remat.torch_compat.attributes import storage_identity
 from remat.torch_compat.names import unset_fake_temporarily
 from remat.training.request import PlanRequest
+from remat.training.variants import TracedCall, describe_tensor
+
+PlanKey: TypeAlias = tuple[str, int, tuple[int, int]]
+"""Fingerprint of a step, bytes of gradients that exist, memory of the optimizer."""
 
 _MANY_REPETITIONS = 8
 """As often the tracer itself compiles a function again before it gives up."""
 
 
-def optimizer_memory(request: PlanRequest) -> tuple[int, int]:
+def optimizer_memory(optimizer: torch.optim.Optimizer | None) -> tuple[int, int]:
     """Return the bytes of the optimizer's state, and of its step beyond that.
 
     Not to be called while a model is traced: optimizers take another path then.
@@ -75,7 +78,7 @@ def optimizer_memory(request: PlanRequest) -> tuple[int, int]:
     CaptureError
         If the optimizer's step cannot be predicted without running it.
     """
-    return (0, 0) if request.optimizer is None else optimizer_bytes(request.optimizer)
+    return (0, 0) if optimizer is None else optimizer_bytes(optimizer)
 
 
 def gradient_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -99,7 +102,8 @@ class Planner:
     request
         What is asked for.
     optimizer_memory
-        Bytes of the optimizer's state, and of its step beyond that.
+        Bytes of the optimizer's state, and of its step beyond that, of the steps that
+        are planned next.
     is_only_planned
         Whether plans need not run here, so that home need not be here either.
 
@@ -133,7 +137,7 @@ class Planner:
         self.gradient_bytes = 0
         self.assumed_gradient_bytes: int | None = None
         self.batch: Any = ()
-        self.plans: dict[str, Plan] = {}
+        self.plans: dict[PlanKey, Plan] = {}
         self.latest: Plan | None = None
         self.planned_count = 0
         self.planned_s = 0.0
@@ -193,16 +197,17 @@ class Planner:
             plan = with_gradients(known, known_bytes, gradient_bytes)
             if plan is not None:
                 known_plans[gradient_bytes] = self.latest = plan
-                self.plans[_key_of(plan.fingerprint, gradient_bytes)] = plan
+                self.plans[self._key_of(plan.fingerprint, gradient_bytes)] = plan
                 return known_bytes
         return None
 
     def describe_step(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """Return in words what the step that was planned last is called with."""
-        named = {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}
+        tensors = {"": args, **{f"{name} ": (value,) for name, value in kwargs.items()}}
         words = [
-            f"{name} {describe_tensor(value)}"
-            for name, value in named.items()
+            f"{name}{describe_tensor(value)}"
+            for name, values in tensors.items()
+            for value in values
             if isinstance(value, torch.Tensor)
         ]
         model = self.model
@@ -228,7 +233,7 @@ class Planner:
         """Plan a traced step, or find the plan made for an equal one."""
         with _outside_of_tracing():
             program = add_surroundings(program, self.surroundings(program))
-            key = _key_of(program.fingerprint, self.gradient_bytes)
+            key = self._key_of(program.fingerprint, self.gradient_bytes)
             if key not in self.plans:
                 self.plans[key] = self.make_plan(program)
                 self.planned_count += 1
@@ -245,11 +250,8 @@ class Planner:
             plan.schedule,
         )
 
-    def forget(self, optimizer_memory: tuple[int, int]) -> None:
-        """Plan everything anew from now on, with other bytes of the optimizer."""
-        self.optimizer_memory = optimizer_memory
-        self.plans.clear()
-        self._variants.clear()
+    def _key_of(self, fingerprint: str, gradient_bytes: int) -> PlanKey:
+        return fingerprint, gradient_bytes, self.optimizer_memory
 
     def note_repetition(self, program: JointProgram) -> None:
         """Count how often equal steps are traced again, and say so when it is often."""
@@ -537,10 +539,6 @@ def accept_plan(program: JointProgram, plan: Plan) -> Plan:
         )
         raise PlanMismatchError(msg)
     return replace(plan, graph=graph)
-
-
-def _key_of(fingerprint: str, gradient_bytes: int) -> str:
-    return f"{fingerprint} on {gradient_bytes} bytes of gradients"
 
 
 @contextmanager

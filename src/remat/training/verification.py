@@ -12,12 +12,12 @@ from torch import nn
 
 from remat.capture.returned import is_loss, loss_in
 from remat.capture.surroundings import captured_tensors, plain_tensors, tensors_in
-from remat.capture.tracing import check_batch
+from remat.capture.tracing import check_batch, check_tracer
 from remat.core.errors import BudgetError, CaptureError
 from remat.core.units import format_bytes, format_ns
 from remat.planning.plan import Plan
 from remat.planning.several_devices import Budget
-from remat.profile.memory import measure
+from remat.profile.memory import MOST_REPEATS, measure
 from remat.profile.optimizer_copy import stepping_optimizer
 from remat.torch_compat.attributes import install_call, installed_call
 from remat.torch_compat.names import keystr, tree_flatten_with_path, tree_leaves
@@ -267,6 +267,7 @@ def verify(
     request = requested("verify", options, budget=budget)
     check_repeats(repeats)
     check_model(model)
+    check_tracer()
     model = plain_model(model)
     example = positional(args), kwargs
     check_batch(model, *example)
@@ -329,13 +330,16 @@ def check_repeats(repeats: object) -> None:
     TypeError
         If it is no integer.
     ValueError
-        If it is not positive.
+        If it is not positive, or more than :data:`MOST_REPEATS`.
     """
     if isinstance(repeats, bool) or not isinstance(repeats, int):
         msg = f"repeats is {repeats!r}; it must be an integer, at least 1"
         raise TypeError(msg)
     if repeats < 1:
         msg = f"repeats is {repeats}; at least one pair of steps must be timed"
+        raise ValueError(msg)
+    if repeats > MOST_REPEATS:
+        msg = f"repeats is {repeats}; it must be at most {MOST_REPEATS}"
         raise ValueError(msg)
 
 

@@ -404,6 +404,22 @@ def test_few_parallel_towers_are_planned_as_well_as_exactly(
         assert best.overhead <= found.overhead <= 1.02 * best.overhead
 
 
+def uneven_towers(count: int, length: int, *, seed: int) -> ForwardGraph:
+    """Return towers with random sizes and costs of 1 to 1000."""
+    shape, rng = towers(count, length), random.Random(seed)
+    return ForwardGraph.of_values(
+        [rng.randint(1, 1000) for _ in range(shape.node_count)],
+        [rng.randint(1, 1000) for _ in range(shape.node_count)],
+        shape.edges,
+    )
+
+
+def test_the_distance_from_exact_grows_with_towers_of_uneven_sizes() -> None:
+    graph = uneven_towers(4, 9, seed=1)
+    assert smallest_budget(graph, complete(graph)).peak_bytes == 7737
+    assert smallest_budget(graph, approximate_family(graph)).peak_bytes <= 9064
+
+
 def test_sizes_and_budget_scale_together() -> None:
     for seed in range(30):
         graph = random_graph(seed, most_nodes=7)
@@ -550,6 +566,51 @@ def test_a_deadline_gives_what_is_known() -> None:
             graph, family, LowerSetQuery(budget_bytes=1), deadline_s=deadline_s
         )
     assert time.process_time() - started < 5
+
+
+def without_time_for_more_sets_than(
+    most: int, program: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a program whose time is over at once where a family is larger."""
+
+    def run(arrays: Any, rows: Any, *questions: Any) -> Any:
+        *others, limit_s = questions
+        return program(arrays, rows, *others, 0.0 if len(rows) > most else limit_s)
+
+    return run
+
+
+def test_under_a_deadline_nothing_is_worse_than_the_approximate_family(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = uneven_towers(4, 6, seed=7)
+    family, approximate = complete(graph), approximate_family(graph)
+    most = 2 * len(approximate)
+    assert len(family) > max(most, programs._SCOUT_ABOVE)
+    plain = smallest_budget(graph, approximate, refinements=0).peak_bytes
+    refined = smallest_budget(graph, approximate).peak_bytes
+    queries = [LowerSetQuery(budget_bytes=budget) for budget in (refined, plain)]
+    others = sweep_lower_sets(graph, approximate, queries)
+    # What is found without refining is worse here.
+    assert refined < plain
+    (unrefined,) = sweep_lower_sets(graph, approximate, queries[1:], refinements=0)
+    assert others[1] is not None
+    assert unrefined is not None
+    assert others[1].overhead < unrefined.overhead
+
+    for name in ("solve_lower_sets", "smallest_lower_set_budget"):
+        limited = without_time_for_more_sets_than(most, getattr(programs, name))
+        monkeypatch.setattr(programs, name, limited)
+    deadline_s = time.monotonic() + 3600
+    least = smallest_budget(graph, family, deadline_s=deadline_s)
+    assert not least.is_optimal
+    assert least.peak_bytes <= refined
+    answers = sweep_lower_sets(graph, family, queries, deadline_s=deadline_s)
+    for found, other in zip(answers, others, strict=True):
+        assert found is not None
+        assert other is not None
+        assert not found.is_optimal
+        assert found.overhead <= other.overhead
 
 
 def sweep_without_end(begun: Callable[[], None]) -> None:

@@ -10,12 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
 
 import remat
 from remat.core.errors import CaptureError, PlanWarning
+from remat.profile import operators
+from remat.profile.arguments import Description
+from remat.torch_compat.attributes import default_stance, has_stance
+from remat.training import step_planning
 from remat.training.fitted_model import fitted_on
 
 Call = Callable[[torch.Tensor], torch.Tensor]
@@ -108,6 +115,14 @@ def compiled_after(backend: str) -> tuple[nn.Module, Call, remat.Plan]:
     return model, torch.compile(model, backend=backend), plan
 
 
+def compiled_before_and_called_after(
+    backend: str,
+) -> tuple[nn.Module, Call, remat.Plan]:
+    model = made()
+    compiled = torch.compile(model, backend=backend)
+    return model, compiled, fit(model)
+
+
 def compiled_and_called_before(backend: str) -> tuple[nn.Module, Call, remat.Plan]:
     model = made()
     compiled = torch.compile(model, backend=backend)
@@ -155,6 +170,7 @@ def forward_compiled_after(backend: str) -> tuple[nn.Module, Call, remat.Plan]:
     [
         (compiled_after, "inductor"),
         (compiled_after, "aot_eager"),
+        (compiled_before_and_called_after, "aot_eager"),
         (compiled_and_called_before, "aot_eager"),
         (wrapped_model_fitted, "aot_eager"),
         (compiled_in_place_after, "aot_eager"),
@@ -372,6 +388,61 @@ def _process_group(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_process_group")
+def test_the_plan_holds_inside_of_a_sharded_module() -> None:
+    model, plan = fitted()
+    sharded = Wrapper(model)
+    fully_shard(sharded)
+    plain = made()
+    expected, calls = step(plain, plain), count_planned_calls(model)
+    loss, *gradients = step(model, sharded)
+    assert calls() == 1
+    assert torch.equal(loss, expected[0])
+    for gradient, other in zip(gradients, expected[1:], strict=True):
+        assert isinstance(gradient, DTensor)
+        assert torch.equal(gradient.full_tensor(), other)
+    peak = remat.measure(
+        lambda: step(model, sharded), warmup=1, repeats=0, resident=[model, X]
+    ).peak_bytes
+    gathered_bytes = sum(p.nbytes for p in model.parameters())
+    assert peak <= (plan.budget_bytes or 0) + gathered_bytes
+
+
+def seen_peak_bytes(model: nn.Module, call: Call, *, keeps: bool = False) -> int:
+    """Return the peak of a second step, gradients kept for it or dropped before."""
+
+    def one() -> None:
+        model.zero_grad(set_to_none=not keeps)
+        square(call(X)).backward()
+
+    measured = remat.measure(one, warmup=1, repeats=0, resident=[model, X])
+    return measured.peak_bytes
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_buckets_whose_views_gradients_will_be_are_named_too() -> None:
+    model = made()
+    plan = remat.fit(model, X, budget="60%", loss=square, costs="estimated")
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    bucket_bytes = sum(p.nbytes for p in model.parameters())
+    with pytest.warns(PlanWarning, match=rf"gradient buckets.*{bucket_bytes} bytes"):
+        step(model, wrapped)
+    excess_bytes = seen_peak_bytes(model, wrapped) - (plan.budget_bytes or 0)
+    assert 0 < excess_bytes <= bucket_bytes
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_buckets_whose_views_gradients_are_count_with_the_plan() -> None:
+    model = made()
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    step(model, wrapped)
+    plan = remat.fit(model, X, budget="70%", loss=square, costs="estimated")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        peak_bytes = seen_peak_bytes(model, wrapped, keeps=True)
+    assert peak_bytes <= (plan.budget_bytes or 0)
+
+
+@pytest.mark.usefixtures("_process_group")
 def test_gradient_buckets_are_named_with_their_bytes() -> None:
     model, plan = fitted()
     wrapped = DistributedDataParallel(model)
@@ -415,6 +486,47 @@ def test_a_new_kind_of_step_is_announced_once(caplog: pytest.LogCaptureFixture) 
     assert "of gradients" in accumulating
     assert "evaluation mode" in mode
     assert all(" s: " in line and "peak" in line for line in lines)
+
+
+class Squashed(nn.Module):
+    """Computes with its parameters alone, too: that costs the same for any batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.rand(64, 64) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = nn.functional.gelu(x @ weight.tanh())
+        return x
+
+
+def test_another_length_is_planned_from_what_is_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("REMAT_CACHE_DIR", str(tmp_path))
+    measured: list[str] = []
+    profile = operators._profile_operator
+
+    def noted(call: operators.OperatorCall, description: Description) -> Any:
+        measured.append(description.text)
+        return profile(call, description)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        pytest.fail("all solvers were asked")
+
+    monkeypatch.setattr(operators, "_profile_operator", noted)
+    model = Squashed()
+    fit(model)
+    before = [*measured]
+    measured.clear()
+    monkeypatch.setattr(step_planning, "plan_graph", refuse)
+    square(model(X[:100])).backward()
+    assert measured
+    assert not {*before} & {*measured}
+    inner = fitted_on(model)
+    assert inner is not None
+    assert inner.planner.planned_count == 2
 
 
 def test_accumulation_is_planned_with_the_first_step(
@@ -634,3 +746,143 @@ def test_after_release_steps_are_nobodys_business() -> None:
     remat.release(model)
     square(model(X)).backward()
     torch.optim.Adam(model.parameters()).step()
+
+
+def test_a_shallow_copy_is_a_plain_model_of_its_own() -> None:
+    plain, model = made(), made()
+    fit(model)
+    for each in (plain, model):
+        each.layers[0][2].eval()
+    outputs = []
+    for each in (plain, model):
+        # A backbone: the weights are shared, the last layers are not there.
+        backbone = copy.copy(each)
+        backbone._modules = {"layers": each.layers[:2]}
+        torch.manual_seed(1)
+        result = backbone(X)
+        square(result).backward()
+        outputs += [result, *(p.grad for p in each.layers[:2].parameters())]
+        assert fitted_on(backbone) is None
+        assert all(p.grad is None for p in each.layers[2:].parameters())
+    assert all(
+        map(torch.equal, outputs[: len(outputs) // 2], outputs[len(outputs) // 2 :])
+    )
+    assert fitted_on(model) is not None
+    remat.release(model)
+    assert "__getstate__" not in vars(model)
+
+
+@pytest.mark.parametrize("of_gradients", [True, False])
+def test_backward_hooks_of_all_modules_are_named_after_the_fit(
+    of_gradients: bool,
+) -> None:
+    model, _ = fitted()
+    modules = nn.modules.module
+    handle = (
+        modules.register_module_full_backward_hook(lambda *_: None)
+        if of_gradients
+        else modules.register_module_full_backward_pre_hook(lambda *_: None)
+    )
+    try:
+        for call in (model, model.forward):
+            with pytest.raises(
+                CaptureError, match=r"backward hooks .* on every module"
+            ):
+                call(X)
+    finally:
+        handle.remove()
+    square(model(X)).backward()
+
+
+def test_modes_that_keep_the_tracer_away_are_named() -> None:
+    model, _ = fitted()
+    with FlopCounterMode(display=False):
+        with pytest.raises(CaptureError, match="a TorchDispatchMode around the call"):
+            model(X)
+        with pytest.raises(CaptureError, match="a TorchDispatchMode around the call"):
+            remat.fit(made(), X, budget="1 GiB")
+    # The refused trace left nothing behind.
+    compiled: list[fx.GraphModule] = []
+
+    def compiler(graph: fx.GraphModule, _example: list[torch.Tensor]) -> Any:
+        compiled.append(graph)
+        return graph
+
+    torch.compile(made(), backend=compiler)(X)
+    assert len(compiled) == 1
+    square(model(X[:100])).backward()
+
+
+@pytest.mark.parametrize(
+    "stance",
+    ["force_eager", "eager_on_recompile", "eager_then_compile", "fail_on_recompile"],
+)
+def test_what_torch_compile_is_told_to_do_leaves_plans_alone(stance: Any) -> None:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        with torch.compiler.set_stance(stance):
+            return model(x)
+
+    with torch.compiler.set_stance(stance):
+        model, plan = fitted()
+        square(model(X[:100])).backward()  # It is planned here.
+    assert_held(model, call, plan)
+
+
+def test_a_backend_that_torch_compile_is_told_to_use_leaves_plans_alone() -> None:
+    model, plan = fitted()
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        with torch.compiler.set_stance(force_backend="eager"):
+            return model(x)
+
+    assert_held(model, call, plan)
+
+
+def test_guards_hold_where_torch_compile_is_told_to_skip_them() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.factor = nn.Linear(64, 64), 2.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * self.factor
+
+    model = Scaled()
+    remat.fit(model, X, budget="1 GiB", costs="estimated")
+    square(model(X)).backward()
+    with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+        model.factor = 3.0
+        assert torch.equal(model(X), model.layer(X) * 3.0)
+
+
+def test_the_stance_of_another_thread_stays_as_that_thread_left_it() -> None:
+    stance = torch.compiler.set_stance("force_eager")
+    with default_stance():
+        stance.__exit__(None, None, None)
+        assert not has_stance()
+    assert not has_stance()
+
+
+def test_a_tracer_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    with pytest.raises(
+        CaptureError, match="off in this process; unset TORCHDYNAMO_DIS"
+    ):
+        fitted()
+
+
+def test_a_tracer_that_is_turned_off_after_the_fit_is_named() -> None:
+    model, _ = fitted()
+    with (
+        torch._dynamo.config.patch(disable=True),
+        pytest.raises(CaptureError, match="is turned off in this process"),
+    ):
+        model(X)
+    square(model(X)).backward()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("call", [remat.fit, remat.plan, remat.verify])
+def test_a_script_is_named(call: Callable[..., Any]) -> None:
+    with pytest.raises(CaptureError, match=r"the model is a script \(.*made from"):
+        call(torch.jit.script(nn.Linear(4, 4)), torch.zeros(2, 4), budget="90%")

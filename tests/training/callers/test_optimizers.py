@@ -1,6 +1,9 @@
 """Planning leaves optimizers as they are, whatever wraps them, and counts them."""
 
 import contextlib
+import gc
+import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import product
@@ -248,6 +251,36 @@ def test_memory_of_the_optimizer_that_grows_after_fit_is_planned() -> None:
     assert fitted.planner.optimizer_memory[0] == 3 * more_bytes + 4 * 12
 
 
+def test_parameters_frozen_by_turns_are_planned_once_for_each_turn() -> None:
+    """As Lightning's ``toggle_optimizer``, and loops with two networks, freeze them."""
+    (model, x), (plain, _) = net(), net()
+    halves = [list(m.parameters())[k::2] for m in (model, plain) for k in (0, 1)]
+    optimizer, plain_optimizer = (
+        torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain)
+    )
+    fit(model, x, optimizer)
+    fitted = fitted_on(model)
+    assert fitted is not None
+
+    def step(own: Any, own_optimizer: Any, frozen: Any, trained: Any) -> None:
+        for parameters, is_trained in ((frozen, False), (trained, True)):
+            for parameter in parameters:
+                parameter.requires_grad_(is_trained)
+        own_optimizer.zero_grad()
+        square(own(x)).backward()
+        own_optimizer.step()
+
+    counts = []
+    for k in range(8):
+        turn = k % 2
+        step(model, optimizer, halves[1 - turn], halves[turn])
+        step(plain, plain_optimizer, halves[3 - turn], halves[2 + turn])
+        counts.append(fitted.planner.planned_count)
+    assert counts[3:] == [counts[3]] * 5
+    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(expected, found)
+
+
 def test_settings_that_change_nothing_plan_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -345,3 +378,62 @@ def test_measured_platforms_leave_the_model_as_it_is() -> None:
     platform = remat.core.platform.single_device(None)
     with_measured_costs(platform, model, x)
     assert_same(before, state_of(model, optimizer))
+
+
+def test_an_optimizer_that_the_caller_drops_is_gone() -> None:
+    model, x = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    fit(model, x, optimizer)
+    square(model(x)).backward()
+    optimizer.step()
+    state, gone = optimizer.state_dict(), weakref.ref(optimizer)
+    del optimizer
+    assert gone() is None
+    # One that takes its place has as much state: nothing to tell, nothing to plan.
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(state)
+    fitted = fitted_on(model)
+    assert fitted is not None
+    count = fitted.planner.planned_count
+    optimizer.zero_grad()
+    square(model(x)).backward()
+    optimizer.step()
+    assert fitted.planner.planned_count <= count + 1
+
+
+def test_a_wrapper_may_go_before_what_it_wraps() -> None:
+    model, x = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    fit(model, x, LightningOptimizer(optimizer))
+    gc.collect()
+    square(model(x)).backward()
+    optimizer.step()
+    fitted = fitted_on(model)
+    assert fitted is not None
+    before = fitted.planner.optimizer_memory
+    optimizer.param_groups[0]["amsgrad"] = True
+    optimizer.state.clear()
+    optimizer.zero_grad()
+    with contextlib.suppress(remat.BudgetError):
+        model(x)
+    assert fitted.planner.optimizer_memory[0] > before[0]
+
+
+def test_another_thread_that_draws_random_numbers_is_thought_of() -> None:
+    model, x = net()
+    is_over = threading.Event()
+
+    def draw() -> None:
+        while not is_over.wait(0.001):
+            torch.rand(8)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        with pytest.raises(
+            StateChangedError, match="another thread drew random numbers"
+        ):
+            fit(model, x, None)
+    finally:
+        is_over.set()
+        thread.join()

@@ -19,6 +19,7 @@ bounded by :attr:`~remat.algorithms.chains.stages.StageChain.least_ns`.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from remat.algorithms.chains.draft import GraphDraft
 from remat.algorithms.chains.operations import Forward, Operation, Turn
 from remat.algorithms.chains.rotor import least_budget
 from remat.algorithms.chains.stage_graph import StageGraph
@@ -29,15 +30,14 @@ from remat.core.checks import (
     checked_record,
     checked_text,
     keep_flags,
-    keep_integers,
 )
 from remat.core.errors import InvalidGraphError
-from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.graph import Phase, TrainingGraph
 from remat.core.liveness import BOUNDARY, schedule_from_order
 from remat.core.platform import single_device
 from remat.core.schedule import Schedule
 from remat.core.simulator import simulate
-from remat.core.units import LARGEST_TOTAL
+from remat.core.units import keep_amounts
 
 DEFAULT_BUDGETS = 8
 """Memory budgets for which the inside of a block is planned."""
@@ -93,20 +93,11 @@ class Block:
                 )
                 raise InvalidGraphError(msg)
         of = f"block {self.name!r}"
-        for optional, fields in (
-            (False, ("output_bytes", "merge_forward_ns", "merge_backward_ns")),
-            (True, ("gradient_bytes",)),
-        ):
-            keep_integers(
-                self,
-                *fields,
-                of=of,
-                least=0,
-                most=LARGEST_TOTAL,
-                optional=optional,
-                error=InvalidGraphError,
-            )
-        keep_flags(self, "merge_needs_inputs", of=of, error=InvalidGraphError)
+        error = InvalidGraphError
+        times = ("merge_forward_ns", "merge_backward_ns")
+        keep_amounts(self, "output_bytes", *times, of=of, error=error)
+        keep_amounts(self, "gradient_bytes", of=of, optional=True, error=error)
+        keep_flags(self, "merge_needs_inputs", of=of, error=error)
 
     @property
     def output_gradient_bytes(self) -> int:
@@ -156,50 +147,28 @@ class BlockGraph:
     def __init__(self, block: Block, operations: Sequence[Operation]) -> None:
         join = StageJoin(branches=block.branches)
         inner = StageGraph(join, operations)
-        storages, ops = list(inner.graph.storages), list(inner.graph.ops)
-        turn = next(index for index, op in enumerate(ops) if op.name == "T")
-        tops, gradients = ops[turn].reads, ops[turn].writes
-        shares = inner.graph.final_outputs
-
-        def add(name: str, size_bytes: int) -> int:
-            storages.append(Storage(name=name, size_bytes=size_bytes))
-            return len(storages) - 1
-
-        def op(
-            name: str,
-            reads: Sequence[int],
-            writes: Sequence[int],
-            cost: int,
-            phase: Phase,
-        ) -> Op:
-            return Op(
-                name=name,
-                reads=tuple(reads),
-                writes=tuple(writes),
-                cost_ns=(cost,),
-                workspace_bytes=(0,),
-                phase=phase,
-            )
-
-        merged = add("merged", block.output_bytes)
-        tangent = add("gradient of merged", block.output_gradient_bytes)
+        inside = inner.graph.ops
+        turn = next(index for index, op in enumerate(inside) if op.name == "T")
+        tops, gradients = inside[turn].reads, inside[turn].writes
+        draft = GraphDraft()
+        draft.storages += inner.graph.storages
+        merged = draft.storage("merged", block.output_bytes)
+        tangent = draft.storage("gradient of merged", block.output_gradient_bytes)
         total = max(branch.input_gradient_bytes for branch in block.branches)
         self.input_gradient_bytes = total
-        gradient = add("gradient of the input", total)
-        merge = op("merge", tops, (merged,), block.merge_forward_ns, Phase.FORWARD)
-        needed = tops if block.merge_needs_inputs else ()
-        split = op(
-            "merge backward",
-            (tangent, *needed),
-            gradients,
-            block.merge_backward_ns,
-            Phase.BACKWARD,
-        )
-        last = op("sum", shares, (gradient,), 0, Phase.BACKWARD)
+        gradient = draft.storage("gradient of the input", total)
+        # The merge and its backward take the place of the turn.
+        draft.ops += inside[:turn]
+        draft.op("merge", tops, (merged,), block.merge_forward_ns, Phase.FORWARD)
+        reads = (tangent, *(tops if block.merge_needs_inputs else ()))
+        backward_ns = block.merge_backward_ns
+        draft.op("merge backward", reads, gradients, backward_ns, Phase.BACKWARD)
+        draft.ops += inside[turn + 1 :]
+        draft.op("sum", inner.graph.final_outputs, (gradient,), 0, Phase.BACKWARD)
         self.graph = TrainingGraph(
             name=f"block {block.name}",
-            storages=tuple(storages),
-            ops=(*ops[:turn], merge, split, *ops[turn + 1 :], last),
+            storages=tuple(draft.storages),
+            ops=tuple(draft.ops),
             forward_outputs=(merged,),
             tangents=(tangent,),
             final_outputs=(gradient,),

@@ -306,6 +306,13 @@ def checked_table_bytes(max_table_bytes: object) -> int:
     )
 
 
+def check_worst_ns(worst_ns: int) -> None:
+    """Refuse times that may be too many to be counted."""
+    if worst_ns >= INFINITE:
+        msg = f"times add up to {worst_ns:_} ns at worst; need less than {INFINITE:_}"
+        raise InvalidGraphError(msg)
+
+
 def checked_costs(stage_costs: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the costs as lists, or raise what :func:`plan_join` says."""
     branches = checked_list("stage_costs", stage_costs, error=InvalidGraphError)

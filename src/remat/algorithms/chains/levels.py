@@ -31,7 +31,7 @@ from typing import cast
 
 from remat.algorithms.chains.conventions import MAX_STAGES, check_operations
 from remat.algorithms.chains.join_tables import INFINITE
-from remat.algorithms.chains.joins import checked_table_bytes
+from remat.algorithms.chains.joins import check_worst_ns, checked_table_bytes
 from remat.algorithms.chains.level_tables import (
     ADVANCE,
     BACKWARD,
@@ -55,10 +55,9 @@ from remat.core.checks import (
     checked_integer,
     checked_record,
     checked_records,
-    keep_integers,
 )
 from remat.core.errors import InvalidGraphError, SolverUnsuitableError
-from remat.core.units import LARGEST_TOTAL, format_bytes
+from remat.core.units import LARGEST_TOTAL, format_bytes, keep_amounts
 
 MAX_TABLE_BYTES = 2**30
 """Default limit of the tables of :func:`plan_hrevolve`, in bytes."""
@@ -87,16 +86,8 @@ class StorageLevel:
     read_ns: int = 0
 
     def __post_init__(self) -> None:
-        keep_integers(
-            self,
-            "slots",
-            "write_ns",
-            "read_ns",
-            of="a storage level",
-            least=0,
-            most=LARGEST_TOTAL,
-            error=InvalidGraphError,
-        )
+        names = ("slots", "write_ns", "read_ns")
+        keep_amounts(self, *names, of="a storage level", error=InvalidGraphError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,10 +278,7 @@ def _check(
         )
     # Nothing costs more than advancing from x_0 for every single backward stage.
     per_stage = (length + 1) * forward_ns + backward_ns + sum(copies)
-    worst = (length + 1) * per_stage
-    if worst >= INFINITE:
-        msg = f"times add up to {worst:_} ns at worst; need less than {INFINITE:_}"
-        raise InvalidGraphError(msg)
+    check_worst_ns((length + 1) * per_stage)
     return length
 
 

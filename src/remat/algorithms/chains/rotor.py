@@ -22,13 +22,12 @@ fast, automatic and generic tool for re-materialization in PyTorch. ICML 2023 (s
 options per stage).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 
 from remat.algorithms.chains.conventions import checked_budget
-from remat.algorithms.chains.join_tables import INFINITE
-from remat.algorithms.chains.joins import checked_table_bytes
+from remat.algorithms.chains.joins import check_worst_ns, checked_table_bytes
 from remat.algorithms.chains.operations import Backward, Forward, Operation, Turn
 from remat.algorithms.chains.rotor_tables import (
     ADVANCE,
@@ -127,7 +126,8 @@ def plan_rotor(
     budget_bytes, slots, max_table_bytes = checked_request(
         budget_bytes, slots, beyond_persistence, max_table_bytes
     )
-    _check(chain)
+    checked_record("chain", chain, StageChain, error=InvalidGraphError)
+    check_worst_ns(worst_ns(chain))
     slot_bytes = slot_size(chain, budget_bytes, slots)
     count = min(
         floor_slots(budget_bytes, slot_bytes), everything_slots(chain, slot_bytes)
@@ -145,7 +145,8 @@ def plan_rotor(
     if found is None:
         return None
     cost, order = found
-    return ChainPlan(cost_ns=cost, operations=_operations(order), slot_bytes=slot_bytes)
+    operations = tuple(operation_of(*entry) for entry in order)
+    return ChainPlan(cost_ns=cost, operations=operations, slot_bytes=slot_bytes)
 
 
 def least_budget(
@@ -251,14 +252,6 @@ def checked_request(
     )
 
 
-def _check(chain: StageChain) -> None:
-    checked_record("chain", chain, StageChain, error=InvalidGraphError)
-    worst = worst_ns(chain)
-    if worst >= INFINITE:
-        msg = f"times add up to {worst:_} ns at worst; need less than {INFINITE:_}"
-        raise InvalidGraphError(msg)
-
-
 def worst_ns(chain: StageChain) -> int:
     """Return a time that no schedule without needless work exceeds."""
     # A stage is advanced over at most once per stage above it.
@@ -294,17 +287,15 @@ def _numbers(option: StageOption) -> Option:
     )
 
 
-def _operations(order: Sequence[tuple[int, int, int]]) -> tuple[Operation, ...]:
-    def operation(kind: int, stage: int, option: int) -> Operation:
-        if kind == ADVANCE:
-            return Forward(stage)
-        if kind == SAVE:
-            return Forward(stage, option=option)
-        if kind == BACKWARD:
-            return Backward(stage, option=option)
-        if kind == TURN:
-            return Turn()
-        msg = f"unknown kind of operation {kind}"
-        raise AssertionError(msg)
-
-    return tuple(operation(*entry) for entry in order)
+def operation_of(kind: int, stage: int, option: int, branch: int = 0) -> Operation:
+    """Return what an entry of an answer of the tables says."""
+    if kind == ADVANCE:
+        return Forward(stage, branch)
+    if kind == SAVE:
+        return Forward(stage, branch, option)
+    if kind == BACKWARD:
+        return Backward(stage, branch, option)
+    if kind == TURN:
+        return Turn()
+    msg = f"unknown kind of operation {kind}"
+    raise AssertionError(msg)

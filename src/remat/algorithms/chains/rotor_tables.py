@@ -58,8 +58,12 @@ RotorAnswer = tuple[int, list[tuple[int, int, int]]]
 """Time, and what runs: (ADVANCE, stage, -1), (SAVE, stage, option),
 (BACKWARD, stage, option), (TURN, -1, -1)."""
 
-# Time and the next states of one way to go on: what runs now, then tasks in order.
-_Task = tuple[str, int, int, int, int]
+_Run = list[tuple[int, int, int]]
+_Task = tuple[int, int, int, int]
+"""``rest`` of these numbers; without memory (-1), the backward of a stage alone."""
+
+_Way = tuple[int, _Run, list[_Task]]
+"""Time of a way to go on, what runs at once, and what is to be done then."""
 
 
 class Rotor:
@@ -78,8 +82,7 @@ class Rotor:
         self.slot_bytes = slot_bytes
         self.beyond = beyond
         self.length = len(self.forward)
-        self.below = cache(self._below)
-        self.held = cache(self._held)
+        self.rest = cache(self._rest)
 
     def slots(self, size_bytes: int) -> int:
         """Return the slots that hold a size."""
@@ -144,115 +147,25 @@ class Rotor:
 
     # --- the recurrence ----------------------------------------------------------
 
-    def _below(self, base: int, top: int, memory: int) -> int:
-        ways = (cost for cost, _, _ in self.ways_below(base, top, memory))
+    def _rest(self, base: int, top: int, option: int, memory: int) -> int:
+        """Return ``held(base, top, option, memory)``.
+
+        It is ``below(base, top, memory)`` where ``option`` is -1: nothing is held.
+        """
+        ways = (cost for cost, _, _ in self.ways(base, top, option, memory))
         return min(min(ways, default=INFINITE), INFINITE)
 
-    def _held(self, base: int, top: int, option: int, memory: int) -> int:
-        ways = (cost for cost, _, _ in self.ways_held(base, top, option, memory))
-        return min(min(ways, default=INFINITE), INFINITE)
-
-    def ways_below(
-        self, base: int, top: int, memory: int
-    ) -> Iterator[tuple[int, list[tuple[int, int, int]], list[_Task]]]:
-        """Yield cost, what runs at once, and what is to be done then, of every way."""
+    def ways(self, base: int, top: int, option: int, memory: int) -> Iterator[_Way]:
+        """Yield every way to go on, those of one kind after the other."""
         if base == top:
-            yield from self.single(base, memory)
+            yield from self.single(base, option, memory)
             return
+        freed = memory if option < 0 else memory + self.kept(top, option)
         for value in range(base + 1, top + 1):
             left = memory - self.slots(self.values[value])
             if memory >= self.advance_need(base, top, value) and left >= 0:
-                cost = (
-                    self.sweep(base, value)
-                    + self.below(value, top, left)
-                    + self.below(base, value - 1, memory)
-                )
-                tasks = [
-                    ("below", value, top, -1, left),
-                    ("below", base, value - 1, -1, memory),
-                ]
-                yield cost, self.advance(base, value), tasks
-        for k, option in self.saving(base):
-            left = memory - self.passed(base, k)
-            need = max(
-                self.save_need(base, k, top, is_base=True),
-                self.backward_need(base, k, is_held=False),
-            )
-            if memory >= need and left >= 0:
-                cost = option[0] + option[1] + self.below(base + 1, top, left)
-                tasks = [
-                    ("below", base + 1, top, -1, left),
-                    ("backward", base, base, k, 0),
-                ]
-                yield cost, [(SAVE, base, k)], tasks
-        if self.beyond:
-            yield from self.dropping_below(base, top, memory)
-
-    def single(
-        self, stage: int, memory: int
-    ) -> Iterator[tuple[int, list[tuple[int, int, int]], list[_Task]]]:
-        """Yield the ways to do one stage, as :meth:`ways_below` does."""
-        if stage == self.length:
-            need = self.slots(self.gradients[stage] + self.turn_workspace)
-            if memory >= need:
-                yield self.turn_ns, [(TURN, -1, -1)], []
-            return
-        for k, option in enumerate(self.options[stage]):
-            need = self.backward_need(stage, k, is_held=False)
-            if option[0] >= 0:
-                need = max(need, self.save_need(stage, k, stage, is_base=True))
-            if memory >= need:
-                run = [(SAVE, stage, k)] if option[0] >= 0 else []
-                cost = max(option[0], 0) + option[1]
-                yield cost, [*run, (BACKWARD, stage, k)], []
-
-    def dropping_below(
-        self, base: int, top: int, memory: int
-    ) -> Iterator[tuple[int, list[tuple[int, int, int]], list[_Task]]]:
-        """Yield the ways of kind 3, as :meth:`ways_below` does."""
-        for value in range(base + 1, min(top, self.length)):
-            for k, option in self.saving(value):
-                need = max(
-                    self.advance_need(base, top, value),
-                    self.save_need(value, k, top, is_base=False),
-                )
-                left = memory - self.passed(value, k)
-                after = memory - self.kept(value, k)
-                if memory >= need and left >= 0:
-                    cost = (
-                        self.sweep(base, value)
-                        + option[0]
-                        + self.below(value + 1, top, left)
-                        + self.held(base, value, k, after)
-                    )
-                    run = [*self.advance(base, value), (SAVE, value, k)]
-                    tasks = [
-                        ("below", value + 1, top, -1, left),
-                        ("held", base, value, k, after),
-                    ]
-                    yield cost, run, tasks
-
-    def ways_held(
-        self, base: int, top: int, option: int, memory: int
-    ) -> Iterator[tuple[int, list[tuple[int, int, int]], list[_Task]]]:
-        """Yield the ways to go on from ``held``, as :meth:`ways_below` does."""
-        if base == top:
-            if memory >= self.backward_need(top, option, is_held=True):
-                yield self.options[top][option][1], [(BACKWARD, top, option)], []
-            return
-        freed = memory + self.kept(top, option)
-        for value in range(base + 1, top + 1):
-            left = memory - self.slots(self.values[value])
-            if memory >= self.advance_need(base, top, value) and left >= 0:
-                cost = (
-                    self.sweep(base, value)
-                    + self.held(value, top, option, left)
-                    + self.below(base, value - 1, freed)
-                )
-                tasks = [
-                    ("held", value, top, option, left),
-                    ("below", base, value - 1, -1, freed),
-                ]
+                tasks = [(value, top, option, left), (base, value - 1, -1, freed)]
+                cost = self.sweep(base, value) + self.cost_of(tasks)
                 yield cost, self.advance(base, value), tasks
         for k, saving in self.saving(base):
             left = memory - self.passed(base, k)
@@ -261,64 +174,74 @@ class Rotor:
                 and freed >= self.backward_need(base, k, is_held=False)
                 and left >= 0
             ):
-                cost = saving[0] + saving[1] + self.held(base + 1, top, option, left)
-                tasks = [
-                    ("held", base + 1, top, option, left),
-                    ("backward", base, base, k, 0),
-                ]
-                yield cost, [(SAVE, base, k)], tasks
-        for value in range(base + 1, top):
+                above = (base + 1, top, option, left)
+                cost = saving[0] + saving[1] + self.rest(*above)
+                yield cost, [(SAVE, base, k)], [above, (base, base, k, -1)]
+        if self.beyond:
+            yield from self.dropping(base, top, option, memory, freed)
+
+    def single(self, stage: int, option: int, memory: int) -> Iterator[_Way]:
+        """Yield the ways to do one stage."""
+        if option >= 0:
+            if memory >= self.backward_need(stage, option, is_held=True):
+                run = [(BACKWARD, stage, option)]
+                yield self.options[stage][option][1], run, []
+            return
+        if stage == self.length:
+            need = self.slots(self.gradients[stage] + self.turn_workspace)
+            if memory >= need:
+                yield self.turn_ns, [(TURN, -1, -1)], []
+            return
+        for k, o in enumerate(self.options[stage]):
+            need = self.backward_need(stage, k, is_held=False)
+            if o[0] >= 0:
+                need = max(need, self.save_need(stage, k, stage, is_base=True))
+            if memory >= need:
+                run = [(SAVE, stage, k)] if o[0] >= 0 else []
+                yield max(o[0], 0) + o[1], [*run, (BACKWARD, stage, k)], []
+
+    def dropping(
+        self, base: int, top: int, option: int, memory: int, freed: int
+    ) -> Iterator[_Way]:
+        """Yield the ways of kind 3."""
+        for value in range(base + 1, min(top, self.length)):
             for k, saving in self.saving(value):
                 need = max(
                     self.advance_need(base, top, value),
                     self.save_need(value, k, top, is_base=False),
                 )
                 left = memory - self.passed(value, k)
-                after = freed - self.kept(value, k)
                 if memory >= need and left >= 0:
-                    cost = (
-                        self.sweep(base, value)
-                        + saving[0]
-                        + self.held(value + 1, top, option, left)
-                        + self.held(base, value, k, after)
-                    )
-                    run = [*self.advance(base, value), (SAVE, value, k)]
-                    tasks = [
-                        ("held", value + 1, top, option, left),
-                        ("held", base, value, k, after),
-                    ]
-                    yield cost, run, tasks
+                    after = freed - self.kept(value, k)
+                    tasks = [(value + 1, top, option, left), (base, value, k, after)]
+                    cost = self.sweep(base, value) + saving[0] + self.cost_of(tasks)
+                    yield cost, [*self.advance(base, value), (SAVE, value, k)], tasks
 
-    def advance(self, base: int, value: int) -> list[tuple[int, int, int]]:
+    def cost_of(self, tasks: Sequence[_Task]) -> int:
+        """Return the time of what is to be done."""
+        return sum(self.rest(*task) for task in tasks)
+
+    def advance(self, base: int, value: int) -> _Run:
         """Return what runs to advance from ``base`` to ``value``."""
         return [(ADVANCE, stage, -1) for stage in range(base, value)]
 
     def answer(self, memory: int) -> RotorAnswer | None:
         """Return the quickest schedule in ``memory`` slots besides the input."""
-        cost = self.below(0, self.length, memory) if memory >= 0 else INFINITE
+        cost = self.rest(0, self.length, -1, memory) if memory >= 0 else INFINITE
         if cost >= INFINITE:
             return None
         return cost, self.expand(0, self.length, -1, memory)
 
-    def expand(
-        self, base: int, top: int, option: int, memory: int
-    ) -> list[tuple[int, int, int]]:
-        """Return what runs from ``held(base, top, option, memory)``, or from below.
-
-        ``option`` is -1 for ``below(base, top, memory)``.
-        """
-        order: list[tuple[int, int, int]] = []
-        kind = "below" if option < 0 else "held"
-        pending: list[_Task] = [(kind, base, top, option, memory)]
+    def expand(self, base: int, top: int, option: int, memory: int) -> _Run:
+        """Return what runs from ``rest(base, top, option, memory)``."""
+        order: _Run = []
+        pending = [(base, top, option, memory)]
         while pending:
-            kind, base, top, option, left = pending.pop()
-            if kind == "backward":
+            base, top, option, left = pending.pop()
+            if left < 0:
                 order.append((BACKWARD, base, option))
                 continue
-            if kind == "below":
-                ways = self.ways_below(base, top, left)
-            else:
-                ways = self.ways_held(base, top, option, left)
+            ways = self.ways(base, top, option, left)
             _, run, tasks = min(ways, key=lambda way: way[0])
             order += run
             pending += reversed(tasks)

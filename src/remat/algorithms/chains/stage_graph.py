@@ -7,6 +7,7 @@ that the plan uses.
 
 from collections.abc import Sequence
 
+from remat.algorithms.chains.draft import GraphDraft
 from remat.algorithms.chains.operations import (
     Backward,
     Forward,
@@ -16,11 +17,13 @@ from remat.algorithms.chains.operations import (
     Turn,
 )
 from remat.algorithms.chains.stage_joins import StageJoin
-from remat.algorithms.chains.stages import StageChain, StageOption
+from remat.algorithms.chains.stages import StageChain
 from remat.core.errors import InvalidGraphError
-from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.graph import Phase, TrainingGraph
 from remat.core.liveness import insert_discards
 from remat.core.schedule import Boundary, Compute, Step
+
+_ONCE = "a plan runs it once"
 
 
 class StageGraph:
@@ -52,8 +55,7 @@ class StageGraph:
         if isinstance(model, StageChain):
             model = StageJoin.of_chain(model)
         self.join = model
-        self._storages: list[Storage] = []
-        self._ops: list[Op] = []
+        self._draft = GraphDraft()
         self._values = [
             self._row(f"x of {branch},", chain.value_bytes)
             for branch, chain in enumerate(model.branches)
@@ -69,7 +71,7 @@ class StageGraph:
             for branch, chain in enumerate(model.branches)
         ]
         self._loads = [
-            self._op("load", (), (values[0],), 0, 0, once=True)
+            self._draft.op("load", (), (values[0],), 0, Phase.FORWARD, once=_ONCE)
             for values in self._values
         ]
         for branch, options in enumerate(used):
@@ -81,8 +83,8 @@ class StageGraph:
                 self._add_backward(branch, stage, options[stage])
         self.graph = TrainingGraph(
             name=f"join of {len(used)} chains of stages",
-            storages=tuple(self._storages),
-            ops=tuple(self._ops),
+            storages=tuple(self._draft.storages),
+            ops=tuple(self._draft.ops),
             final_outputs=tuple(gradients[0] for gradients in self._gradients),
         )
         self.schedule = insert_discards(self.graph, self._steps(operations))
@@ -98,80 +100,53 @@ class StageGraph:
             steps += [Compute(op) for op in self._parts[operation]]
         return steps
 
-    def _option(self, branch: int, stage: int, option: int) -> StageOption:
-        return self.join.branches[branch].stages[stage].options[option]
-
     def _row(self, name: str, sizes: Sequence[int]) -> list[int]:
-        return [self._storage(f"{name} {i}", size) for i, size in enumerate(sizes)]
-
-    def _storage(self, name: str, size_bytes: int) -> int:
-        self._storages.append(Storage(name=name, size_bytes=size_bytes))
-        return len(self._storages) - 1
-
-    def _op(
-        self,
-        name: str,
-        reads: Sequence[int],
-        writes: Sequence[int],
-        cost_ns: int,
-        workspace_bytes: int,
-        *,
-        phase: Phase = Phase.FORWARD,
-        once: bool = False,
-    ) -> int:
-        self._ops.append(
-            Op(
-                name=name,
-                reads=tuple(reads),
-                writes=tuple(writes),
-                cost_ns=(cost_ns,),
-                workspace_bytes=(workspace_bytes,),
-                phase=phase,
-                non_recomputable="a plan runs it once" if once else None,
-            )
-        )
-        return len(self._ops) - 1
+        return [
+            self._draft.storage(f"{name} {i}", size) for i, size in enumerate(sizes)
+        ]
 
     def _add_forward(self, branch: int, index: int, option: int) -> None:
         stage = self.join.branches[branch].stages[index]
         value, output = self._values[branch][index : index + 2]
-        run = self._op(
+        run = self._draft.op(
             f"F{index} of {branch}",
             (value,),
             (output,),
             stage.forward_ns,
-            stage.forward_workspace_bytes,
+            Phase.FORWARD,
+            workspace_bytes=stage.forward_workspace_bytes,
         )
         self._parts[Forward(index, branch)] = [run]
         chosen = stage.options[option]
         if chosen.forward_ns is None:
             return
-        saved = self._storage(f"saved in {index} of {branch}", chosen.saved_bytes)
-        save = self._op(
+        saved = self._draft.storage(f"saved in {index} of {branch}", chosen.saved_bytes)
+        save = self._draft.op(
             f"S{index} of {branch}",
             (value, output),
             (saved,),
             chosen.forward_ns - stage.forward_ns,
-            chosen.forward_workspace_bytes,
+            Phase.FORWARD,
+            workspace_bytes=chosen.forward_workspace_bytes,
         )
         self._saved[branch, index, option] = saved
         self._parts[Forward(index, branch, option)] = [run, save]
 
     def _add_turn(self) -> None:
         self._parts[Turn()] = [
-            self._op(
+            self._draft.op(
                 "T",
                 [values[-1] for values in self._values],
                 [gradients[-1] for gradients in self._gradients],
                 self.join.turn_ns,
-                self.join.turn_workspace_bytes,
-                phase=Phase.BACKWARD,
-                once=True,
+                Phase.BACKWARD,
+                workspace_bytes=self.join.turn_workspace_bytes,
+                once=_ONCE,
             )
         ]
 
     def _add_backward(self, branch: int, index: int, option: int) -> None:
-        chosen = self._option(branch, index, option)
+        chosen = self.join.branches[branch].stages[index].options[option]
         values, gradients = self._values[branch], self._gradients[branch]
         reads = [values[index], gradients[index + 1]]
         if chosen.needs_output:
@@ -179,14 +154,14 @@ class StageGraph:
         if chosen.forward_ns is not None:
             reads.append(self._saved[branch, index, option])
         self._parts[Backward(index, branch, option)] = [
-            self._op(
+            self._draft.op(
                 f"B{index} of {branch}",
                 reads,
                 (gradients[index],),
                 chosen.backward_ns,
-                chosen.backward_workspace_bytes,
-                phase=Phase.BACKWARD,
-                once=True,
+                Phase.BACKWARD,
+                workspace_bytes=chosen.backward_workspace_bytes,
+                once=_ONCE,
             )
         ]
 

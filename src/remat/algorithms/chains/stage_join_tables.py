@@ -100,12 +100,9 @@ class _StageJoin:
                 continue
             held = 0 if option < 0 else rotor.kept(end - 1, option)
             for base in range(end - 1, -1, -1):
-                if option < 0:
-                    here = rotor.below(base, end - 1, memory)
-                elif self.beyond or base == end - 1:
-                    here = rotor.held(base, end - 1, option, memory)
-                else:
-                    here = INFINITE
+                if option >= 0 and base < end - 1 and not self.beyond:
+                    continue
+                here = rotor.rest(base, end - 1, option, memory)
                 if here >= INFINITE:
                     continue
                 for kind, added, released in self.kinds(branch, base):

@@ -24,8 +24,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd, prod
 
-from remat.algorithms.chains.join_tables import INFINITE
-from remat.algorithms.chains.operations import Backward, Forward, Operation, Turn
+from remat.algorithms.chains.joins import check_worst_ns
 from remat.algorithms.chains.rotor import (
     DEFAULT_SLOTS,
     MAX_TABLE_BYTES,
@@ -33,15 +32,15 @@ from remat.algorithms.chains.rotor import (
     chain_numbers,
     checked_request,
     everything_slots,
+    operation_of,
     table_bytes,
     worst_ns,
 )
-from remat.algorithms.chains.rotor_tables import ADVANCE, BACKWARD, SAVE
 from remat.algorithms.chains.stage_join_tables import MAX_BRANCHES, stage_join_plan
 from remat.algorithms.chains.stages import StageChain, check_total
-from remat.core.checks import checked_record, checked_records, keep_integers
+from remat.core.checks import checked_record, keep_records
 from remat.core.errors import InvalidGraphError, SolverUnsuitableError
-from remat.core.units import LARGEST_TOTAL, ceil_slots, floor_slots, format_bytes
+from remat.core.units import ceil_slots, floor_slots, format_bytes, keep_amounts
 
 MIN_SLOTS = 16
 """Fewest slots to which a large table is coarsened."""
@@ -72,23 +71,13 @@ class StageJoin:
     turn_workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
-        branches = checked_records(
-            "branches of a join", self.branches, StageChain, error=InvalidGraphError
-        )
-        object.__setattr__(self, "branches", branches)
+        of, error = "a join", InvalidGraphError
+        keep_records(self, StageChain, "branches", of=of, error=error)
         if not self.branches:
             msg = "a join needs at least one branch; got none"
             raise InvalidGraphError(msg)
-        keep_integers(
-            self,
-            "turn_ns",
-            "turn_workspace_bytes",
-            of="a join",
-            least=0,
-            most=LARGEST_TOTAL,
-            error=InvalidGraphError,
-        )
-        check_total("a join", self.all_sizes)
+        keep_amounts(self, "turn_ns", "turn_workspace_bytes", of=of, error=error)
+        check_total(of, self.all_sizes)
         for index, branch in enumerate(self.branches):
             if branch.turn_ns or branch.turn_workspace_bytes:
                 msg = (
@@ -216,7 +205,7 @@ def plan_stage_join(
     return StageJoinPlan(
         cost_ns=cost,
         least_ns=least,
-        operations=tuple(_operation(*entry) for entry in order),
+        operations=tuple(operation_of(k, s, o, b) for k, b, s, o in order),
         slot_bytes=slot_bytes,
     )
 
@@ -255,17 +244,4 @@ def _check(join: StageJoin) -> None:
             "planned together: merge branches, or treat the join as a chain"
         )
         raise SolverUnsuitableError(msg)
-    worst = join.turn_ns + sum(worst_ns(branch) for branch in join.branches)
-    if worst >= INFINITE:
-        msg = f"times add up to {worst:_} ns at worst; need less than {INFINITE:_}"
-        raise InvalidGraphError(msg)
-
-
-def _operation(kind: int, branch: int, stage: int, option: int) -> Operation:
-    if kind == ADVANCE:
-        return Forward(stage, branch)
-    if kind == SAVE:
-        return Forward(stage, branch, option)
-    if kind == BACKWARD:
-        return Backward(stage, branch, option)
-    return Turn()
+    check_worst_ns(join.turn_ns + sum(worst_ns(branch) for branch in join.branches))

@@ -6,25 +6,12 @@ from functools import cached_property
 
 from remat.core.checks import (
     checked_integers,
-    checked_records,
     checked_text,
     keep_flags,
-    keep_integers,
+    keep_records,
 )
 from remat.core.errors import InvalidGraphError
-from remat.core.units import LARGEST_TOTAL
-
-
-def _keep_numbers(record: object, *names: str, of: str, optional: bool = False) -> None:
-    keep_integers(
-        record,
-        *names,
-        of=of,
-        least=0,
-        most=LARGEST_TOTAL,
-        optional=optional,
-        error=InvalidGraphError,
-    )
+from remat.core.units import LARGEST_TOTAL, keep_amounts
 
 
 def check_total(label: str, sizes: Sequence[int]) -> None:
@@ -71,17 +58,12 @@ class StageOption:
     backward_workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
-        of = "a stage's option"
-        _keep_numbers(
-            self,
-            "backward_ns",
-            "saved_bytes",
-            "forward_workspace_bytes",
-            "backward_workspace_bytes",
-            of=of,
-        )
-        _keep_numbers(self, "forward_ns", of=of, optional=True)
-        keep_flags(self, "needs_output", of=of, error=InvalidGraphError)
+        of, error = "a stage's option", InvalidGraphError
+        keep_amounts(self, "backward_ns", "saved_bytes", of=of, error=error)
+        workspaces = ("forward_workspace_bytes", "backward_workspace_bytes")
+        keep_amounts(self, *workspaces, of=of, error=error)
+        keep_amounts(self, "forward_ns", of=of, optional=True, error=error)
+        keep_flags(self, "needs_output", of=of, error=error)
         if self.forward_ns is None and (self.saved_bytes or self.needs_output):
             msg = (
                 f"an option without forward saves {self.saved_bytes} bytes and has "
@@ -125,16 +107,13 @@ class Stage:
     name: str = ""
 
     def __post_init__(self) -> None:
-        checked_text("the name of a stage", self.name, error=InvalidGraphError)
+        error = InvalidGraphError
+        checked_text("the name of a stage", self.name, error=error)
         of = f"stage {self.name!r}"
-        _keep_numbers(
-            self, "forward_ns", "output_bytes", "forward_workspace_bytes", of=of
-        )
-        _keep_numbers(self, "gradient_bytes", of=of, optional=True)
-        options = checked_records(
-            f"options of {of}", self.options, StageOption, error=InvalidGraphError
-        )
-        object.__setattr__(self, "options", options)
+        sizes = ("output_bytes", "forward_workspace_bytes")
+        keep_amounts(self, "forward_ns", *sizes, of=of, error=error)
+        keep_amounts(self, "gradient_bytes", of=of, optional=True, error=error)
+        keep_records(self, StageOption, "options", of=of, error=error)
         if not self.options:
             msg = f"stage {self.name!r} has no option; its backward can never run"
             raise InvalidGraphError(msg)
@@ -186,22 +165,14 @@ class StageChain:
     turn_workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
-        stages = checked_records(
-            "stages of a chain", self.stages, Stage, error=InvalidGraphError
-        )
-        object.__setattr__(self, "stages", stages)
+        of, error = "a chain", InvalidGraphError
+        keep_records(self, Stage, "stages", of=of, error=error)
         if not self.stages:
             msg = "a chain needs at least one stage; got none"
             raise InvalidGraphError(msg)
-        _keep_numbers(
-            self,
-            "input_bytes",
-            "input_gradient_bytes",
-            "turn_ns",
-            "turn_workspace_bytes",
-            of="a chain",
-        )
-        check_total("a chain", self.all_sizes)
+        keep_amounts(self, "input_bytes", "input_gradient_bytes", of=of, error=error)
+        keep_amounts(self, "turn_ns", "turn_workspace_bytes", of=of, error=error)
+        check_total(of, self.all_sizes)
 
     @classmethod
     def of_lists(

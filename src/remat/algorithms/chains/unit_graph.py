@@ -10,6 +10,7 @@ counted inputs are written by an operation that may run only once.
 from collections.abc import Sequence
 
 from remat.algorithms.chains.conventions import MemoryConvention, checked_convention
+from remat.algorithms.chains.draft import GraphDraft
 from remat.algorithms.chains.joins import checked_costs
 from remat.algorithms.chains.levels import StorageLevel
 from remat.algorithms.chains.operations import (
@@ -22,7 +23,7 @@ from remat.algorithms.chains.operations import (
     UnitOperation,
 )
 from remat.core.errors import InvalidGraphError
-from remat.core.graph import Op, Phase, Role, Storage, TrainingGraph
+from remat.core.graph import Phase, Role, TrainingGraph
 from remat.core.liveness import insert_discards
 from remat.core.platform import Device, Link, Platform
 from remat.core.schedule import Boundary, Compute, Copy, Schedule, Step
@@ -57,11 +58,9 @@ class UnitGraph:
         checked_convention(convention)
         self.stage_costs = [tuple(costs) for costs in checked_costs(stage_costs)]
         self.convention = convention
-        self._storages: list[Storage] = []
-        self._forward: list[Op] = []
-        self._backward: list[Op] = []
-        # Per operation, the ops that run for it, as (phase list, index in it).
-        self._parts: dict[UnitOperation, list[tuple[Phase, int]]] = {}
+        self._draft = GraphDraft()
+        # Per operation, the ops that run for it.
+        self._parts: dict[UnitOperation, list[int]] = {}
         self._loads: list[int] = []
         self._value = [self._input(b) for b in range(len(stage_costs))]
         self._gradient: list[list[int]] = [[] for _ in stage_costs]
@@ -72,8 +71,8 @@ class UnitGraph:
             self._add_backward(branch, backward_cost)
         self.graph = TrainingGraph(
             name=f"join of {len(stage_costs)} chains",
-            storages=tuple(self._storages),
-            ops=(*self._forward, *self._backward),
+            storages=tuple(self._draft.storages),
+            ops=tuple(self._draft.ops),
         )
 
     def schedule(self, operations: Sequence[Operation]) -> Schedule:
@@ -93,9 +92,7 @@ class UnitGraph:
             if operation not in self._parts:
                 msg = f"{operation} is no operation of {self.graph.name}"
                 raise InvalidGraphError(msg)
-            for phase, index in self._parts[operation]:
-                offset = 0 if phase is Phase.FORWARD else len(self._forward)
-                steps.append(Compute(offset + index))
+            steps += [Compute(op) for op in self._parts[operation]]
         return insert_discards(self.graph, steps)
 
     def _copy(self, operation: Store | Load) -> list[Step]:
@@ -106,37 +103,6 @@ class UnitGraph:
             return [Copy(storage, 0, operation.level)]
         return [Copy(storage, operation.level, 0)]
 
-    def _storage(self, name: str, size: int, *, is_resident: bool = False) -> int:
-        role = Role.INPUT if is_resident else Role.ACTIVATION
-        self._storages.append(
-            Storage(name=name, size_bytes=size, is_resident=is_resident, role=role)
-        )
-        return len(self._storages) - 1
-
-    def _op(
-        self,
-        name: str,
-        reads: Sequence[int],
-        writes: Sequence[int],
-        cost: int,
-        phase: Phase,
-        *,
-        runs_once: bool = False,
-    ) -> tuple[Phase, int]:
-        ops = self._forward if phase is Phase.FORWARD else self._backward
-        ops.append(
-            Op(
-                name=name,
-                reads=tuple(reads),
-                writes=tuple(writes),
-                cost_ns=(cost,),
-                workspace_bytes=(0,),
-                phase=phase,
-                non_recomputable="it is an input" if runs_once else None,
-            )
-        )
-        return phase, len(ops) - 1
-
     def _add(
         self,
         operation: UnitOperation,
@@ -145,32 +111,32 @@ class UnitGraph:
         writes: Sequence[int],
         cost: int,
     ) -> None:
+        draft = self._draft
         phase = Phase.FORWARD if isinstance(operation, Forward) else Phase.BACKWARD
         if not self.convention.overwrites_inputs:
-            self._parts[operation] = [self._op(name, reads, writes, cost, phase)]
+            self._parts[operation] = [draft.op(name, reads, writes, cost, phase)]
             return
-        tokens = [self._storage(f"{name} token {i}", 0) for i in range(len(writes))]
-        parts = [self._op(name, reads, tokens, cost, phase)]
+        tokens = [draft.storage(f"{name} token {i}", 0) for i in range(len(writes))]
+        parts = [draft.op(name, reads, tokens, cost, phase)]
         parts += [
-            self._op(f"{name} emits", (token,), (output,), 0, phase)
+            draft.op(f"{name} emits", (token,), (output,), 0, phase)
             for token, output in zip(tokens, writes, strict=True)
         ]
         self._parts[operation] = parts
 
     def _input(self, branch: int) -> list[int]:
+        name, draft, phase = f"x0 of {branch}", self._draft, Phase.FORWARD
         if not self.convention.counts_inputs:
-            return [self._storage(f"x0 of {branch}", 0, is_resident=True)]
-        storage = self._storage(f"x0 of {branch}", 1)
-        _, index = self._op(
-            f"load {branch}", (), (storage,), 0, Phase.FORWARD, runs_once=True
-        )
-        self._loads.append(index)
+            return [draft.storage(name, 0, role=Role.INPUT, is_resident=True)]
+        storage, why = draft.storage(name, 1), "it is an input"
+        load = draft.op(f"load {branch}", (), (storage,), 0, phase, once=why)
+        self._loads.append(load)
         return [storage]
 
     def _add_forward(self, branch: int) -> None:
         for stage, cost in enumerate(self.stage_costs[branch]):
             name = f"F{stage} of {branch}"
-            output = self._storage(f"x{stage + 1} of {branch}", 1)
+            output = self._draft.storage(f"x{stage + 1} of {branch}", 1)
             reads = (self._value[branch][stage],)
             self._add(Forward(stage, branch), name, reads, (output,), cost)
             self._value[branch].append(output)
@@ -178,7 +144,7 @@ class UnitGraph:
     def _add_turn(self, cost: int) -> None:
         size = self.convention.gradient_units
         writes = [
-            self._storage(f"top gradient of {branch}", size)
+            self._draft.storage(f"top gradient of {branch}", size)
             for branch in range(len(self.stage_costs))
         ]
         self._add(Turn(), "T", [v[-1] for v in self._value], writes, cost)
@@ -187,7 +153,7 @@ class UnitGraph:
     def _add_backward(self, branch: int, cost: int) -> None:
         size = self.convention.gradient_units
         for stage in reversed(range(len(self.stage_costs[branch]))):
-            output = self._storage(f"gradient of x{stage} of {branch}", size)
+            output = self._draft.storage(f"gradient of x{stage} of {branch}", size)
             reads = (self._value[branch][stage], self._gradient[branch][-1])
             name = f"B{stage} of {branch}"
             self._add(Backward(stage, branch), name, reads, (output,), cost)
@@ -221,21 +187,12 @@ def level_platform(levels: Sequence[StorageLevel]) -> Platform:
         if index:
             # A byte takes the last nanosecond.
             fast = 10**9
-            links.append(
-                Link(
-                    source=0,
-                    target=index,
-                    bytes_per_s=fast,
-                    latency_ns=level.write_ns - 1,
+            links += [
+                Link(source=a, target=b, bytes_per_s=fast, latency_ns=time_ns - 1)
+                for a, b, time_ns in (
+                    (0, index, level.write_ns),
+                    (index, 0, level.read_ns),
                 )
-            )
-            links.append(
-                Link(
-                    source=index,
-                    target=0,
-                    bytes_per_s=fast,
-                    latency_ns=level.read_ns - 1,
-                )
-            )
+            ]
     devices = tuple(Device(name=f"level {index}") for index in range(len(levels)))
     return Platform(devices=devices, links=tuple(links))

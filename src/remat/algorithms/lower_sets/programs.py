@@ -15,7 +15,7 @@ help: sets beside those of an answer are added, and the query is solved again.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import cast
@@ -51,9 +51,10 @@ from remat.core.checks import (
     checked_number,
     checked_record,
     checked_records,
-    checked_word,
     keep_flags,
+    keep_integer_lists,
     keep_integers,
+    keep_words,
 )
 from remat.core.errors import BudgetError
 from remat.native import MOST_TOTAL
@@ -123,8 +124,7 @@ class Segmentation:
 
     def __post_init__(self) -> None:
         of = "a segmentation"
-        segments = checked_integers(f"segment_of of {of}", self.segment_of, least=0)
-        object.__setattr__(self, "segment_of", segments)
+        keep_integer_lists(self, "segment_of", of=of, least=0)
         keep_integers(self, "overhead", "peak_bytes", "cached_bytes", of=of, least=0)
         keep_flags(self, "is_optimal", of=of)
 
@@ -160,11 +160,11 @@ class LowerSetQuery:
     charge_last: bool = False
 
     def __post_init__(self) -> None:
+        # Any integer will do, however large.
         budget_bytes = checked_integer("budget_bytes", self.budget_bytes)
         object.__setattr__(self, "budget_bytes", budget_bytes)
-        objective = checked_word("objective", self.objective, LowerSetObjective)
-        object.__setattr__(self, "objective", objective)
-        checked_flag("charge_last", self.charge_last)
+        keep_words(self, LowerSetObjective, "objective")
+        keep_flags(self, "charge_last")
 
 
 def sweep_lower_sets(
@@ -227,16 +227,7 @@ def sweep_lower_sets(
     if family.is_complete:
         known = planner.scout(family, queries) if len(family) > _SCOUT_ABOVE else []
         return planner.answer(family, queries, known)
-    answers = planner.answer(family, queries, [])
-    if refinements < 1:
-        return answers
-    wider = family
-    if None in answers:
-        wider, _ = planner.refine_budget(family, refinements)
-    return [
-        planner.refine(wider if found is None else family, query, found, refinements)
-        for query, found in zip(queries, answers, strict=True)
-    ]
+    return planner.refined(family, queries, refinements)
 
 
 def plan_lower_sets(
@@ -369,7 +360,7 @@ def smallest_budget(
             # Where time is limited, what is found first may be the answer.
             rounds = 0 if deadline_s is None else refinements
             scouts, (_, _, _, chain) = planner.refine_budget(scouts, rounds)
-            known = _rows_in(family, scouts, [chain])
+            known = _rows_in(family, [masks_of_rows(scouts.rows[chain])])
         answer = planner.least(family, known)
     else:
         family, answer = planner.refine_budget(family, refinements)
@@ -470,13 +461,10 @@ def check_family(graph: ForwardGraph, family: Family) -> None:
         raise ValueError(msg)
 
 
-def _rows_in(
-    family: Family, other: Family, chains: Sequence[Sequence[int]]
-) -> list[Sequence[int]]:
-    """Return chains of rows of ``other`` as rows of ``family``, which holds them."""
+def _rows_in(family: Family, chains: Iterable[Sequence[int]]) -> list[Sequence[int]]:
+    """Return chains of lower sets as rows of the family, which holds them."""
     row_of = {mask: row for row, mask in enumerate(family.masks())}
-    masks = other.masks()
-    return [[row_of[masks[row]] for row in chain] for chain in chains if chain]
+    return [[row_of[mask] for mask in chain] for chain in chains if chain]
 
 
 class _Planner:
@@ -553,19 +541,27 @@ class _Planner:
         """
         scouts = approximate_family(self.graph)
         if self.deadline_s is None:
-            chains = [chain for *_, chain in self.chains(scouts, queries, [])]
-            return _rows_in(family, scouts, chains)
-        row_of = {mask: row for row, mask in enumerate(family.masks())}
-        found = [
-            self.refine(scouts, query, first, DEFAULT_REFINEMENTS)
-            for query, first in zip(
-                queries, self.answer(scouts, queries, []), strict=True
-            )
-        ]
+            answers = self.chains(scouts, queries, [])
+            chains = [masks_of_rows(scouts.rows[chain]) for *_, chain in answers]
+            return _rows_in(family, chains)
+        found = self.refined(scouts, queries, DEFAULT_REFINEMENTS)
+        return _rows_in(
+            family, (chain_of_segmentation(one.segment_of) for one in found if one)
+        )
+
+    def refined(
+        self, family: Family, queries: Sequence[LowerSetQuery], rounds: int
+    ) -> list[Segmentation | None]:
+        """Return the answers of an incomplete family, enlarged where that may help."""
+        answers = self.answer(family, queries, [])
+        if rounds < 1:
+            return answers
+        wider = family
+        if None in answers:
+            wider, _ = self.refine_budget(family, rounds)
         return [
-            [row_of[mask] for mask in chain_of_segmentation(segmentation.segment_of)]
-            for segmentation in found
-            if segmentation is not None
+            self.refine(wider if found is None else family, query, found, rounds)
+            for query, found in zip(queries, answers, strict=True)
         ]
 
     def around(self, family: Family, segment_of: Sequence[int]) -> Family:
@@ -591,9 +587,7 @@ class _Planner:
                 family = self.around(family, found.segment_of)
                 if len(family) == sets_before:
                     break
-                row_of = {mask: row for row, mask in enumerate(family.masks())}
-                chain = chain_of_segmentation(found.segment_of)
-                known = [[row_of[mask] for mask in chain]]
+                known = _rows_in(family, [chain_of_segmentation(found.segment_of)])
             (better,) = self.answer(family, [query], known)
             is_stuck = (
                 better is None
@@ -620,8 +614,7 @@ class _Planner:
             wider = self.around(family, segmentation.segment_of)
             if len(wider) == len(family):
                 break
-            row_of = {mask: row for row, mask in enumerate(wider.masks())}
-            better = self.least(wider, [[row_of[mask] for mask in masks]])
+            better = self.least(wider, _rows_in(wider, [masks]))
             if not better[3] or better[1] >= answer[1]:
                 break
             family, answer = wider, better

@@ -16,7 +16,7 @@ overhead those with less ``t`` and more ``m``.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from itertools import pairwise
 
@@ -223,49 +223,73 @@ def solve_lower_sets(
 
 
 _State = tuple[int, int]
-"""Overhead so far (negated for the most overhead), and bytes kept so far."""
+"""Overhead so far (negated for the most overhead) or peak, and bytes kept so far."""
+
+_Fronts = list[dict[_State, tuple[int, _State]]]
+"""Per row its states, and the row and state that each came from; by increasing cost."""
+
+
+def _fronts(
+    tables: _Tables,
+    deadline_s: float | None,
+    steps: Callable[[int, int], Callable[[_State], _State | None]],
+) -> _Fronts | None:
+    """Return the states that no other beats; ``None`` if time ran out.
+
+    ``steps`` gives for two rows the state that one of the first leads to in the second.
+    """
+    fronts: _Fronts = [{} for _ in tables.masks]
+    fronts[0] = {(0, 0): (0, (0, 0))}
+    for b in range(1, len(fronts)):
+        if deadline_s is not None and time.monotonic() >= deadline_s:
+            return None
+        reached: dict[_State, tuple[int, _State]] = {}
+        for a in range(b):
+            if not fronts[a] or not tables.is_step(a, b):
+                continue
+            step = steps(a, b)
+            for state in fronts[a]:
+                if (after := step(state)) is not None:
+                    reached.setdefault(after, (a, state))
+        least = None
+        for state in sorted(reached):
+            if least is None or state[1] < least:
+                fronts[b][state] = reached[state]
+                least = state[1]
+    return fronts
+
+
+def _sequence(fronts: _Fronts, state: _State) -> list[int]:
+    """Return the rows that led to a state of the last row."""
+    chain: list[int] = []
+    row = len(fronts) - 1
+    while row:
+        chain.append(row)
+        row, state = fronts[row][state]
+    return chain[::-1]
 
 
 def _solve(tables: _Tables, query: Query, deadline_s: float | None) -> Answer | None:
     """Return the answer; ``None`` if time ran out."""
     budget, goal, charge_last = query
     sign = -1 if goal == Goal.MOST_OVERHEAD else 1
-    last = len(tables.masks) - 1
-    # Per row, its states, and where each came from; kept sorted by overhead.
-    fronts: list[dict[_State, tuple[int, _State] | None]] = [{} for _ in tables.masks]
-    fronts[0] = {(0, 0): None}
-    for b in range(1, last + 1):
-        if deadline_s is not None and time.monotonic() >= deadline_s:
-            return None
-        reached: dict[_State, tuple[int, _State] | None] = {}
-        for a in range(b):
-            if not fronts[a] or not tables.is_step(a, b):
-                continue
-            kept = tables.kept(a, b)
-            room = budget - tables.charge_bytes(a, b)
-            added = sign * tables.added_overhead(a, b, charge_last=charge_last)
-            kept_bytes = _total(tables.memory_bytes, kept)
-            for t, m in fronts[a]:
-                if m <= room:
-                    reached.setdefault((t + added, m + kept_bytes), (a, (t, m)))
-        fronts[b] = _front(reached)
-    final = fronts[last]
-    if not final:
+
+    def steps(a: int, b: int) -> Callable[[_State], _State | None]:
+        room = budget - tables.charge_bytes(a, b)
+        added = sign * tables.added_overhead(a, b, charge_last=charge_last)
+        kept_bytes = _total(tables.memory_bytes, tables.kept(a, b))
+        return lambda s: (s[0] + added, s[1] + kept_bytes) if s[1] <= room else None
+
+    fronts = _fronts(tables, deadline_s, steps)
+    if fronts is None:
+        return None
+    if not fronts[-1]:
         return Found.INFEASIBLE, 0, 0, []
     if goal == Goal.LEAST_CACHED:
-        best = min(final, key=lambda state: (state[1], state[0]))
+        best = min(fronts[-1], key=lambda state: (state[1], state[0]))
     else:
-        best = min(final)
-    overhead, cached = sign * best[0], best[1]
-    chain: list[int] = []
-    row, state = last, best
-    while row:
-        chain.append(row)
-        step = fronts[row][state]
-        if step is None:
-            break
-        row, state = step
-    return Found.OPTIMAL, overhead, cached, chain[::-1]
+        best = min(fronts[-1])
+    return Found.OPTIMAL, sign * best[0], best[1], _sequence(fronts, best)
 
 
 def _best_known(
@@ -284,18 +308,6 @@ def _best_known(
             answer = Found.STOPPED_WITH_ANSWER, spent, kept_bytes, list(chain)
             best = order, answer
     return (Found.STOPPED, 0, 0, []) if best is None else best[1]
-
-
-def _front(
-    reached: dict[_State, tuple[int, _State] | None],
-) -> dict[_State, tuple[int, _State] | None]:
-    front: dict[_State, tuple[int, _State] | None] = {}
-    least = None
-    for state in sorted(reached):
-        if least is None or state[1] < least:
-            front[state] = reached[state]
-            least = state[1]
-    return front
 
 
 @native
@@ -321,35 +333,19 @@ def smallest_lower_set_budget(
     _check_known(masks, known)
     deadline_s = None if time_limit_s is None else time.monotonic() + time_limit_s
     tables = _Tables(graph, masks)
-    last = len(masks) - 1
-    fronts: list[dict[_State, tuple[int, _State] | None]] = [{} for _ in masks]
-    fronts[0] = {(0, 0): None}
-    for b in range(1, last + 1):
-        if deadline_s is not None and time.monotonic() >= deadline_s:
-            peak, kept_bytes, chain = min(
-                (peak, kept_bytes, list(chain))
-                for chain in ([last], *known)
-                for peak, _, kept_bytes in [tables.measure(chain, charge_last=False)]
-            )
-            return Found.STOPPED_WITH_ANSWER, peak, kept_bytes, chain
-        reached: dict[_State, tuple[int, _State] | None] = {}
-        for a in range(b):
-            if not fronts[a] or not tables.is_step(a, b):
-                continue
-            charge = tables.charge_bytes(a, b)
-            kept_bytes = _total(tables.memory_bytes, tables.kept(a, b))
-            for peak, m in fronts[a]:
-                state = max(peak, m + charge), m + kept_bytes
-                reached.setdefault(state, (a, (peak, m)))
-        fronts[b] = _front(reached)
-    state = min(fronts[last])
-    least, cached = state
-    chain: list[int] = []
-    row = last
-    while row:
-        chain.append(row)
-        step = fronts[row][state]
-        if step is None:
-            break
-        row, state = step
-    return Found.OPTIMAL, least, cached, chain[::-1]
+
+    def steps(a: int, b: int) -> Callable[[_State], _State | None]:
+        charge = tables.charge_bytes(a, b)
+        kept_bytes = _total(tables.memory_bytes, tables.kept(a, b))
+        return lambda s: (max(s[0], s[1] + charge), s[1] + kept_bytes)
+
+    fronts = _fronts(tables, deadline_s, steps)
+    if fronts is None:
+        peak, kept_bytes, chain = min(
+            (peak, kept_bytes, list(chain))
+            for chain in ([len(masks) - 1], *known)
+            for peak, _, kept_bytes in [tables.measure(chain, charge_last=False)]
+        )
+        return Found.STOPPED_WITH_ANSWER, peak, kept_bytes, chain
+    least = min(fronts[-1])
+    return Found.OPTIMAL, *least, _sequence(fronts, least)

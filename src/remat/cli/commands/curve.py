@@ -21,7 +21,7 @@ from remat.cli.base import (
 from remat.cli.planning import check_source, load_graph_of, plan_workload
 from remat.core.errors import UsageError
 from remat.core.platform import Platform
-from remat.planning.curve import trade_off, trade_off_on_devices
+from remat.planning.curve import MOST_POINTS, trade_off, trade_off_on_devices
 from remat.planning.plan import Plan
 from remat.planning.several_devices import DeviceBudgets
 from remat.report.progress import progress_bar
@@ -142,8 +142,8 @@ def _several(
 
 def _budgets(options: argparse.Namespace) -> list[str] | int:
     if options.budgets is None:
-        if options.points < 2:
-            msg = f"--points is {options.points}; a curve has at least 2"
+        if not 2 <= options.points <= MOST_POINTS:
+            msg = f"--points is {options.points}; a curve has from 2 to {MOST_POINTS}"
             raise UsageError(msg)
         return options.points
     sizes = [size.strip() for size in options.budgets.split(",") if size.strip()]

@@ -6,7 +6,6 @@ that Ctrl-C ends the search and keeps the incumbent.
 """
 
 import math
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -21,10 +20,8 @@ from remat.solvers.backends.mathopt import (
     IncumbentCallback,
     Outcome,
     Solution,
+    run_until_interrupted,
 )
-
-_LOOK_S = 0.5
-"""Seconds between two looks at whether the solver has ended."""
 
 
 class CpModel:
@@ -48,16 +45,6 @@ class CpModel:
         self._intervals: list[tuple[Any, int]] = []
         self._objective: list[tuple[int, int]] = []
         self._hints: dict[int, int] = {}
-
-    @property
-    def variable_count(self) -> int:
-        """Number of variables."""
-        return len(self._variables)
-
-    @property
-    def interval_count(self) -> int:
-        """Number of intervals."""
-        return len(self._intervals)
 
     def _keep(self, variable: Any) -> int:
         check_time()
@@ -248,8 +235,6 @@ class CpModel:
         on_incumbent: IncumbentCallback | None,
     ) -> tuple[Any, bool]:
         """Solve in a thread; return the status, and whether Ctrl-C ended it."""
-        answers: list[Any] = []
-        is_done = threading.Event()
         state: list[float | None] = [None, None]
 
         def tell() -> None:
@@ -268,25 +253,9 @@ class CpModel:
                 state[:] = [self.objective_value, self.best_objective_bound]
                 tell()
 
-        def work() -> None:
-            try:
-                answers.append(solver.solve(self._model, _Listener()))
-            except Exception as error:  # noqa: BLE001 - raised again by the caller
-                answers.append(error)
-            finally:
-                is_done.set()
-
         solver.best_bound_callback = take_bound
-        threading.Thread(target=work, name="remat cp-sat", daemon=True).start()
-        is_interrupted = False
-        # Not join: in Python 3.11 an interrupted one takes the thread for ended.
-        while not is_done.is_set():
-            try:
-                is_done.wait(_LOOK_S)
-            except KeyboardInterrupt:
-                is_interrupted = True
-                solver.stop_search()
-        (answer,) = answers
-        if isinstance(answer, Exception):
-            raise answer
-        return answer, is_interrupted
+        return run_until_interrupted(
+            lambda: solver.solve(self._model, _Listener()),
+            solver.stop_search,
+            name="remat cp-sat",
+        )

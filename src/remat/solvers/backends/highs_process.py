@@ -17,10 +17,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from remat.core.errors import SolverFault
 
@@ -243,17 +244,11 @@ def run_highs_apart(
             process.kill()
             process.wait()
             for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    _close(stream)
+                # What was not sent to a process that is gone is of no use to anyone.
+                with suppress(BrokenPipeError):
+                    if stream is not None:
+                        stream.close()
         return {"reason": reason, "values": last_solution(file)}
-
-
-def _close(stream: IO[bytes]) -> None:
-    try:
-        stream.close()
-    except BrokenPipeError:
-        # What was not sent to a process that is gone is of no use to anyone.
-        return
 
 
 def _talk(
@@ -278,13 +273,11 @@ def _talk(
 
     threading.Thread(target=listen, name="remat highs log", daemon=True).start()
     body = proto.SerializeToString()
-    try:
+    # If it ends before it has read the request, its exit status says how, below.
+    with suppress(BrokenPipeError):
         request.write(json.dumps({**head, "bytes": len(body)}).encode() + b"\n")
         request.write(body)
         request.flush()
-    except BrokenPipeError:
-        # It ended before it had read the request; its exit status says how, below.
-        pass
     end_s = None if time_limit_s is None else started_s + time_limit_s + _GRACE_S
     while end_s is None or time.monotonic() < end_s:
         try:

@@ -15,12 +15,13 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from remat.core.deadline import check_time
 from remat.core.errors import MissingDependencyError, SolverFault
+from remat.core.problem import StopReason
 from remat.solvers.backends.error_stream import HeldErrorStream
 from remat.solvers.backends.highs_process import Settings as Settings
 from remat.solvers.backends.highs_process import (
@@ -34,6 +35,8 @@ from remat.solvers.backends.library import check_library
 
 if TYPE_CHECKING:
     from ortools.math_opt import model_pb2
+
+Answer = TypeVar("Answer")
 
 INTEGRALITY_TOLERANCE = 1e-4
 """How far a value of an integer variable may be from an integer."""
@@ -119,6 +122,13 @@ class Solution:
     is_interrupted: bool = False
     elapsed_s: float = 0.0
     detail: str = ""
+
+    @property
+    def stop_reason(self) -> StopReason:
+        """Why the search ended."""
+        if self.is_interrupted:
+            return StopReason.INTERRUPTED
+        return StopReason.TIME_LIMIT if self.is_over_time else StopReason.COMPLETED
 
     def integer(self, variable: int) -> int:
         """Return the value of an integer variable, rounded with a check.
@@ -487,21 +497,41 @@ def _solve_in_thread(
     from ortools.util.python import solve_interrupter  # noqa: PLC0415
 
     interrupter = solve_interrupter.SolveInterrupter()
-    answers: list[_Raw | Exception] = []
+    answer, is_interrupted = run_until_interrupted(
+        lambda: _call_mathopt(proto, solver, settings, model.start, log, interrupter),
+        interrupter.interrupt,
+        name=f"remat {solver}",
+    )
+    return replace(answer, is_interrupted=is_interrupted)
+
+
+def run_until_interrupted(
+    work: Callable[[], Answer], stop: Callable[[], None], *, name: str
+) -> tuple[Answer, bool]:
+    """Work in a thread; return its answer, and whether Ctrl-C ended it.
+
+    Parameters
+    ----------
+    work
+        What it raises is raised here.
+    stop
+        Called on Ctrl-C, which reaches this thread: asks ``work`` to end.
+    name
+        Of the thread.
+    """
+    answers: list[Answer] = []
+    errors: list[Exception] = []
     is_done = threading.Event()
 
-    def work() -> None:
+    def run() -> None:
         try:
-            answers.append(
-                _call_mathopt(proto, solver, settings, model.start, log, interrupter)
-            )
+            answers.append(work())
         except Exception as error:  # noqa: BLE001 - raised again by the other thread
-            answers.append(error)
+            errors.append(error)
         finally:
             is_done.set()
 
-    thread = threading.Thread(target=work, name=f"remat {solver}", daemon=True)
-    thread.start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     is_interrupted = False
     # Not join: in Python 3.11 an interrupted one takes the thread for ended.
     while not is_done.is_set():
@@ -509,19 +539,10 @@ def _solve_in_thread(
             is_done.wait(_LOOK_S)
         except KeyboardInterrupt:
             is_interrupted = True
-            interrupter.interrupt()
-    (answer,) = answers
-    if isinstance(answer, Exception):
-        raise answer
-    return _Raw(
-        reason=answer.reason,
-        limit=answer.limit,
-        detail=answer.detail,
-        objective=answer.objective,
-        bound=answer.bound,
-        values=answer.values,
-        is_interrupted=is_interrupted,
-    )
+            stop()
+    if errors:
+        raise errors[0]
+    return answers[0], is_interrupted
 
 
 def _call_mathopt(

@@ -1,7 +1,6 @@
 """One search over placements: its candidates, judged, and the best of them."""
 
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 from remat.core.best import Best
 from remat.core.bounds import cost_bound_ns
@@ -13,14 +12,6 @@ from remat.search.device_execution import Execution, ExecutionRule, Executor, Pl
 from remat.search.device_instance import DeviceInstance
 
 _RESERVES = 2
-
-
-class Outcome(StrEnum):
-    """What came of a candidate."""
-
-    KEPT = "kept"
-    WORSE = "worse"
-    UNFIT = "unfit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +27,6 @@ class Candidate:
         """Return what is to be small."""
         is_serial = objective is Objective.SERIAL
         return self.trace.serial_ns if is_serial else self.trace.overlapped_ns
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """What came of a candidate, and a time that it takes at least.
-
-    That is the serial time, or a bound of the overlapped one; ``None`` if it is unfit.
-    """
-
-    outcome: Outcome
-    cost_ns: int | None = None
 
 
 @dataclass
@@ -117,8 +97,11 @@ class DeviceSearchRun:
         violation = candidate.trace.violation
         return 0 if violation is None else violation.excess_bytes
 
-    def attempt(self, placement: Placement, rule: ExecutionRule) -> Attempt:
-        """Execute, and judge what may be the best; return what came of it.
+    def attempt(self, placement: Placement, rule: ExecutionRule) -> int | None:
+        """Execute, and judge what may be the best; return a time it takes at least.
+
+        That is the serial time, or a bound of the overlapped one; ``None`` if it does
+        not fit.
 
         What fits as a list of steps may not fit when copies run ahead of it or behind:
         then the device keeps as much free as was lacking, and again.
@@ -129,24 +112,22 @@ class DeviceSearchRun:
             careful = replace(rule, reserve_bytes=tuple(reserve))
             done = self.executor.execute(placement, careful, limits=self.limits)
             if done is None:
-                return Attempt(Outcome.UNFIT)
+                return None
             is_serial = self.objective is Objective.SERIAL
             cost_ns = done.serial_ns if is_serial else done.soonest_ns
             if self.cost_ns is not None and cost_ns >= self.cost_ns:
-                return Attempt(Outcome.WORSE, cost_ns)
+                return cost_ns
             if self.is_known(done):
-                return Attempt(Outcome.UNFIT)
+                return None
             schedule = insert_discards(self.problem.graph, done.steps())
             candidate = Candidate(schedule, self.judged(schedule), placement, careful)
-            if self.keep(candidate):
-                return Attempt(Outcome.KEPT, cost_ns)
             violation = candidate.trace.violation
-            if violation is None:
-                return Attempt(Outcome.WORSE, cost_ns)
+            if self.keep(candidate) or violation is None:
+                return cost_ns
             if violation.device is None or self.limits.is_over:
-                return Attempt(Outcome.UNFIT)
+                return None
             reserve[violation.device] += violation.excess_bytes * 5 // 4
-        return Attempt(Outcome.UNFIT)
+        return None
 
     def is_known(self, done: Execution) -> bool:
         """Return whether the same steps were judged before, and remember them."""

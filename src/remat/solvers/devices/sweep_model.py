@@ -61,15 +61,12 @@ class ModelOptions:
     is_transient
         Copies serve the one run that reads them and are gone after it, as in the paper;
         otherwise they stay until discarded.
-    copies_after_use
-        Whether a storage may also be copied right after an op has read or written it.
     horizon_ns
         If given, the objective is the time with devices and links at work together,
         and a best schedule has ended by then.
     """
 
     is_transient: bool = False
-    copies_after_use: bool = True
     horizon_ns: int | None = None
 
 
@@ -149,7 +146,11 @@ class SweepModel:
         instance, op = self.instance, self.instance.graph.ops[slot.op]
         able = [d for d in instance.devices if instance.cost_ns[slot.op][d] is not None]
         touched = tuple(dict.fromkeys((*op.reads, *op.writes)))
-        before = self._snapshot()
+        before = (
+            [dict(live) for live in self.live],
+            [dict(counted) for counted in self.counted],
+            list(self.held),
+        )
         if may_copy:
             self._copies(op.reads, able, with_rows=False)
         ran: dict[int, Sum] = {}
@@ -175,7 +176,8 @@ class SweepModel:
                 )
                 self.program.at_most(ran[device], missing)
         if self.options.is_transient:
-            self._forget(before)
+            # What arrived for the run goes with it.
+            self.live, self.counted, self.held = before
         if slot.is_first:
             may_repeat = op.is_recomputable and not self.options.is_transient
             total = ZERO.plus(*ran.values())
@@ -187,7 +189,7 @@ class SweepModel:
                 )
         self._keep(touched)
         can_copy = may_copy and not op.is_external and bool(instance.copy_ns)
-        if can_copy and self.options.copies_after_use and not self.options.is_transient:
+        if can_copy and not self.options.is_transient:
             self._copies(touched, instance.devices)
             self._keep(touched)
 
@@ -267,17 +269,6 @@ class SweepModel:
         block = self.instance.graph.storages[storage]
         is_held = block.is_resident or storage in self.staying
         return is_held and block.home == device
-
-    def _forget(self, before: "_Snapshot") -> None:
-        """Take back what arrived for a run."""
-        self.live, self.counted, self.held = before
-
-    def _snapshot(self) -> "_Snapshot":
-        return (
-            [dict(live) for live in self.live],
-            [dict(counted) for counted in self.counted],
-            list(self.held),
-        )
 
     def _arrive(self, storage: int, device: int, arrival: Sum) -> None:
         """Make a storage live, and count its bytes."""
@@ -423,6 +414,3 @@ class SweepModel:
                 values[self.events[position][0]] = 1.0
             position += 1
         return values
-
-
-_Snapshot = tuple[list[dict[int, Sum]], list[dict[int, Sum]], list[Sum]]

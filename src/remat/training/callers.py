@@ -7,7 +7,6 @@ from torch import nn
 
 from remat.torch_compat.attributes import (
     active_wrapper,
-    are_backward_hooks_global,
     forward_hooks,
     has_backward_hooks,
     must_not_be_traced,
@@ -47,12 +46,18 @@ def gradient_buckets_bytes() -> int:
     """Return the bytes of the gradient buckets of the wrapper around the call.
 
     0 where no ``DistributedDataParallel`` is around it. Its buckets hold each gradient
-    once more, unless gradients are views of them.
+    once more, during the whole step. Gradients that are views of them already count
+    with the plan; those that are yet to be views do so from when they are computed.
     """
     wrapper = active_wrapper()
-    if wrapper is None or wrapper.gradient_as_bucket_view:
+    if wrapper is None:
         return 0
-    return sum(p.nbytes for p in wrapper.module.parameters() if p.requires_grad)
+    return sum(
+        p.nbytes
+        for p in wrapper.module.parameters()
+        if p.requires_grad
+        and not (wrapper.gradient_as_bucket_view and p.grad is not None)
+    )
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
@@ -64,10 +69,8 @@ def has_untraceable_hooks(module: nn.Module) -> bool:
     """Whether the module's own hooks must stay outside of what is traced.
 
     Hooks for its backward pass cannot be traced; others say themselves that they must
-    not be, as those of ``fully_shard``.
+    not be, as what ``torch.compiler.disable`` returns.
     """
-    return (
-        has_backward_hooks(module)
-        or are_backward_hooks_global()
-        or any(must_not_be_traced(hook) for hook in forward_hooks(module))
+    return has_backward_hooks(module) or any(
+        must_not_be_traced(hook) for hook in forward_hooks(module)
     )

@@ -25,7 +25,7 @@ from enum import StrEnum
 
 from remat.core.deadline import check_time
 from remat.core.units import ceil_slots, floor_slots
-from remat.solvers.backends.mathopt import Model
+from remat.solvers.backends.mathopt import Model, Solution
 from remat.solvers.frontier import Frontier
 
 ZERO, ONE = -1, -2
@@ -172,6 +172,20 @@ class FrontierModel:
         """Return the reference of "node ``k`` runs in stage ``t``"."""
         return self.runs[t].get(k, ZERO)
 
+    def order(self, found: Solution) -> list[int]:
+        """Return the order of a solution; empty without one."""
+        if not len(found.values):
+            return []
+        runs = [
+            {
+                k
+                for k, variable in stage.items()
+                if variable == ONE or found.integer(variable)
+            }
+            for stage in self.runs
+        ]
+        return self.frontier.order(runs)
+
     def keep(self, t: int, item: int) -> int:
         """Return the reference of "the item is kept into stage ``t``"."""
         return self.keeps[t].get(item, ZERO) if t < len(self.keeps) else ZERO
@@ -312,13 +326,13 @@ class FrontierModel:
             _Sum([(variable, most), *hazards.terms], hazards.constant), upper=most
         )
 
+    def _size(self, item: int) -> float:
+        """Return the units that an item takes; none if it always stays."""
+        is_pinned = item in self.frontier.pinned
+        return 0.0 if is_pinned else self.scale.size(self.frontier.item_bytes[item])
+
     def _add_memory(self, t: int) -> None:
-        frontier, scale = self.frontier, self.scale
-
-        def size(item: int) -> float:
-            is_pinned = item in frontier.pinned
-            return 0.0 if is_pinned else scale.size(frontier.item_bytes[item])
-
+        frontier, scale, size = self.frontier, self.scale, self._size
         stage = frontier.stages[t]
         before = _Sum()
         for item in stage.keepable:
@@ -371,12 +385,7 @@ class FrontierModel:
     def _start_memory(
         self, t: int, runs: set[int], kept: set[int], values: dict[int, float]
     ) -> None:
-        frontier = self.frontier
-
-        def size(item: int) -> float:
-            is_pinned = item in frontier.pinned
-            return 0.0 if is_pinned else self.scale.size(frontier.item_bytes[item])
-
+        frontier, size = self.frontier, self._size
         used = sum(size(item) for item in kept)
         for k in frontier.stages[t].active:
             node = frontier.nodes[k]
@@ -395,17 +404,7 @@ def build_model(
     *,
     allowance_percent: int = 0,
 ) -> FrontierModel:
-    """Return the program of a frontier whose problem has a budget.
-
-    Parameters
-    ----------
-    frontier
-        What to choose from.
-    rows
-        Published or tight.
-    memory_slots, allowance_percent
-        See :func:`scale_for`.
-    """
+    """Return the program of a frontier with a budget; see :func:`scale_for`."""
     reruns = {k for stage in frontier.stages for k in stage.reruns}
     costs = [frontier.nodes[k].cost_ns for k in reruns]
     divisor = max(1, math.gcd(*costs))

@@ -1,4 +1,4 @@
-"""The compiler backend: trace, plan, lower, and hand back code that runs the plan."""
+"""One traced step: captured, planned, lowered, and handed back as code that runs."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -9,17 +9,11 @@ import torch
 from torch import fx
 
 from remat.capture.autocast import Autocast, autocast_now
-from remat.capture.detached import drop_detaching
-from remat.capture.dropout import eager_dropout
-from remat.capture.gradient_layouts import dense_gradients
 from remat.capture.joint_program import InputSpec, JointProgram, analyse
-from remat.capture.norm_statistics import correct_statistics
-from remat.capture.real_layouts import real_layouts
 from remat.capture.returned import Returned
-from remat.capture.slice_gradients import join_gradient_pieces
+from remat.capture.rewrites import eager_tracing, rewrite
 from remat.capture.surroundings import describe_input
 from remat.capture.tracing import check_sizes
-from remat.capture.undecomposed import whole_operators
 from remat.core.errors import CaptureError, RematError
 from remat.core.graph import Role
 from remat.core.liveness import schedule_from_order, store_all_order
@@ -154,10 +148,7 @@ class PlannedBackend:
             partition_fn=partition,
         )
         with ExitStack() as tracing:
-            tracing.enter_context(real_layouts())
-            tracing.enter_context(dense_gradients())
-            tracing.enter_context(whole_operators())
-            tracing.enter_context(eager_dropout())
+            tracing.enter_context(eager_tracing())
             compiled = compiler(module, example_inputs)
 
         def run(*values: Any) -> Any:
@@ -213,9 +204,7 @@ class PlannedBackend:
         """
         defined.read(joint, forward_output_count)
         try:
-            drop_detaching(joint)
-            join_gradient_pieces(joint)
-            correct_statistics(joint)
+            rewrite(joint)
             tracing.close()
             self.choose_kernels(joint, forward_output_count)
             program = analyse(

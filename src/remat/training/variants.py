@@ -16,9 +16,9 @@ from torch import fx
 from remat.capture.joint_program import InputSpec, JointProgram
 from remat.core.errors import PlanWarning
 from remat.core.schedule import Schedule
-from remat.runtime.backend import PlannedBackend, sources_of
 from remat.torch_compat.metadata import example_of
 from remat.torch_compat.names import CompileContext, preserve_rng_state
+from remat.training.step_backend import PlannedBackend, sources_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,28 @@
+"""All that makes a traced step the one that eager PyTorch runs."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from torch import fx
+
+from remat.capture.detached import drop_detaching
+from remat.capture.dropout import eager_dropout
+from remat.capture.gradient_layouts import dense_gradients
+from remat.capture.norm_statistics import correct_statistics
+from remat.capture.real_layouts import real_layouts
+from remat.capture.slice_gradients import join_gradient_pieces
+from remat.capture.undecomposed import whole_operators
+
+
+@contextmanager
+def eager_tracing() -> Generator[None]:
+    """Trace what eager PyTorch runs, with the layouts that it gives."""
+    with real_layouts(), dense_gradients(), whole_operators(), eager_dropout():
+        yield
+
+
+def rewrite(joint: fx.GraphModule) -> None:
+    """Take out of a traced step, in place, what eager PyTorch does not do."""
+    drop_detaching(joint)
+    join_gradient_pieces(joint)
+    correct_statistics(joint)
