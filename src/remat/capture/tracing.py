@@ -6,7 +6,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NoReturn
 
@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from remat.capture.first_call import prepare
 from remat.capture.joint_program import user_source_line
 from remat.capture.returned import Note, loss_in, note_nothing
+from remat.capture.surroundings import tensors_in
 from remat.core.errors import CaptureError, RematError
 from remat.torch_compat import messages
 from remat.torch_compat.attributes import (
@@ -26,7 +27,6 @@ from remat.torch_compat.attributes import (
     default_stance,
     has_backward_hooks,
     has_forward_pre_hooks,
-    has_stance,
     plain_call,
     tracer_is_off,
 )
@@ -109,7 +109,7 @@ def compiled_entry(
         check_tracer()
         with (
             dynamo_config.patch(ignore_logging_functions=_ignored_logs()),
-            _stance(),
+            default_stance(),
         ):
             try:
                 return compiled(*args, **kwargs)
@@ -139,7 +139,7 @@ def check_tracer() -> None:
         msg = (
             "a TorchDispatchMode around the call (FlopCounterMode, "
             "allow_mutation_on_saved_tensors) keeps the tracer away; make the call "
-            "outside of it, or call a model after remat.release(model)"
+            "outside of it, or call remat.release(model) to run it plainly"
         )
         raise CaptureError(msg)
     if tracer_is_off():
@@ -148,11 +148,6 @@ def check_tracer() -> None:
             "unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE"
         )
         raise CaptureError(msg)
-
-
-def _stance() -> AbstractContextManager[Any]:
-    """Return what keeps the plan, whatever the caller wants of code he compiles."""
-    return default_stance() if has_stance() else nullcontext()
 
 
 def _ignored_logs() -> set[Callable[..., Any]]:
@@ -184,33 +179,31 @@ def check_batch(
     ------
     CaptureError
         If arguments are missing or too many, tensors of the model or the example are
-        on different devices, or the model is a wrapper that no trace can take.
+        on different devices or have no memory, or the model is a wrapper that no trace
+        can take.
     """
     check_is_no_wrapper(model)
     _check_arguments(model, args, kwargs)
-    everything = [
-        *model.parameters(),
-        *model.buffers(),
-        *tree_leaves((args, dict(kwargs))),
+    named = [
+        (f"{name} of the model", tensor)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     ]
-    if any(
-        isinstance(each, torch.Tensor) and is_without_memory(each)
-        for each in everything
-    ):
-        msg = (
-            "the model or the example has no memory, so nothing runs: remat.plan plans "
-            'it as it is; give it memory, as by model.to_empty(device="cpu"), and its '
-            "weights before remat.fit"
-        )
-        raise CaptureError(msg)
+    named += [
+        (f"an example input of shape {tuple(tensor.shape)}", tensor)
+        for tensor in tensors_in((args, dict(kwargs)))
+        # Numbers in tensors on the CPU go anywhere.
+        if tensor.dim() > 0 or is_without_memory(tensor)
+    ]
     homes: dict[torch.device, str] = {}
-    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
-        homes.setdefault(parameter.device, f"{name} of the model")
-    for leaf in tree_leaves((args, dict(kwargs))):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-            homes.setdefault(
-                leaf.device, f"an example input of shape {tuple(leaf.shape)}"
+    for name, tensor in named:
+        if is_without_memory(tensor):
+            msg = (
+                f"{name} has no memory, so nothing runs: remat.plan plans the step as "
+                'it is; give it memory, as by model.to_empty(device="cpu"), and its '
+                "values before remat.fit"
             )
+            raise CaptureError(msg)
+        homes.setdefault(tensor.device, name)
     if len(homes) > 1:
         places = ", ".join(f"{name} is on {device}" for device, name in homes.items())
         msg = f"everything must be on one device: {places}; move it with .to(device)"

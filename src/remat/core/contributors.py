@@ -42,7 +42,7 @@ def layer_of(name: str) -> tuple[str, str]:
 
 
 def operator_in(name: str) -> str:
-    """Return the operator that made a storage, from the storage's name.
+    """Return the operator behind the name of a storage or an op.
 
     Examples
     --------

@@ -113,11 +113,6 @@ def active_wrapper() -> DistributedDataParallel | None:
     return DistributedDataParallel._get_active_ddp_module()
 
 
-def has_stance() -> bool:
-    """Return whether compiled calls do other than what they were compiled for."""
-    return eval_frame._stance != eval_frame.DynamoStance()
-
-
 @contextmanager
 def default_stance() -> Generator[None]:
     """Let compiled calls do what they were compiled for.
@@ -125,6 +120,9 @@ def default_stance() -> Generator[None]:
     The stance is the whole process's: where another thread changed it meanwhile, it
     stays as that thread wants it.
     """
+    if eval_frame._stance == eval_frame.DynamoStance():
+        yield
+        return
     changed = torch.compiler.set_stance("default")
     ours = eval_frame._stance
     try:

@@ -11,6 +11,7 @@ from torch import nn
 from remat.capture.surroundings import plain_tensors, tensors_in
 from remat.capture.tracing import is_without_memory
 from remat.core.errors import CaptureError
+from remat.profile.arguments import empty_like
 
 Step = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any], Any]
 """A model, its positional and keyword arguments, and its optimizer or ``None``."""
@@ -73,7 +74,7 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
             'torch.device("meta")'
         )
         raise CaptureError(msg)
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    made = empty_like(tensor, torch.device("cpu"))
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, tensor.requires_grad)
     else:

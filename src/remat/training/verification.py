@@ -20,7 +20,12 @@ from remat.planning.several_devices import Budget
 from remat.profile.memory import MOST_REPEATS, measure
 from remat.profile.optimizer_copy import stepping_optimizer
 from remat.torch_compat.attributes import install_call, installed_call
-from remat.torch_compat.names import keystr, tree_flatten_with_path, tree_leaves
+from remat.torch_compat.names import (
+    keystr,
+    tree_flatten_with_path,
+    tree_leaves,
+    unset_fake_temporarily,
+)
 from remat.training.caller_state import kept_optimizer, unchanged
 from remat.training.device_memory import DevicePeak, device_peaks
 from remat.training.fitted_model import FittedModel, fitted_on, plain_model
@@ -279,7 +284,7 @@ def verify(
         kernels=request.kernels,
         loss=request.loss,
     )
-    with step.restored():
+    with unset_fake_temporarily(), step.restored():
         with unchanged(model, request.optimizer):
             planned = FittedModel(model, request)
             plan = planned.plan_now(step.args, step.kwargs)
