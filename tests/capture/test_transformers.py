@@ -190,14 +190,14 @@ def test_a_fresh_mixture_is_fitted_before_its_first_call() -> None:
         torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
 
 
-def test_a_mask_of_ones_is_exact_to_the_captured_step_alone() -> None:
+def test_a_mask_of_ones_is_exact_to_the_captured_step() -> None:
     model, batch = decoder("Llama")
     mask = torch.ones_like(batch["input_ids"])
     report = verified(model, {**batch, "attention_mask": mask})
     assert report.is_exact
-    # Eager, the model looks at the mask's values and leaves it out.
-    assert report.against_eager != ()
-    assert max(each.largest for each in report.against_eager) < 1e-6
+    # Eager, the model looks at the mask's values and leaves it out: on some processors
+    # that differs in the last digits.
+    assert all(each.largest < 1e-6 for each in report.against_eager)
 
 
 def segmenter(batch_count: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
