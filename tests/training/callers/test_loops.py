@@ -42,7 +42,7 @@ class Net(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1))
-            for _ in range(5)
+            for _ in range(3)
         )
 
     def forward(
