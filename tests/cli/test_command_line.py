@@ -277,6 +277,10 @@ class TestWrongUsage:
                 ["plan", "--graph", "g.json", "--budget", "1", "--kernels", "fused"],
                 "--kernels has no effect",
             ),
+            (
+                ["plan", "--graph", "g.json", "--budget", "1", "--regions", "breaks"],
+                "--regions has no effect",
+            ),
             (["curve", "--graph", "graph.json", "--points", "1"], "from 2 to 10000"),
             (["curve", "--graph", "graph.json", "--points", "10001"], "from 2 to"),
             (["curve", "--graph", "graph.json", "--budgets", ","], "names no budget"),

@@ -71,6 +71,7 @@ def compiled_entry(
     note: Note = note_nothing,
     *,
     traced: Callable[..., Any] | None = None,
+    is_whole: bool = True,
 ) -> Callable[..., Any]:
     """Return the model's call compiled by ``compiler``, with a code cache of its own.
 
@@ -88,6 +89,8 @@ def compiled_entry(
         Called in each trace, before the compiler.
     traced
         What is traced: the model's call with its hooks, or else its bare forward.
+    is_whole
+        Whether a model that the tracer splits into several graphs is refused.
 
     Notes
     -----
@@ -98,12 +101,13 @@ def compiled_entry(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         returned = run(*args, **kwargs)
-        _loss = loss_in(returned)  # The note reads it.
-        comptime(note)
+        if is_whole:
+            _loss = loss_in(returned)  # The note reads it.
+            comptime(note)
         return returned
 
     call.__code__ = call.__code__.replace(co_name=f"call_{id(model)}")
-    compiled = torch.compile(call, backend=compiler, fullgraph=True, dynamic=False)
+    compiled = torch.compile(call, backend=compiler, fullgraph=is_whole, dynamic=False)
 
     def entry(*args: Any, **kwargs: Any) -> Any:
         check_tracer()
@@ -385,7 +389,8 @@ def raise_capture_error(error: Exception, failure: RematError | None) -> NoRetur
     else:
         msg = (
             f"the model cannot be traced as one graph: {what}; at {where}. "
-            f"{_remedy(text, library)}"
+            f'{_remedy(text, library)}; or give regions="breaks", which plans the '
+            "graphs on both sides of it"
         )
     raise CaptureError(msg) from error
 
@@ -438,6 +443,7 @@ def quiet_tracer() -> Generator[None]:
     with alone(), warnings.catch_warnings():
         # Where forward made the op whose backward raised: with an interrupt, noise.
         warnings.filterwarnings("ignore", message=messages.FAILED_BACKWARD)
+        warnings.filterwarnings("ignore", message=messages.GRADIENT_OF_NO_LEAF)
         before = logger.disabled
         logger.disabled = True
         try:

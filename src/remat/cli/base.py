@@ -246,6 +246,13 @@ def add_solving(parser: argparse.ArgumentParser, *, has_objective: bool = True) 
         help="whose kernels run: eager PyTorch's (the default), or fused ones where "
         "they are quicker, with results that differ from eager in the last digits",
     )
+    group.add_argument(
+        "--regions",
+        choices=("whole", "breaks"),
+        default="whole",
+        help="plan the model as one graph (the default), or as the graphs that the "
+        "tracer splits it into, all under one budget",
+    )
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:

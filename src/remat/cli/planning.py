@@ -37,6 +37,9 @@ def check_source(options: argparse.Namespace) -> None:
     if options.graph is not None and options.kernels != "eager":
         msg = "--kernels has no effect with --graph: the file holds the operators"
         raise UsageError(msg)
+    if options.graph is not None and options.regions != "whole":
+        msg = "--regions has no effect with --graph: the file holds one graph"
+        raise UsageError(msg)
 
 
 def load_graph_of(path: str) -> TrainingGraph:
@@ -75,6 +78,7 @@ def plan_options(
         "seed": options.seed,
         "costs": "estimated" if options.estimated else "measured",
         "kernels": options.kernels,
+        "regions": options.regions,
         "progress": progress,
     }
 

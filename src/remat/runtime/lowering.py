@@ -48,7 +48,11 @@ class LoweredStep:
     backward: fx.GraphModule
 
 
-def lower(program: JointProgram, schedule: Schedule) -> LoweredStep:
+def lower(
+    program: JointProgram,
+    schedule: Schedule,
+    fullest: frozenset[int] | None = None,
+) -> LoweredStep:
     """Return the forward and backward modules that execute ``schedule``.
 
     Parameters
@@ -57,6 +61,9 @@ def lower(program: JointProgram, schedule: Schedule) -> LoweredStep:
         The traced step that the schedule is for.
     schedule
         A valid schedule of ``program.graph`` on the program's platform.
+    fullest
+        Positions of the steps at which nothing is overwritten; by default those at
+        which the schedule's own device is fullest.
 
     Raises
     ------
@@ -67,7 +74,8 @@ def lower(program: JointProgram, schedule: Schedule) -> LoweredStep:
     boundary = schedule.steps.index(Boundary())
     repeated = schedule.recompute_counts()
     replayed = {s for op, s in program.random_states.items() if op in repeated}
-    fullest = fullest_steps(program, schedule)
+    if fullest is None:
+        fullest = fullest_steps(program, schedule)
     forward = _Pass(
         program,
         places,

@@ -45,6 +45,11 @@ def installed_call(module: nn.Module) -> Call | None:
     return module._compiled_call_impl
 
 
+def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the buffers of a module itself by name, as it keeps them."""
+    return module._buffers
+
+
 def install_call(module: nn.Module, call: Call | None) -> None:
     """Run ``call`` in the place of a module's own call, as ``Module.compile`` does."""
     module._compiled_call_impl = call

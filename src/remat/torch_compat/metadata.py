@@ -86,6 +86,23 @@ def output_position(tangent: fx.Node) -> int | None:
     return described.idx if isinstance(described, PlainAOTOutput) else None
 
 
+def outputs_of_tangents(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Return, per tangent of a joint graph, which of the values it returns it is of.
+
+    Tangents of inputs that the step changes are left out.
+    """
+    (output,) = graph.find_nodes(op="output")
+    found: dict[fx.Node, int] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        if is_tangent(node):
+            described = node.meta[_DESCRIPTION].output
+            for position, value in enumerate(output.meta.get(_DESCRIPTION, ())):
+                if value == described and not isinstance(value, InputMutationAOTOutput):
+                    found[node] = position
+                    break
+    return found
+
+
 def changed_inputs(output: fx.Node) -> list[int | None]:
     """Return, for each value that a joint graph returns, which input's new value it is.
 

@@ -57,7 +57,7 @@ from remat.training.callers import (
 )
 from remat.training.optimizer_steps import FittedSteps, StepWatch
 from remat.training.request import PlanRequest, check_is_plannable, check_model
-from remat.training.step_backend import StoppedBeforeRunningError
+from remat.training.step_backend import PlannedBackend, StoppedBeforeRunningError
 from remat.training.step_planning import Planner, gradient_bytes, optimizer_memory
 from remat.training.variants import TracedCall, VariantBackend
 
@@ -110,6 +110,7 @@ class FittedModel:
     """
 
     planner_type: ClassVar[type[Planner]] = Planner
+    is_whole: ClassVar[bool] = True
 
     def __init__(
         self, model: nn.Module, request: PlanRequest, *, is_only_planned: bool = False
@@ -142,20 +143,24 @@ class FittedModel:
             optimizer_memory(request.optimizer),
             is_only_planned=is_only_planned,
         )
-        self.backend = VariantBackend(
-            _Weakly(self.planner),
-            type(model).__name__,
-            is_only_planned=is_only_planned,
-        )
-        self.backend.keeps_failure = True
+        self.backend = self.make_backend(is_only_planned=is_only_planned)
         # With the model's own hooks or without, per memory of the optimizer.
         self._compiled: dict[tuple[bool, tuple[int, int]], Callable[..., Any]] = {}
-        self._told: set[str] = set()
+        self.told: set[str] = set()
         self._has_given_plan = (
             request.given_plan is not None and request.optimizer is None
         )
         self._steps = FittedSteps(model, self._counted_state_bytes, self.tell)
         self._watch = StepWatch(model, self._steps.look)
+
+    def make_backend(self, *, is_only_planned: bool) -> PlannedBackend:
+        """Return the backend that compiles the model's call."""
+        return VariantBackend(
+            _Weakly(self.planner),
+            type(self.model).__name__,
+            is_only_planned=is_only_planned,
+            keeps_failure=True,
+        )
 
     # --- installing --------------------------------------------------------------
 
@@ -236,12 +241,19 @@ class FittedModel:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], gradient_bytes: int
     ) -> Plan:
         """Trace and plan the step that starts with so many bytes of gradients."""
+        with self.planning(gradient_bytes):
+            self.run(args, kwargs)
+        return self.latest_plan()
+
+    @contextmanager
+    def planning(self, gradient_bytes: int) -> Generator[None]:
+        """Let a call inside be planned for so many bytes of gradients, not run."""
         self.backend.stop_before_running = True
         self.planner.assumed_gradient_bytes = gradient_bytes
         self.planner.latest = None
         try:
             with torch.enable_grad(), quiet_tracer():
-                self.run(args, kwargs)
+                yield
         except StoppedBeforeRunningError:
             pass
         except RematError:
@@ -252,6 +264,15 @@ class FittedModel:
         finally:
             self.backend.stop_before_running = False
             self.planner.assumed_gradient_bytes = None
+
+    def latest_plan(self) -> Plan:
+        """Return the plan that was made last.
+
+        Raises
+        ------
+        CaptureError
+            If the last call has none, since it does not train.
+        """
         plan = self.planner.latest
         if plan is None:
             msg = (
@@ -345,6 +366,7 @@ class FittedModel:
                 _tracer_settings(),
                 self._own_forward() if is_called else nullcontext(),
             ):
+                self.before_call(args, kwargs, runs_hooks=runs_hooks)
                 outputs = self._entry(runs_hooks=runs_hooks)(*args, **kwargs)
         except TRACE_ERRORS as error:
             if self.backend.failure is None:
@@ -353,11 +375,20 @@ class FittedModel:
             raise_capture_error(error, self.backend.failure)
         finally:
             planner.batch = ()
+            self.after_call()
             # Its traceback holds the batch and the model.
             self.backend.failure = None
         if is_training and planner.planned_count > known_count:
             self._announce(args, kwargs, planner.planned_s - started_s)
         return outputs
+
+    def before_call(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, runs_hooks: bool
+    ) -> None:
+        """Prepare for a call that is about to run by its plan, or to be planned."""
+
+    def after_call(self) -> None:
+        """Take note that a call has ended."""
 
     def _check_nesting(self) -> None:
         """Refuse a model of which a part has plans of its own.
@@ -405,7 +436,7 @@ class FittedModel:
             call = plain_call(self.model) if runs_hooks else self.forward_to_trace()
             note = note_returned(self.backend.note_returned)
             self._compiled[key] = compiled_entry(
-                self.model, self.backend, note, traced=call
+                self.model, self.backend, note, traced=call, is_whole=self.is_whole
             )
         return self._compiled[key]
 
@@ -449,8 +480,8 @@ class FittedModel:
 
     def tell(self, message: str) -> None:
         """Warn of a promise that cannot be kept, once for each cause."""
-        if message not in self._told:
-            self._told.add(message)
+        if message not in self.told:
+            self.told.add(message)
             warnings.warn(message, PlanWarning, stacklevel=2)
 
     def _tell_of_buckets(self) -> None:

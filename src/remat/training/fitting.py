@@ -8,11 +8,13 @@ import torch
 from torch import nn
 
 from remat.capture.tracing import check_tracer
+from remat.core.errors import CaptureError
 from remat.planning.plan import Plan
 from remat.planning.several_devices import Budget
 from remat.torch_compat.names import unset_fake_temporarily
 from remat.training.caller_state import unchanged
-from remat.training.fitted_model import FittedModel, fitted_on, plain_model
+from remat.training.fitted_model import fitted_on, plain_model
+from remat.training.fitted_regions import fitted_for
 from remat.training.request import (
     PlanOptions,
     check_model,
@@ -47,8 +49,9 @@ def fit(
     Parameters
     ----------
     model
-        Any module that ``torch.compile`` can take as one graph; of a module that it has
-        wrapped already, the module inside is fitted.
+        Any module that ``torch.compile`` can take as one graph, or as several (see
+        ``regions``); of a module that it has wrapped already, the module inside is
+        fitted.
     args, kwargs
         An example batch, as the model is called with; a single tensor may be given
         for ``args``.
@@ -93,6 +96,13 @@ def fit(
         be quicker: results are then bitwise those of the step with these kernels and
         without rematerialisation, and differ from eager in the last digits. It needs a
         compiler, and compiling takes about a second for each distinct kernel.
+    regions
+        ``"whole"`` takes the model as one graph, and refuses one that ``torch.compile``
+        would split. ``"breaks"`` lets the tracer split it, at a ``print``, ``.item()``
+        or a branch on values, and plans all graphs together under the one budget. A
+        forward pass is run for planning, with real values; what it changes of the model
+        is put back. Graphs that the example did not lead to keep nothing, and are
+        computed again as a whole. For one device and eager kernels.
     progress
         Called with what is being done and the share of it that is done.
     plan
@@ -146,7 +156,7 @@ def fit(
     check_tracer()
     model = plain_model(model)
     with unset_fake_temporarily(), unchanged(model, request.optimizer):
-        fitted = FittedModel(model, request)
+        fitted = fitted_for(model, request)
         result = fitted.plan_now(positional(args), kwargs, accumulate=accumulate)
     fitted.install()
     return result
@@ -174,12 +184,20 @@ def plan(
     check_model(model)
     check_tracer()
     with unset_fake_temporarily(), where_memory_is():
+        inside = plain_model(model)
         model, example, kwargs, optimizer = with_stand_ins(
-            plain_model(model), positional(args), kwargs, request.optimizer
+            inside, positional(args), kwargs, request.optimizer
         )
+        if model is not inside and request.regions != "whole":
+            msg = (
+                f"regions={request.regions!r} needs a forward pass to see the graphs, and "
+                "tensors without memory have none; plan the model as one graph, or give "
+                "it memory first"
+            )
+            raise CaptureError(msg)
         with unchanged(model, optimizer):
             request = replace(request, optimizer=optimizer)
-            fitted = FittedModel(model, request, is_only_planned=True)
+            fitted = fitted_for(model, request, is_only_planned=True)
             return fitted.plan_now(example, kwargs)
 
 
@@ -230,6 +248,13 @@ def backend(
         msg = (
             "loss= needs model=, whose outputs the loss is tried on; give "
             "remat.backend(..., model=model, loss=loss)"
+        )
+        raise ValueError(msg)
+    regions = options.get("regions", "whole")
+    if regions != "whole":
+        msg = (
+            f"regions is {regions!r}, but torch.compile hands each graph to "
+            "its backend alone; use remat.fit(model, ..., regions='breaks')"
         )
         raise ValueError(msg)
     request = requested("backend", options, budget=budget)

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, SupportsIndex, TypedDict, TypeVar, get_type_hints
+from typing import Any, Literal, SupportsIndex, TypedDict, TypeVar, get_type_hints
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from remat.solvers.base import ProgressCallback, ignore_progress
 
 Loss = Callable[[Any], torch.Tensor]
 
+Regions = Literal["whole", "breaks"]
+"""Whether a model must be one graph, or may be split by graph breaks."""
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -44,6 +47,7 @@ class PlanOptions(TypedDict, total=False):
     seed: int
     costs: Costs
     kernels: Kernels
+    regions: Regions
     progress: ProgressCallback | None
 
 
@@ -66,6 +70,7 @@ class PlanRequest:
     seed: int = 0
     costs: Costs = "measured"
     kernels: Kernels = "eager"
+    regions: Regions = "whole"
     progress: ProgressCallback = ignore_progress
     given_plan: Plan | None = None
 
@@ -101,6 +106,11 @@ class PlanRequest:
         if self.kernels not in ("eager", "fused"):
             msg = f"kernels is {self.kernels!r}; it must be 'eager' or 'fused'"
             raise ValueError(msg)
+        if self.regions not in ("whole", "breaks"):
+            msg = f"regions is {self.regions!r}; it must be 'whole' or 'breaks'"
+            raise ValueError(msg)
+        if self.regions == "breaks":
+            self._check_regions()
 
     @property
     def has_several_devices(self) -> bool:
@@ -110,6 +120,14 @@ class PlanRequest:
         if self.platform is not None:
             return len(self.platform.devices) > 1
         return isinstance(self.budget, Mapping) and len(self.budget) > 1
+
+    def _check_regions(self) -> None:
+        if self.kernels != "eager":
+            msg = "regions='breaks' runs eager kernels; leave kernels='fused' out"
+            raise ValueError(msg)
+        if self.has_several_devices:
+            msg = "regions='breaks' plans for one device; give one budget"
+            raise ValueError(msg)
 
     def _check_budget(self) -> None:
         # Any whole will do: what a percentage comes to is known after tracing.

@@ -18,7 +18,7 @@ from remat.core.errors import CaptureError, RematError
 from remat.core.graph import Role
 from remat.core.liveness import schedule_from_order, store_all_order
 from remat.core.schedule import Schedule
-from remat.runtime.lowering import lower
+from remat.runtime.lowering import LoweredStep, lower
 from remat.runtime.undefined import DefinedTangents
 from remat.torch_compat.attributes import boxed
 from remat.torch_compat.metadata import source_of
@@ -142,9 +142,9 @@ class PlannedBackend:
 
         defined = DefinedTangents()
         compiler = aot_autograd(
-            fw_compiler=self.compile_pass,
+            fw_compiler=self.compile_forward,
             bw_compiler=compile_backward,
-            inference_compiler=self.compile_pass,
+            inference_compiler=self.compile_inference,
             partition_fn=partition,
         )
         with ExitStack() as tracing:
@@ -224,12 +224,39 @@ class PlannedBackend:
                 program = replace(program, platform=None)
                 order = store_all_order(program.graph)
                 schedule = schedule_from_order(program.graph, order)
-            lowered = lower(program, schedule)
+            lowered = self.lower(program, schedule)
         except RematError as error:
             self.fail(error)
             raise
         _allow_retaining(lowered.forward, forward_output_count)
         return lowered.forward, lowered.backward
+
+    def lower(self, program: JointProgram, schedule: Schedule) -> LoweredStep:
+        """Return the forward and backward modules that run a schedule."""
+        return lower(program, schedule)
+
+    def check_may_run(self) -> None:
+        """Stop a step that is only planned.
+
+        Raises
+        ------
+        StoppedBeforeRunningError
+            If it is.
+        """
+        if self.stop_before_running:
+            raise StoppedBeforeRunningError
+
+    def compile_forward(
+        self, module: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[[list[Any]], Any]:
+        """Compile the forward pass of a training step."""
+        return self.compile_pass(module, example_inputs)
+
+    def compile_inference(
+        self, module: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[[list[Any]], Any]:
+        """Compile a graph without gradients."""
+        return self.compile_pass(module, example_inputs)
 
     def compile_pass(
         self, module: fx.GraphModule, _example_inputs: Sequence[Any]
@@ -240,8 +267,7 @@ class PlannedBackend:
         forward = module.forward
 
         def run(arguments: list[Any]) -> Any:
-            if self.stop_before_running:
-                raise StoppedBeforeRunningError
+            self.check_may_run()
             return forward(arguments)
 
         return boxed(run)

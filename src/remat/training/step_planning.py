@@ -221,7 +221,7 @@ class Planner:
     def choose_kernels(self, joint: fx.GraphModule, forward_output_count: int) -> None:
         """Fuse operators of a traced step, in place, if that is asked for."""
         given = self.request.given_plan
-        with _outside_of_tracing():
+        with outside_of_tracing():
             if given is not None:
                 fuse_named(joint, forward_output_count, given.fused_kernels)
             elif self.request.kernels == "fused":
@@ -231,7 +231,7 @@ class Planner:
 
     def choose_schedule(self, program: JointProgram) -> tuple[JointProgram, Schedule]:
         """Plan a traced step, or find the plan made for an equal one."""
-        with _outside_of_tracing():
+        with outside_of_tracing():
             program = add_surroundings(program, self.surroundings(program))
             key = self._key_of(program.fingerprint, self.gradient_bytes)
             if key not in self.plans:
@@ -261,7 +261,7 @@ class Planner:
                 f"{program.graph.name} was traced {_MANY_REPETITIONS} times more with "
                 "equal results, which takes longer than running it: the model changes "
                 "something at each call that the tracer looks at, such as a counter in "
-                "Python; keep it in a tensor, or out of forward"
+                "Python or a number from .item(); keep it in a tensor, or out of forward"
             )
             warnings.warn(msg, RuntimeWarning, stacklevel=2)
 
@@ -542,7 +542,7 @@ def accept_plan(program: JointProgram, plan: Plan) -> Plan:
 
 
 @contextmanager
-def _outside_of_tracing() -> Generator[None]:
+def outside_of_tracing() -> Generator[None]:
     """Leave fake-tensor mode and autograd while operators are really run."""
     with unset_fake_temporarily(), torch.no_grad():
         yield

@@ -74,16 +74,18 @@ class VariantBackend(PlannedBackend):
         Name of the training graphs, for people.
     is_only_planned
         Whether what is compiled never runs.
-
-    Attributes
-    ----------
     keeps_failure
         Whether :attr:`failure` stays until whoever called the step has read it. Its
         traceback holds the batch, and the tracer never forgets a backend.
     """
 
     def __init__(
-        self, planner: StepPlanner, name: str, *, is_only_planned: bool = False
+        self,
+        planner: StepPlanner,
+        name: str,
+        *,
+        is_only_planned: bool = False,
+        keeps_failure: bool = False,
     ) -> None:
         super().__init__(
             planner.choose_schedule,
@@ -92,7 +94,7 @@ class VariantBackend(PlannedBackend):
             is_only_planned=is_only_planned,
         )
         self.planner = planner
-        self.keeps_failure = False
+        self.keeps_failure = keeps_failure
         self._training_frames: set[int | None] = set()
 
     def __call__(

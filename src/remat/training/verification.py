@@ -29,6 +29,7 @@ from remat.torch_compat.names import (
 from remat.training.caller_state import kept_optimizer, unchanged
 from remat.training.device_memory import DevicePeak, device_peaks
 from remat.training.fitted_model import FittedModel, fitted_on, plain_model
+from remat.training.fitted_regions import fitted_for
 from remat.training.fitting import keywords, positional
 from remat.training.optimizer_steps import steps_of_ours
 from remat.training.request import (
@@ -243,7 +244,7 @@ def verify(
     model, args, kwargs, budget, optimizer, loss, platform
         As for :func:`remat.fit`. Without ``loss``, a scalar output or one named
         ``loss`` is taken, or else the sum of the outputs.
-    solver, objective, time_limit, seed, costs, kernels
+    solver, objective, time_limit, seed, costs, kernels, regions
         As for :func:`remat.fit`.
     progress
         Called with what is being done and the share of it that is done.
@@ -282,15 +283,16 @@ def verify(
         solver="store-all",
         costs="estimated",
         kernels=request.kernels,
+        regions=request.regions,
         loss=request.loss,
     )
     with unset_fake_temporarily(), step.restored():
         with unchanged(model, request.optimizer):
-            planned = FittedModel(model, request)
+            planned = fitted_for(model, request)
             plan = planned.plan_now(step.args, step.kwargs)
         request.progress("comparing", 0.0)
         mine, pass_count = step.longest_outcome(planned)
-        captured = step.outcome(FittedModel(model, reference), pass_count)
+        captured = step.outcome(fitted_for(model, reference), pass_count)
         against_captured = compare(captured, mine)
         del captured
         against_eager = compare(step.outcome(None, pass_count), mine)

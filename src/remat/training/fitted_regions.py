@@ -1,0 +1,181 @@
+"""A model of several graphs whose calls run by plans of the whole step."""
+
+from collections import Counter
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from remat.capture.autocast import autocast_now
+from remat.capture.gathering import Gathering
+from remat.planning.plan import Plan
+from remat.torch_compat.attributes import own_buffers
+from remat.torch_compat.names import tree_flatten
+from remat.training.fitted_model import FittedModel, logger
+from remat.training.region_backend import RegionBackend
+from remat.training.region_planning import PlannedStep, RegionPlanner
+from remat.training.request import PlanRequest
+from remat.training.step_planning import Planner
+
+_MOST_PLANS = 2
+"""How often a kind of call is planned again as it took another way than planned."""
+
+
+def fitted_for(
+    model: nn.Module, request: PlanRequest, *, is_only_planned: bool = False
+) -> FittedModel:
+    """Return what runs a model as one graph, or as several, as was asked for."""
+    kind = FittedModel if request.regions == "whole" else FittedRegions
+    return kind(model, request, is_only_planned=is_only_planned)
+
+
+class FittedRegions(FittedModel):
+    """A model that the tracer splits, and whose graphs are planned together.
+
+    Parameters
+    ----------
+    model, request, is_only_planned
+        As for :class:`~remat.training.fitted_model.FittedModel`.
+    """
+
+    planner_type: ClassVar[type[Planner]] = RegionPlanner
+    planner: RegionPlanner
+    is_whole = False
+
+    def __init__(
+        self, model: nn.Module, request: PlanRequest, *, is_only_planned: bool = False
+    ) -> None:
+        super().__init__(model, request, is_only_planned=is_only_planned)
+        # Per kind of call: what is given, which mode, which gradients exist.
+        self._steps_by_kind: dict[Any, PlannedStep] = {}
+        self._kind: Any = None
+        self._failed_counts: Counter[Any] = Counter()
+
+    def make_backend(self, *, is_only_planned: bool) -> RegionBackend:
+        """Return the backend that compiles the model's graphs."""
+        return RegionBackend(
+            self.planner, type(self.model).__name__, is_only_planned=is_only_planned
+        )
+
+    def plan_step(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], gradient_bytes: int
+    ) -> Plan:
+        """Run a forward pass for planning, and plan the step that it shows.
+
+        The step is to start with so many bytes of gradients. Values are real; what
+        forward changes is put back.
+        """
+        planner = self.planner
+        with self.planning(gradient_bytes), kept(self.model):
+            planner.gathering, planner.gradient_bytes = Gathering(), gradient_bytes
+            try:
+                outputs = self.run(args, kwargs)
+                planner.batch = (args, kwargs)
+                self._steps_by_kind[self._kind] = planner.plan_seen(outputs)
+            finally:
+                planner.gathering, planner.batch = None, ()
+        return self.latest_plan()
+
+    def before_call(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, runs_hooks: bool
+    ) -> None:
+        """Plan a call of a new kind before it runs."""
+        planner = self.planner
+        gradient_bytes = planner.gradient_bytes_now(tree_flatten((args, kwargs))[0])
+        kind = (
+            *_kind_of(self.model, args, kwargs),
+            runs_hooks,
+            gradient_bytes,
+            planner.optimizer_memory,
+        )
+        self._kind = kind
+        if planner.gathering is not None:
+            return
+        if kind not in self._steps_by_kind:
+            self.plan_step(args, kwargs, gradient_bytes)
+        planner.begin_step(self._steps_by_kind[kind])
+
+    def after_call(self) -> None:
+        """Say, once, that a step took a way that was not planned.
+
+        The next call of its kind is planned again: a number that the tracer took for
+        a constant is none any more. A way that depends on values may change for ever.
+        """
+        position = self.planner.end_step()
+        if position is None:
+            return
+        self._failed_counts[self._kind] += 1
+        if self._failed_counts[self._kind] <= _MOST_PLANS:
+            self._steps_by_kind.pop(self._kind, None)
+        if "unplanned" not in self.told:
+            self.told.add("unplanned")
+            logger.warning(
+                "a step of %s took another way at graph %d than in its plan: graphs "
+                "that are not in it keep nothing, and are computed again in backward",
+                self.name,
+                position,
+            )
+
+
+def _kind_of(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    leaves, structure = tree_flatten((args, kwargs))
+    return (
+        *map(_described, leaves),
+        str(structure),
+        model.training,
+        autocast_now(),
+    )
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (
+            value.shape,
+            value.stride(),
+            value.dtype,
+            value.device,
+            value.requires_grad,
+        )
+    is_plain = isinstance(value, bool | int | float | str | None)
+    return (type(value), value if is_plain else None)
+
+
+@contextmanager
+def kept(model: nn.Module) -> Generator[None]:
+    """Let a forward pass run inside, and put back what it changes of the model.
+
+    Buffers are copies meanwhile. Random generators, and the attributes of the modules,
+    are put back.
+
+    Raises
+    ------
+    CaptureError
+        If a parameter or a buffer was replaced by code that knows of no copy.
+    """
+    modules = list(model.modules())
+    before = [dict(vars(module)) for module in modules]
+    buffers = [dict(own_buffers(module)) for module in modules]
+    copies = {
+        id(buffer): buffer.clone()
+        for held in buffers
+        for buffer in held.values()
+        if buffer is not None
+    }
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    try:
+        for module, held in zip(modules, buffers, strict=True):
+            for name, buffer in held.items():
+                if buffer is not None:
+                    own_buffers(module)[name] = copies[id(buffer)]
+        with torch.random.fork_rng(sorted(devices, key=str)):
+            yield
+    finally:
+        for module, attributes, held in zip(modules, before, buffers, strict=True):
+            vars(module).clear()
+            vars(module).update(attributes)
+            own_buffers(module).clear()
+            own_buffers(module).update(held)

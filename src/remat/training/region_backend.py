@@ -1,0 +1,144 @@
+"""A backend for ``torch.compile`` that runs the graphs of one step by one plan."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from remat.capture.gathering import RegionCode
+from remat.capture.joint_program import InputSpec, JointProgram, analyse
+from remat.core.errors import ExecutionError
+from remat.core.schedule import Schedule
+from remat.planning.regions import RegionOrder, frugal_order
+from remat.runtime.lowering import LoweredStep, lower
+from remat.torch_compat.attributes import boxed
+from remat.torch_compat.names import preserve_rng_state
+from remat.training.region_planning import FRUGAL, RegionChoice, RegionPlanner
+from remat.training.step_backend import PlannedBackend, sources_of
+
+
+@dataclass(kw_only=True)
+class _Compiling:
+    """One graph that is compiled to run in one order."""
+
+    choice: RegionChoice
+    inputs: list[InputSpec]
+    program: JointProgram = field(init=False)
+
+
+class RegionBackend(PlannedBackend):
+    """A ``torch.compile`` backend for models that the tracer splits.
+
+    Each graph is compiled once for each order in which plans run it.
+
+    Parameters
+    ----------
+    planner
+        Not kept alive: the compiler never forgets a backend.
+    name
+        Name of the training graphs, for people.
+    """
+
+    # What is compiled now.
+    _now: "_Compiling"
+
+    def __init__(
+        self, planner: RegionPlanner, name: str, *, is_only_planned: bool = False
+    ) -> None:
+        super().__init__(self._schedule, name, is_only_planned=is_only_planned)
+        self._planner = weakref.ref(planner)
+
+    @property
+    def planner(self) -> RegionPlanner:
+        """The planner.
+
+        Raises
+        ------
+        ExecutionError
+            If it is gone.
+        """
+        planner = self._planner()
+        if planner is None:
+            raise ExecutionError("the plan of this model was released")
+        return planner
+
+    def __call__(
+        self, module: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """Compile one graph, to run in the order that keeps nothing; others later."""
+        specs = self.describe_inputs(module, example_inputs)
+        code = RegionCode(tuple(sources_of(module)))
+        variants: dict[int, Callable[..., Any]] = {}
+
+        def variant(choice: RegionChoice, inputs: Sequence[Any]) -> Callable[..., Any]:
+            if choice.number not in variants:
+                self._now = _Compiling(choice=choice, inputs=specs)
+                with preserve_rng_state():
+                    compiled = self.compile(module, inputs, specs)
+                variants[choice.number] = compiled
+            return variants[choice.number]
+
+        def run(*inputs: Any) -> Any:
+            return variant(self.planner.choice_for(code), inputs)(*inputs)
+
+        variant(RegionChoice(code=code, number=FRUGAL), example_inputs)
+        if self.planner.running is not None:
+            self.planner.note_repetition(self.planner.programs[code])
+        return torch.compiler.disable(run)
+
+    def _schedule(self, program: JointProgram) -> tuple[JointProgram, Schedule]:
+        self._note(program)
+        order = self._now.choice.order
+        if order is None:
+            order = RegionOrder(order=tuple(frugal_order(program.graph)))
+        return program, order.schedule(program.graph)
+
+    def _note(self, program: JointProgram) -> None:
+        self._now.program = program
+        self.planner.programs.setdefault(self._now.choice.code, program)
+
+    def lower(self, program: JointProgram, schedule: Schedule) -> LoweredStep:
+        """Return the modules that run a region's part of the plan."""
+        order = self._now.choice.order
+        fullest = None if order is None else order.fullest_steps(schedule)
+        return lower(program, schedule, fullest)
+
+    def check_may_run(self) -> None:
+        """Let the forward pass for planning run, in which later graphs show."""
+
+    def compile_forward(
+        self, module: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[[list[Any]], Any]:
+        """Compile a forward pass, which shows what it does in a pass for planning."""
+        return self._watched(self.compile_pass(module, example_inputs))
+
+    def compile_inference(
+        self, module: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[[list[Any]], Any]:
+        """Compile a graph without gradients, which is a region as well."""
+        (output,) = module.graph.find_nodes(op="output")
+        program = analyse(
+            module,
+            forward_output_count=len(output.args[0]),
+            inputs=self._now.inputs,
+            name=self.name,
+        )
+        self._note(program)
+        return self._watched(self.compile_pass(module, example_inputs))
+
+    def _watched(
+        self, forward: Callable[[list[Any]], Any]
+    ) -> Callable[[list[Any]], Any]:
+        code, program = self._now.choice.code, self._now.program
+
+        def run(arguments: list[Any]) -> Any:
+            gathering = self.planner.gathering
+            if gathering is None:
+                return forward(arguments)
+            gathering.begin(code, program, arguments)
+            return gathering.end(forward(arguments))
+
+        return boxed(run)

@@ -1,0 +1,338 @@
+"""Plan the graphs of a model that the tracer splits, all under one budget."""
+
+import hashlib
+import time
+import weakref
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from remat.capture.autocast import autocast_now
+from remat.capture.gathering import Gathering, RegionCode, SeenRegion, check_is_traced
+from remat.capture.joint_program import JointProgram
+from remat.capture.outputs import FakeOutputs, fakes_like
+from remat.capture.surroundings import FREES_TANGENTS, add_surroundings, tensors_in
+from remat.core.errors import BudgetError, CaptureError
+from remat.core.graph import TrainingGraph
+from remat.core.problem import Objective
+from remat.core.units import format_bytes
+from remat.planning.one_device import one_budget, plan_graph
+from remat.planning.plan import Plan
+from remat.planning.regions import (
+    ComposedStep,
+    Region,
+    RegionOrder,
+    compose,
+    frugal_needs,
+    plan_regions,
+)
+from remat.planning.several_devices import Budget
+from remat.profile.costing import with_costs
+from remat.profile.known import KnownCosts
+from remat.torch_compat.metadata import outputs_of_tangents
+from remat.torch_compat.names import FakeTensorMode, tree_map
+from remat.training.request import PlanRequest
+from remat.training.step_planning import Planner, accept_plan, outside_of_tracing
+
+FRUGAL = 0
+"""Number of the order that keeps nothing, in which graphs run that have no plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionChoice:
+    """How one region of a step runs: a number for each order of a graph."""
+
+    code: RegionCode
+    number: int
+    order: RegionOrder | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """The regions of one kind of step in order, with what is held before each."""
+
+    plan: Plan
+    choices: tuple[RegionChoice, ...]
+    held_bytes: tuple[int, ...]
+
+
+@dataclass
+class _Running:
+    """A step whose forward pass runs now."""
+
+    step: PlannedStep
+    position: int = 0
+    # The first region without a plan, and what is held before the next one then.
+    unplanned: int | None = None
+    held_bytes: int = 0
+
+
+class RegionPlanner(Planner):
+    """Plans the graphs of a model that the tracer splits, all under one budget.
+
+    Attributes
+    ----------
+    gathering
+        What the forward pass for planning has shown so far, while it runs.
+    """
+
+    # The step that is planned now.
+    _composed: ComposedStep
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        request: PlanRequest,
+        optimizer_memory: tuple[int, int],
+        *,
+        is_only_planned: bool = False,
+    ) -> None:
+        super().__init__(
+            model, request, optimizer_memory, is_only_planned=is_only_planned
+        )
+        self.gathering: Gathering | None = None
+        self.running: _Running | None = None
+        # Of each graph its analysis, and the orders in which it runs by their numbers.
+        self.programs: weakref.WeakKeyDictionary[RegionCode, JointProgram] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._orders: weakref.WeakKeyDictionary[RegionCode, list[RegionOrder]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._graphs: dict[str, TrainingGraph] = {}
+        self._outputs: Any = None
+
+    # --- planning ----------------------------------------------------------------
+
+    def plan_seen(self, outputs: Any) -> PlannedStep:
+        """Plan the step whose forward pass was just gathered.
+
+        Raises
+        ------
+        CaptureError
+            If parts of it are in no graph.
+        BudgetError
+            If no schedule fits; names the smallest known budget.
+        """
+        gathering = self.gathering
+        if gathering is None or not gathering.seen:
+            msg = (
+                "the tracer made no graph of the model: it leaves out functions that "
+                "break the graph in a loop or call modules such as nn.LSTM. Move what "
+                "breaks it into a function of its own that these call"
+            )
+            raise CaptureError(msg)
+        check_is_traced(outputs)
+        loss = gathering.returned(outputs)
+        with outside_of_tracing():
+            self._outputs = outputs
+            try:
+                program = self._compose(gathering, loss)
+                key = self._key_of(program.fingerprint, self.gradient_bytes)
+                if key not in self.plans:
+                    self.plans[key] = self.make_plan(program)
+                    self.planned_count += 1
+                self.latest = plan = self.plans[key]
+                self.planned_s = time.monotonic()
+            finally:
+                self._outputs = None
+        return self._chosen(gathering, plan)
+
+    def _compose(
+        self, gathering: Gathering, loss: tuple[int, int] | None
+    ) -> JointProgram:
+        """Return the whole step as far as planning needs it, surroundings included."""
+        if not any(seen.program.graph.tangents for seen in gathering.seen):
+            msg = (
+                "the model does not train: no output depends on a parameter that "
+                "requires a gradient; check requires_grad and torch.no_grad"
+            )
+            raise CaptureError(msg)
+        regions = [self._region(gathering, seen) for seen in gathering.seen]
+        name = "step" if self.model is None else type(self.model).__name__
+        composed = compose(name, regions, loss=loss, frees_tangents=FREES_TANGENTS)
+        programs = [seen.program for seen in gathering.seen]
+        digest = hashlib.sha256()
+        for program, region, mapped in zip(
+            programs, regions, composed.storages, strict=True
+        ):
+            links = sorted(mapped[storage] for storage in region.given)
+            held = sorted(region.held.items())
+            digest.update(f"{program.fingerprint}|{links}|{held}\n".encode())
+        nodes: list[list[fx.Node]] = [[] for _ in composed.graph.storages]
+        for tangent, (region, storage) in composed.tangents.items():
+            nodes[tangent] = programs[region].base_nodes[storage]
+        program = JointProgram(
+            module=programs[0].module,
+            graph=composed.graph,
+            op_nodes=[None] * len(composed.graph.ops),
+            base_nodes=nodes,
+            storages_of={},
+            forward_values=[],
+            backward_values=[],
+            random_states={},
+            unchecked_inputs=frozenset(),
+            device=programs[0].device,
+            fingerprint=digest.hexdigest(),
+            given_storages=frozenset(
+                block for seen in gathering.seen for block in seen.given.values()
+            ),
+            autocast=autocast_now(),
+            loss=None if loss is None else 0,
+        )
+        program = add_surroundings(program, self.surroundings(program))
+        self._composed = composed.surrounded(program.graph)
+        return program
+
+    def _region(self, gathering: Gathering, seen: SeenRegion) -> Region:
+        program = seen.program
+        outputs: dict[int, int] = {}
+        for tangent, position in outputs_of_tangents(program.module.graph).items():
+            value = program.forward_values[position]
+            found = program.storages_of[value]
+            if len(found) == 1 and found[0] in seen.made:
+                outputs[program.storages_of[tangent][0]] = found[0]
+        inputs = program.module.graph.find_nodes(op="placeholder")
+        gradients = [
+            (program.storages_of[node][0], program.storages_of[value][0])
+            for node, value in zip(inputs, program.backward_values, strict=False)
+            if isinstance(value, fx.Node) and program.storages_of[value]
+        ]
+        return Region(
+            graph=self._costed(program),
+            given=seen.given,
+            made=seen.made,
+            held=gathering.held(seen),
+            outputs=outputs,
+            gradients=gradients,
+            accumulated=program.accumulated,
+        )
+
+    def _costed(self, program: JointProgram) -> TrainingGraph:
+        """Return a region's graph with what its operators cost."""
+        found = self._graphs.get(program.fingerprint)
+        if found is None:
+            request = self.request
+            home, place = self.home_of(program)
+            with outside_of_tracing():
+                found = with_costs(
+                    program,
+                    request.costs,
+                    request.progress,
+                    known=KnownCosts.of(request.platform, home),
+                    place=place,
+                    is_alone=True,
+                )
+            self._graphs[program.fingerprint] = found
+        return found
+
+    def make_plan(self, program: JointProgram) -> Plan:
+        """Return a new plan of a step of several graphs, or the given one."""
+        request = self.request
+        if request.given_plan is not None:
+            return accept_plan(program, request.given_plan)
+
+        def solve(budget: Budget | None) -> Plan:
+            return plan_graph(
+                program.graph,
+                budget=budget,
+                fingerprint=program.fingerprint,
+                solver=request.solver,
+                objective=Objective(request.objective),
+                time_limit=request.time_limit,
+                seed=request.seed,
+                progress=request.progress,
+                has_assumed_loss=request.loss is None and program.loss is None,
+                settings={"torch": torch.__version__, "costs": request.costs},
+            )
+
+        budget = one_budget(request.budget, request.platform)
+        return plan_regions(self._composed, solve, budget)
+
+    def example_outputs(self, model: nn.Module) -> FakeOutputs:  # noqa: ARG002
+        """Return what the gathered forward pass returned, made of fake tensors."""
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        made, bases = fakes_like(tensors_in(self._outputs), mode)
+        remaining = iter(made)
+        value = tree_map(
+            lambda leaf: next(remaining) if isinstance(leaf, torch.Tensor) else leaf,
+            self._outputs,
+        )
+        leaves = [*(fake for fake in made if fake.is_leaf), *bases]
+        return FakeOutputs(value=value, tensors=made, leaves=leaves, mode=mode)
+
+    def _chosen(self, gathering: Gathering, plan: Plan) -> PlannedStep:
+        """Return how each region runs by a plan of the whole step."""
+        composed = replace(self._composed, graph=plan.graph)
+        orders = composed.region_orders(plan.schedule, plan.platform)
+        choices: list[RegionChoice] = []
+        for seen, order in zip(gathering.seen, orders, strict=True):
+            known = self._orders.setdefault(seen.code, [])
+            if order not in known:
+                known.append(order)
+            number = FRUGAL + 1 + known.index(order)
+            choices.append(RegionChoice(code=seen.code, number=number, order=order))
+        return PlannedStep(
+            plan=plan,
+            choices=tuple(choices),
+            held_bytes=composed.held_bytes(plan.schedule, plan.platform),
+        )
+
+    # --- running -----------------------------------------------------------------
+
+    def begin_step(self, step: PlannedStep) -> None:
+        """Run the regions that are called from now on by a plan."""
+        self.running = _Running(step)
+
+    def end_step(self) -> int | None:
+        """Return the first region of the step that was not planned, if there is one."""
+        running, self.running = self.running, None
+        return None if running is None else running.unplanned
+
+    def choice_for(self, code: RegionCode) -> RegionChoice:
+        """Return how the region that is called now runs.
+
+        Raises
+        ------
+        BudgetError
+            If it is not in the plan, and does not fit what is left of the budget.
+        """
+        running = self.running
+        if self.gathering is not None or running is None:
+            return RegionChoice(code=code, number=FRUGAL)
+        position = running.position
+        running.position += 1
+        choices = running.step.choices
+        if (
+            running.unplanned is None
+            and position < len(choices)
+            and choices[position].code is code
+        ):
+            return choices[position]
+        self._run_unplanned(running, code, position)
+        return RegionChoice(code=code, number=FRUGAL)
+
+    def _run_unplanned(
+        self, running: _Running, code: RegionCode, position: int
+    ) -> None:
+        """Count a region that has no plan, which keeps as little as it can."""
+        step = running.step
+        if running.unplanned is None:
+            running.unplanned = position
+            running.held_bytes = step.held_bytes[min(position, len(step.choices))]
+        peak_bytes, held_bytes = frugal_needs(self._costed(self.programs[code]))
+        needed_bytes = running.held_bytes + peak_bytes
+        budget_bytes = step.plan.budget_bytes or 0
+        if needed_bytes > budget_bytes:
+            msg = (
+                f"graph {position} of the step was not there when it was planned, and "
+                f"needs {format_bytes(needed_bytes)} ({needed_bytes} bytes) with what is "
+                f"held before it, of {format_bytes(budget_bytes)}: give a larger budget, "
+                "or fit an example that takes this way"
+            )
+            raise BudgetError(
+                msg, budget_bytes=budget_bytes, required_bytes=needed_bytes
+            )
+        running.held_bytes += held_bytes

@@ -1,0 +1,360 @@
+"""Steps of several graphs, put together and taken apart again."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remat.core.errors import BudgetError
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.liveness import BOUNDARY, schedule_from_order, store_all_order
+from remat.core.platform import single_device
+from remat.core.schedule import Compute
+from remat.core.simulator import simulate
+from remat.planning.one_device import plan_graph
+from remat.planning.plan import Plan
+from remat.planning.regions import (
+    ComposedStep,
+    Region,
+    compose,
+    frugal_needs,
+    frugal_order,
+    plan_regions,
+)
+from remat.planning.several_devices import Budget
+
+Solve = Callable[[Budget | None], Plan]
+
+# Storages of each region of a chain.
+X, W, A, OUT, TANGENT, GRAD_A, GRAD_X, GRAD_W = range(8)
+F1, F2, B2, B1 = range(4)
+NAMES = ("x", "w", "a", "out", "tangent", "grad a", "grad x", "grad w")
+
+
+def op(
+    name: str,
+    reads: Iterable[int],
+    writes: Iterable[int],
+    phase: Phase,
+    once: str | None = None,
+) -> Op:
+    return Op(
+        name=name,
+        reads=tuple(reads),
+        writes=tuple(writes),
+        cost_ns=(5,),
+        workspace_bytes=(3,),
+        phase=phase,
+        non_recomputable=once,
+    )
+
+
+def chain(sizes: Sequence[Sequence[int]], held: Sequence[int]) -> list[Region]:
+    """Regions that each hand one block to the next; the last one's is the loss.
+
+    ``sizes`` are those of input, weight, inner value, and output of each region.
+    """
+    regions: list[Region] = []
+    for index, (_, w, a, out) in enumerate(sizes):
+        x = sizes[index - 1][3] if index else sizes[0][0]
+        found = (x, w, a, out, out, a, x, w)
+        graph = TrainingGraph(
+            name=f"region {index}",
+            storages=tuple(
+                Storage(name=name, size_bytes=size, is_resident=number in {X, W})
+                for number, (name, size) in enumerate(zip(NAMES, found, strict=True))
+            ),
+            ops=(
+                op("f1", [X, W], [A], Phase.FORWARD),
+                op("f2", [A], [OUT], Phase.FORWARD, "the caller holds its output"),
+                op("b2", [A, TANGENT], [GRAD_A], Phase.BACKWARD),
+                op("b1", [X, W, GRAD_A], [GRAD_X, GRAD_W], Phase.BACKWARD),
+            ),
+            forward_outputs=(OUT,),
+            tangents=(TANGENT,),
+            final_outputs=(OUT, GRAD_X, GRAD_W),
+        )
+        regions.append(
+            Region(
+                graph=graph,
+                given={X: 100 + index, W: 200 + index},
+                made={OUT: 101 + index},
+                held={OUT: held[index]},
+                outputs={TANGENT: OUT},
+                gradients=[(X, GRAD_X), (W, GRAD_W)] if index else [(W, GRAD_W)],
+            )
+        )
+    return regions
+
+
+def composed(regions: Sequence[Region]) -> ComposedStep:
+    loss = (len(regions) - 1, OUT)
+    return compose("chain", regions, loss=loss, frees_tangents=True)
+
+
+def peak_by_hand(regions: Sequence[Region], again: Sequence[bool]) -> int:
+    """Return the peak of the chain's step, from what a step needs, block by block.
+
+    ``again`` says of each region whether its inner value is computed again.
+    """
+    count = len(regions)
+    sizes = [[s.size_bytes for s in region.graph.storages] for region in regions]
+    resident = sizes[0][X] + sum(size[W] for size in sizes)
+
+    def total(blocks: set[tuple[int, int]], extra: int = 0) -> int:
+        # The input of a region is the output of the one before.
+        named = {(r - 1, OUT) if n == X else (r, n) for r, n in blocks}
+        named -= {(-1, OUT)}
+        return resident + sum(sizes[r][n] for r, n in named) + extra
+
+    def outputs_at(index: int) -> set[tuple[int, int]]:
+        return {(r, OUT) for r in range(count) if regions[r].held[OUT] >= index}
+
+    saved = [{(r, X)} if again[r] else {(r, A), (r, X)} for r in range(count)]
+    peak = 0
+    for r in range(count):
+        before = set[tuple[int, int]]().union(*saved[:r])
+        around = before | {(j, o) for j, o in outputs_at(r) if j < r}
+        peak = max(peak, total(around | {(r, X), (r, A)}, 3))
+        peak = max(peak, total(around | {(r, X), (r, A), (r, OUT)}, 3))
+    everything = set[tuple[int, int]]().union(*saved) | outputs_at(count)
+    peak = max(peak, total(everything | {(count - 1, TANGENT)}))
+    for r in reversed(range(count)):
+        made = {(j, GRAD_W) for j in range(r + 1, count)}
+        around = set[tuple[int, int]]().union(*saved[:r]) | outputs_at(count) | made
+        # The gradient of an input is the tangent of the region before.
+        tangent = {(r + 1, GRAD_X)} if r + 1 < count else {(r, TANGENT)}
+        if again[r]:
+            peak = max(peak, total(around | tangent | {(r, X), (r, A)}, 3))
+        peak = max(peak, total(around | tangent | {(r, X), (r, A), (r, GRAD_A)}, 3))
+        last = {(r, X), (r, GRAD_A), (r, GRAD_X), (r, GRAD_W)}
+        peak = max(peak, total(around | last, 3))
+    return peak
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> tuple[list[Region], list[bool]]:
+    count = draw(st.integers(1, 4))
+    size = st.integers(0, 50)
+    sizes = [[draw(size) for _ in range(4)] for _ in range(count)]
+    held = [draw(st.integers(min(r + 1, count - 1), count - 1)) for r in range(count)]
+    held[-1] = count
+    return chain(sizes, held), [draw(st.booleans()) for _ in range(count)]
+
+
+def chain_order(step: ComposedStep, again: Sequence[bool]) -> list[int]:
+    """Return every op in order, with inner values computed again where that is said."""
+    order: list[int] = []
+    for index in store_all_order(step.graph):
+        origin = None if index == BOUNDARY else step.origins[index]
+        if origin is not None and origin[1] == B2 and again[origin[0]]:
+            order.append(step.origins.index((origin[0], F1)))
+        order.append(index)
+    return order
+
+
+@given(chains())
+def test_the_peak_of_a_chain_is_that_by_hand(
+    case: tuple[list[Region], list[bool]],
+) -> None:
+    regions, again = case
+    step = composed(regions)
+    schedule = schedule_from_order(step.graph, chain_order(step, again))
+    trace = simulate(step.graph, single_device(), schedule)
+    assert trace.violation is None
+    assert trace.peak_bytes == (peak_by_hand(regions, again),)
+    assert trace.serial_ns == 5 * (4 * len(regions) + sum(again))
+
+
+@given(chains())
+def test_what_is_taken_apart_runs_in_each_region(
+    case: tuple[list[Region], list[bool]],
+) -> None:
+    regions, again = case
+    step = composed(regions)
+    schedule = schedule_from_order(step.graph, chain_order(step, again))
+    assert step.by_regions(schedule) == schedule
+    orders = step.region_orders(schedule, single_device())
+    trace = simulate(step.graph, single_device(), schedule)
+    fullest = {
+        origin
+        for position, each in enumerate(schedule.steps)
+        if isinstance(each, Compute)
+        and trace.timeline_bytes[0][position] == trace.peak_bytes[0]
+        and (origin := step.origins[each.op]) is not None
+    }
+    found: set[tuple[int, int]] = set()
+    for number, (region, order) in enumerate(zip(regions, orders, strict=True)):
+        ops = [F1, F2, BOUNDARY, *([F1] if again[number] else []), B2, B1]
+        assert list(order.order) == ops
+        own = order.schedule(region.graph)
+        assert simulate(region.graph, single_device(), own).violation is None
+        for position in order.fullest_steps(own):
+            run = own.steps[position]
+            assert isinstance(run, Compute)
+            found.add((number, run.op))
+    assert found == fullest
+
+
+@given(chains())
+def test_what_is_held_before_each_region(
+    case: tuple[list[Region], list[bool]],
+) -> None:
+    regions, again = case
+    step = composed(regions)
+    schedule = schedule_from_order(step.graph, chain_order(step, again))
+    held = step.held_bytes(schedule, single_device())
+    resident = sum(s.size_bytes for s in step.graph.storages if s.is_resident)
+    assert held[0] == resident
+    assert len(held) == len(regions) + 1
+    for index, (region, is_again) in enumerate(zip(regions, again, strict=True)):
+        kept = region.graph.storages[OUT].size_bytes
+        kept += 0 if is_again else region.graph.storages[A].size_bytes
+        assert held[index + 1] >= resident + kept
+
+
+def test_ops_among_those_of_another_region_run_with_their_own() -> None:
+    regions = chain([[4, 1, 10, 4]] * 3, [1, 2, 3])
+    step = composed(regions)
+    order = chain_order(step, [True, True, False])
+    first = step.origins.index((0, F1))
+    again = len(order) - 1 - order[::-1].index(first)
+    early = order.index(BOUNDARY) + 1
+    moved = [*order[:early], first, *order[early:again], *order[again + 1 :]]
+    mixed = schedule_from_order(step.graph, moved)
+    assert simulate(step.graph, single_device(), mixed).violation is None
+    assert step.by_regions(mixed) == schedule_from_order(step.graph, order)
+
+
+def test_gradients_of_one_block_are_added_up() -> None:
+    """Two regions read the first one's output, and the same weight."""
+    regions = chain([[4, 7, 10, 4]] * 3, [2, 2, 3])
+    shared = [
+        Region(
+            graph=region.graph,
+            given={X: 100 if index == 0 else 101, W: 200},
+            made=region.made,
+            held=region.held,
+            outputs=region.outputs,
+            gradients=region.gradients,
+        )
+        for index, region in enumerate(regions)
+    ]
+    step = compose("shared", shared, loss=(2, OUT), frees_tangents=True)
+    assert [s.name for s in step.graph.storages].count("w") == 1
+    names = [each.name for each in step.graph.ops]
+    assert "the sum for tangent" in names  # Of the first region's output.
+    assert "zeros for tangent" in names  # Of the second's, which nobody reads.
+    # The weight's gradients are one block in the end: that of the last region.
+    final = [step.graph.storages[s].name for s in step.graph.final_outputs]
+    assert final.count("grad w") == 1
+    schedule = schedule_from_order(step.graph, store_all_order(step.graph))
+    end = simulate(step.graph, single_device(), schedule)
+    assert end.violation is None
+    kept = sorted(step.graph.storages[s].name for s in end.live_after[0])
+    assert kept == ["grad w", "out"]
+
+
+def test_tangents_are_kept_where_torch_keeps_them() -> None:
+    regions = chain([[4, 1, 10, 40]] * 2, [1, 2])
+    for frees in (True, False):
+        step = compose("chain", regions, loss=(1, OUT), frees_tangents=frees)
+        reads = [
+            step.graph.storages[s].name
+            for each in step.graph.ops
+            if each.name.startswith("the end of backward")
+            for s in each.reads
+        ]
+        assert reads == ([] if frees else ["tangent", "grad x"])
+
+
+def test_gradients_that_are_added_to_others_are_gone_at_once() -> None:
+    regions = [
+        Region(
+            graph=region.graph,
+            given=region.given,
+            made=region.made,
+            held=region.held,
+            outputs=region.outputs,
+            gradients=region.gradients,
+            accumulated=frozenset({GRAD_W}),
+        )
+        for region in chain([[4, 1, 10, 4]] * 3, [1, 2, 3])
+    ]
+    step = composed(regions)
+    final = [step.graph.storages[s].name for s in step.graph.final_outputs]
+    assert final == ["out"]
+    schedule = schedule_from_order(step.graph, store_all_order(step.graph))
+    assert simulate(step.graph, single_device(), schedule).violation is None
+
+
+def solver_of(step: ComposedStep, asked: list[Budget | None]) -> Solve:
+    """Return what plans the whole step, and notes the budgets that it is asked for."""
+
+    def solve(budget: Budget | None) -> Plan:
+        asked.append(budget)
+        return plan_graph(step.graph, budget=budget)
+
+    return solve
+
+
+@settings(max_examples=25)
+@given(chains(), st.sampled_from([100, 90, 70]))
+def test_plans_hold_as_the_regions_run(
+    case: tuple[list[Region], list[bool]], percent: int
+) -> None:
+    regions, _ = case
+    step = composed(regions)
+    plain = schedule_from_order(step.graph, store_all_order(step.graph))
+    peak_bytes = simulate(step.graph, single_device(), plain).peak_bytes[0]
+    budget_bytes = peak_bytes * percent // 100
+    try:
+        plan = plan_regions(step, solver_of(step, []), budget_bytes)
+    except BudgetError as error:
+        budget_bytes = error.required_bytes
+        plan = plan_regions(step, solver_of(step, []), budget_bytes)
+    assert plan.trace.violation is None
+    assert plan.peak_bytes <= budget_bytes == plan.budget_bytes
+    assert step.by_regions(plan.schedule) == plan.schedule
+
+
+def test_a_schedule_that_no_longer_fits_is_asked_for_again_with_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = composed(chain([[4, 1, 10, 4]] * 3, [1, 2, 3]))
+    plain = schedule_from_order(step.graph, store_all_order(step.graph))
+    peak_bytes = simulate(step.graph, single_device(), plain).peak_bytes[0]
+    by_regions, worse = ComposedStep.by_regions, [plain]
+    monkeypatch.setattr(
+        ComposedStep,
+        "by_regions",
+        lambda self, schedule: worse.pop() if worse else by_regions(self, schedule),
+    )
+    asked: list[Budget | None] = []
+    plan = plan_regions(step, solver_of(step, asked), peak_bytes - 2)
+    assert asked == [peak_bytes - 2, peak_bytes - 4]
+    assert plan.budget_bytes == peak_bytes - 2
+    assert plan.peak_bytes <= peak_bytes - 4
+
+
+def test_the_error_names_a_budget_that_whole_regions_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = composed(chain([[4, 1, 10, 4]] * 3, [1, 2, 3]))
+    plain = schedule_from_order(step.graph, store_all_order(step.graph))
+    peak_bytes = simulate(step.graph, single_device(), plain).peak_bytes[0]
+    monkeypatch.setattr(ComposedStep, "by_regions", lambda *_: plain)
+    for budget in (1, peak_bytes - 1):
+        with pytest.raises(BudgetError, match="run as a whole") as caught:
+            plan_regions(step, solver_of(step, []), budget)
+        assert caught.value.required_bytes == peak_bytes
+        assert caught.value.budget_bytes == budget
+    assert plan_regions(step, solver_of(step, []), peak_bytes).peak_bytes == peak_bytes
+
+
+def test_the_frugal_order_keeps_what_it_must() -> None:
+    (region,) = chain([[4, 1, 10, 6]], [1])
+    assert frugal_order(region.graph) == [F1, F2, BOUNDARY, F1, B2, B1]
+    # Forward: inner value, output and workspace; backward: output, tangent, and two.
+    assert frugal_needs(region.graph) == (6 + 6 + 10 + 10 + 3, 6)

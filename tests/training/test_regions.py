@@ -1,0 +1,429 @@
+"""Models that the tracer splits: one budget over all their graphs."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.training.test_fitting import mean_square
+from torch import nn
+
+import remat
+from remat.core.errors import BudgetError, CaptureError, PlanMismatchError
+from remat.training.fitted_model import fitted_on
+
+pytestmark = pytest.mark.filterwarnings(
+    # torch looks at all that a graph break hands on.
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
+
+WIDTH = 32
+BREAK: dict[str, Any] = {"regions": "breaks", "costs": "estimated"}
+
+X = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+class Layers(nn.Module):
+    """Blocks with dropout and a norm, broken between them, and a loss after a break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(WIDTH, 128), nn.GELU(), nn.Dropout(0.2), nn.Linear(128, WIDTH)
+            )
+            for _ in range(4)
+        )
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.blocks[0](x)
+        x = x + self.blocks[1](x)
+        torch._dynamo.graph_break()
+        x = self.norm(x)
+        x = x + self.blocks[2](x)
+        torch._dynamo.graph_break()
+        x = x + self.blocks[3](x)
+        torch._dynamo.graph_break()
+        return x.pow(2).mean()
+
+
+class Towers(nn.Module):
+    """One part that is called three times, and whose outputs are used together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(WIDTH, 128), nn.GELU(), nn.Dropout(0.2))
+        self.back = nn.Linear(128, WIDTH)
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return self.back(self.tower(x)) * 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one = self.part(x)
+        other = self.part(x + 1)
+        both = self.part(one + other)
+        return ((one - other) * both).pow(2).mean()
+
+
+class Tied(nn.Module):
+    """A weight that is read in two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(WIDTH, 128, bias=False)
+        self.outside = nn.Linear(WIDTH, 128, bias=False)
+        self.outside.weight = self.inside.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = torch.tanh(self.inside(x))
+        torch._dynamo.graph_break()
+        return (inside * torch.tanh(self.outside(x))).pow(2).mean()
+
+
+class Unequal(nn.Module):
+    """A graph without gradients, outputs of two kinds, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 128), nn.Linear(128, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        with torch.no_grad():
+            scale = (x.sin() + x.cos()).exp()
+            torch._dynamo.graph_break()
+            scale = scale / scale.sum()
+        torch._dynamo.graph_break()
+        inner = torch.tanh(self.first(x * scale))
+        unused = inner.exp()
+        torch._dynamo.graph_break()
+        if unused.shape[0] == 0:
+            return {}
+        outer = torch.tanh(self.last(inner))
+        return {"loss": outer.pow(2).mean(), "inner": inner, "rest": [outer[:, :5], 3]}
+
+
+class Branching(nn.Module):
+    """Which graph comes second depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 128)
+        self.one, self.other = nn.Linear(128, 128), nn.Linear(128, 64)
+        self.seen: list[bool] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.tanh(self.first(x))
+        if x.sum() > 0:
+            inner = torch.tanh(self.one(inner))
+        else:
+            inner = torch.relu(self.other(inner).exp())
+        return inner.pow(2).mean()
+
+
+MODELS = [Layers, Towers, Tied, Unequal]
+
+
+def smallest_budget(model: nn.Module) -> int:
+    with pytest.raises(BudgetError) as caught:
+        remat.plan(model, X, budget=1, regions="breaks")
+    return caught.value.required_bytes
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
+def test_a_budget_over_several_graphs_is_kept_bit_for_bit(
+    kind: Callable[[], nn.Module], share: float
+) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    plain = remat.plan(model, X, budget="100%", regions="breaks").baseline_peak_bytes
+    least = smallest_budget(model)
+    assert least <= plain
+    budget = least + int(share * (plain - least))
+    report = remat.verify(model, X, budget=budget, repeats=1, regions="breaks")
+    assert report.is_exact
+    assert report.against_eager == ()
+    assert report.is_within_budget
+    assert 0 <= report.prediction_error < 0.01
+    assert report.plan.peak_bytes <= budget
+
+
+def test_a_model_of_one_graph_is_planned_as_ever() -> None:
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH), nn.Tanh()] * 6)
+    for budget in ("100%", "80%"):
+        how: dict[str, Any] = {"budget": budget, "loss": mean_square}
+        whole = remat.plan(model, X, costs="estimated", **how)
+        regions = remat.plan(model, X, **BREAK, **how)
+        assert regions.peak_bytes == whole.peak_bytes
+        assert regions.cost_ns == whole.cost_ns
+        assert regions.budget_bytes == whole.budget_bytes
+
+
+def test_planning_leaves_everything_as_it_was() -> None:
+    model = Layers()
+    model.note = note = ["kept"]  # type: ignore[assignment]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    buffers = dict(model.named_buffers())
+    state = torch.get_rng_state()
+    remat.fit(model, X, budget="80%", **BREAK)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.note is note
+    assert all(model.get_buffer(name) is buffer for name, buffer in buffers.items())
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_forward_changes_of_the_model_is_put_back_after_planning() -> None:
+    class Counting(Layers):
+        count = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            self.cached = x
+            return super().forward(x)
+
+    model = Counting()
+    remat.plan(model, X, budget="100%", **BREAK)
+    assert model.count == 0
+    assert not hasattr(model, "cached")
+
+
+def trained(model: nn.Module, batches: list[torch.Tensor]) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    losses: list[torch.Tensor] = []
+    for batch in batches:
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, *(p.detach() for p in model.parameters())]
+
+
+def pair(kind: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = kind()
+    torch.manual_seed(0)
+    return model, kind()
+
+
+def test_training_is_that_without_remat_also_in_new_shapes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, plain = pair(Layers)
+    remat.fit(model, X, budget="80%", **BREAK)
+    batches = [X, X + 1, X[:100], X, X[:100]]
+    for one, other in zip(
+        trained(model, batches), trained(plain, batches), strict=True
+    ):
+        assert torch.equal(one, other)
+    planned = [r for r in caplog.records if "planned a new kind" in r.getMessage()]
+    assert len(planned) == 1
+    assert "[100, 32]" in planned[0].getMessage()
+
+
+def test_a_graph_that_was_not_planned_keeps_nothing_and_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, plain = pair(Branching)
+    x = X - X.mean() + 0.1
+    plan = remat.fit(model, x, budget="100%", **BREAK)
+    batches = [x, -x, x, -x]
+    for one, other in zip(
+        trained(model, batches), trained(plain, batches), strict=True
+    ):
+        assert torch.equal(one, other)
+    said = [r.getMessage() for r in caplog.records if "another way" in r.getMessage()]
+    assert len(said) == 1
+    assert "at graph 1" in said[0]
+    measured = remat.measure(
+        lambda: model(-x).backward(), warmup=1, repeats=0, resident=[model, x]
+    )
+    assert measured.peak_bytes <= (plan.budget_bytes or 0)
+
+
+def test_a_graph_that_was_not_planned_and_does_not_fit_is_refused() -> None:
+    class Wide(Branching):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(128, 1024)
+
+    x = X - X.mean() + 0.1
+    model = Wide()
+    plan = remat.fit(model, x, budget="100%", **BREAK)
+    model(x).backward()
+    model.zero_grad()
+    with pytest.raises(BudgetError, match=r"graph 1 .* was not there when") as caught:
+        model(-x)
+    assert caught.value.required_bytes > (plan.budget_bytes or 0)
+    model(x).backward()
+
+
+def test_accumulated_gradients_count() -> None:
+    model, plain = pair(Tied)
+    plan = remat.fit(model, X, budget="150%", accumulate=True, **BREAK)
+    for each in (model, plain):
+        for _ in range(3):
+            each(X).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+    fitted = fitted_on(model)
+    assert fitted is not None
+    peaks = {known.peak_bytes for known in fitted.planner.plans.values()}
+    assert len(peaks) == 2
+    measured = remat.measure(
+        lambda: model(X).backward(), warmup=1, repeats=0, resident=[model, X]
+    )
+    assert plan.peak_bytes < measured.peak_bytes <= max(peaks)
+
+
+def test_a_saved_plan_is_installed(tmp_path: Path) -> None:
+    model, plain = pair(Layers)
+    plan = remat.plan(model, X, budget="80%", **BREAK)
+    plan.save(tmp_path / "plan.json")
+    saved = remat.load_plan(tmp_path / "plan.json")
+    installed = remat.fit(model, X, plan=saved, regions="breaks")
+    assert installed.schedule == plan.schedule
+    for one, other in zip(trained(model, [X]), trained(plain, [X]), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(PlanMismatchError):
+        remat.fit(Tied(), X, plan=saved, regions="breaks")
+
+
+def test_a_loss_outside_of_the_model_is_described() -> None:
+    class Outputs(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.blocks[0](x)
+            torch._dynamo.graph_break()
+            return self.blocks[1](x)
+
+    how: dict[str, Any] = {"budget": "100%", "loss": mean_square, "repeats": 1}
+    report = remat.verify(Outputs(), X, regions="breaks", **how)
+    assert report.is_exact
+    assert report.is_within_budget
+    assert 0 <= report.prediction_error < 0.02
+
+
+def test_evaluation_and_release_run_the_models_own_forward() -> None:
+    model, plain = pair(Layers)
+    remat.fit(model, X, budget="100%", **BREAK)
+    model.eval()
+    plain.eval()
+    with torch.no_grad():
+        assert torch.equal(model(X), plain(X))
+    remat.release(model)
+    assert torch.equal(model(X), plain(X))
+
+
+def test_what_autograd_does_between_graphs_is_named() -> None:
+    @torch.compiler.disable
+    def untraced(x: torch.Tensor) -> torch.Tensor:
+        return x.exp()
+
+    class Untraced(Tied):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.outside(untraced(self.inside(x)[:, :WIDTH])).pow(2).mean()
+
+    with pytest.raises(CaptureError, match=r"ExpBackward0 is computed between the gra"):
+        remat.fit(Untraced(), X, budget="100%", **BREAK)
+
+
+def test_a_model_of_which_nothing_is_traced_is_refused() -> None:
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                x = torch.tanh(x @ self.weight)
+                torch._dynamo.graph_break()
+            return x.pow(2).mean()
+
+    with pytest.raises(CaptureError, match=r"no graph of the model|between the graphs"):
+        remat.fit(Loop(), X, budget="100%", **BREAK)
+
+
+def test_a_model_that_does_not_train_is_refused() -> None:
+    model = Layers().requires_grad_(requires_grad=False)
+    with pytest.raises(CaptureError, match="does not train"):
+        remat.fit(model, X, budget="100%", **BREAK)
+
+
+def test_errors_of_the_model_itself_are_said() -> None:
+    with pytest.raises(CaptureError, match=r"raises inside the model: .*\[256, 5\]"):
+        remat.fit(Layers(), X[:, :5], budget="100%", **BREAK)
+
+
+@pytest.mark.parametrize(
+    ("option", "match"),
+    [
+        ({"regions": "some"}, "regions is 'some'; it must be 'whole' or 'breaks'"),
+        ({"regions": "breaks", "kernels": "fused"}, "leave kernels='fused' out"),
+        ({"regions": "breaks", "budget": {"cpu": 1, "cpu:1": 1}}, "for one device"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    option: dict[str, Any], match: str
+) -> None:
+    given: dict[str, Any] = {"budget": "100%", **option}
+    with pytest.raises(ValueError, match=match):
+        remat.fit(Layers(), X, **given)
+
+
+def test_the_backend_takes_one_graph_at_a_time() -> None:
+    with pytest.raises(ValueError, match=r"remat\.fit"):
+        remat.backend(budget="1 GiB", regions="breaks")
+
+
+def test_plans_without_memory_are_of_one_graph() -> None:
+    with torch.device("meta"):
+        model, x = Layers(), torch.empty(256, WIDTH)
+    with pytest.raises(CaptureError, match="a forward pass"):
+        remat.plan(model, x, budget="100%", **BREAK)
+
+
+def test_the_error_of_a_broken_model_names_the_option() -> None:
+    with pytest.raises(CaptureError, match='regions="breaks"'):
+        remat.fit(Layers(), X, budget="100%")
+
+
+def test_a_number_that_changes_costs_a_trace_and_is_said() -> None:
+    class Number(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inner = self.blocks[0](x)
+            return inner.pow(2).mean() * (1 + 1e-3 * inner.mean().item())
+
+    # It explains each .item() on its own.
+    logging.getLogger("torch._dynamo.variables.tensor").setLevel(logging.ERROR)
+    model, plain = pair(Number)
+    remat.fit(model, X, budget="100%", **BREAK)
+    batches = [X + step for step in range(12)]
+    with pytest.warns(RuntimeWarning, match=r"or a number from \.item\(\)"):
+        found = trained(model, batches)
+    for one, other in zip(found, trained(plain, batches), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_tracing_again_and_again_is_said() -> None:
+    class Counting(Layers):
+        count = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            x = self.blocks[0](x)
+            torch._dynamo.graph_break()
+            return self.blocks[1](x).pow(2).mean()
+
+    model = Counting()
+    remat.fit(model, X, budget="100%", **BREAK)
+    with pytest.warns(RuntimeWarning, match=r"such as a counter in Python"):
+        trained(model, [X] * 12)
