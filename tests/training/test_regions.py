@@ -14,11 +14,6 @@ import remat
 from remat.core.errors import BudgetError, CaptureError, PlanMismatchError
 from remat.training.fitted_model import fitted_on
 
-pytestmark = pytest.mark.filterwarnings(
-    # torch looks at all that a graph break hands on.
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)
-
 WIDTH = 32
 BREAK: dict[str, Any] = {"regions": "breaks", "costs": "estimated"}
 

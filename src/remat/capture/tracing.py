@@ -443,7 +443,6 @@ def quiet_tracer() -> Generator[None]:
     with alone(), warnings.catch_warnings():
         # Where forward made the op whose backward raised: with an interrupt, noise.
         warnings.filterwarnings("ignore", message=messages.FAILED_BACKWARD)
-        warnings.filterwarnings("ignore", message=messages.GRADIENT_OF_NO_LEAF)
         before = logger.disabled
         logger.disabled = True
         try:

@@ -8,9 +8,6 @@ FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
 FAILED_BACKWARD = "Error detected in "
 """How autograd begins its warning about where the op of a failed backward was made."""
 
-GRADIENT_OF_NO_LEAF = "The .grad attribute of a Tensor that is not a leaf"
-"""How a warning begins about a tensor that the tracer itself looks at at a break."""
-
 IGNORED_LOGS = "torch._dynamo.config.ignore_logging_functions"
 """The setting with the methods of loggers that the tracer leaves out."""
 

@@ -28,11 +28,6 @@ from remat.training.fitted_model import fitted_on
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 
-pytestmark = pytest.mark.filterwarnings(
-    # torch looks at all that a graph break hands on.
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)
-
 
 class Net(nn.Module):
     def __init__(self) -> None:
