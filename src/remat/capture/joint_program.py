@@ -277,6 +277,16 @@ def analyse(
     return _Analysis(module, forward_output_count, inputs, name).run()
 
 
+_NOTHING = Op(
+    name="nothing but views",
+    reads=(),
+    writes=(),
+    cost_ns=(0,),
+    workspace_bytes=(0,),
+    phase=Phase.FORWARD,
+)
+
+
 class _Analysis:
     def __init__(
         self,
@@ -317,6 +327,8 @@ class _Analysis:
                 self.take_call(node)
         self.mark_gradients()
         self.pin_held_outputs()
+        if not self.forward_ops and not self.backward_ops:
+            self.forward_ops.append((_NOTHING, None))
         pairs = [*self.forward_ops, *self.backward_ops]
         op_nodes = [node for _, node in pairs]
         index_of = {node: i for i, node in enumerate(op_nodes) if node is not None}

@@ -395,6 +395,14 @@ def raise_capture_error(error: Exception, failure: RematError | None) -> NoRetur
     raise CaptureError(msg) from error
 
 
+def example_error(error: Exception) -> CaptureError:
+    """Return what an error means that the model's own code raised for the example."""
+    return CaptureError(
+        f"the example raises inside the model: {type(error).__name__}: "
+        f"{_first_sentence(str(error))}; at {_line_behind(error) or _UNKNOWN_LINE}"
+    )
+
+
 _UNKNOWN_LINE = "a line that is not known"
 _FIXED_SIZES = (
     "Write it with sizes and numbers that do not depend on values (torch.where, "

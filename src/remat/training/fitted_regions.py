@@ -10,6 +10,8 @@ from torch import nn
 
 from remat.capture.autocast import autocast_now
 from remat.capture.gathering import Gathering
+from remat.capture.tracing import TRACE_ERRORS, example_error
+from remat.core.errors import RematError
 from remat.planning.plan import Plan
 from remat.torch_compat.attributes import own_buffers
 from remat.torch_compat.names import tree_flatten
@@ -71,12 +73,23 @@ class FittedRegions(FittedModel):
         with self.planning(gradient_bytes), kept(self.model):
             planner.gathering, planner.gradient_bytes = Gathering(), gradient_bytes
             try:
-                outputs = self.run(args, kwargs)
+                outputs = self._run_for_planning(args, kwargs)
                 planner.batch = (args, kwargs)
                 self._steps_by_kind[self._kind] = planner.plan_seen(outputs)
             finally:
                 planner.gathering, planner.batch = None, ()
         return self.latest_plan()
+
+    def _run_for_planning(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        try:
+            return self.run(args, kwargs)
+        except (RematError, *TRACE_ERRORS):
+            raise
+        # The model's own code runs, which may raise anything.
+        except Exception as error:
+            raise example_error(error) from error
 
     def before_call(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, runs_hooks: bool
