@@ -1,6 +1,7 @@
 """Steps of several graphs, put together and taken apart again."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,9 @@ from remat.planning.one_device import plan_graph
 from remat.planning.plan import Plan
 from remat.planning.regions import (
     ComposedStep,
+    EagerBackward,
+    EagerForward,
+    Parts,
     Region,
     compose,
     frugal_needs,
@@ -50,7 +54,7 @@ def op(
     )
 
 
-def chain(sizes: Sequence[Sequence[int]], held: Sequence[int]) -> list[Region]:
+def chain(sizes: Sequence[Sequence[int]], held: Sequence[int]) -> Parts:
     """Regions that each hand one block to the next; the last one's is the loss.
 
     ``sizes`` are those of input, weight, inner value, and output of each region.
@@ -80,24 +84,29 @@ def chain(sizes: Sequence[Sequence[int]], held: Sequence[int]) -> list[Region]:
                 graph=graph,
                 given={X: 100 + index, W: 200 + index},
                 made={OUT: 101 + index},
-                held={OUT: held[index]},
-                outputs={TANGENT: OUT},
-                gradients=[(X, GRAD_X), (W, GRAD_W)] if index else [(W, GRAD_W)],
+                slots={TANGENT: index},
+                gradients=[(index - 1, GRAD_X), (200 + index, GRAD_W)][not index :],
             )
         )
-    return regions
+    return Parts(
+        regions=regions,
+        backward=range(len(regions))[::-1],
+        held={101 + index: last for index, last in enumerate(held)},
+        returned=frozenset({len(regions) - 1}),
+        leaves={200 + index: False for index in range(len(regions))},
+    )
 
 
-def composed(regions: Sequence[Region]) -> ComposedStep:
-    loss = (len(regions) - 1, OUT)
-    return compose("chain", regions, loss=loss, frees_tangents=True)
+def composed(parts: Parts) -> ComposedStep:
+    return compose("chain", parts, frees_tangents=True)
 
 
-def peak_by_hand(regions: Sequence[Region], again: Sequence[bool]) -> int:
+def peak_by_hand(parts: Parts, again: Sequence[bool]) -> int:
     """Return the peak of the chain's step, from what a step needs, block by block.
 
     ``again`` says of each region whether its inner value is computed again.
     """
+    regions = parts.regions
     count = len(regions)
     sizes = [[s.size_bytes for s in region.graph.storages] for region in regions]
     resident = sizes[0][X] + sum(size[W] for size in sizes)
@@ -109,7 +118,7 @@ def peak_by_hand(regions: Sequence[Region], again: Sequence[bool]) -> int:
         return resident + sum(sizes[r][n] for r, n in named) + extra
 
     def outputs_at(index: int) -> set[tuple[int, int]]:
-        return {(r, OUT) for r in range(count) if regions[r].held[OUT] >= index}
+        return {(r, OUT) for r in range(count) if parts.held[101 + r] >= index}
 
     saved = [{(r, X)} if again[r] else {(r, A), (r, X)} for r in range(count)]
     peak = 0
@@ -134,7 +143,7 @@ def peak_by_hand(regions: Sequence[Region], again: Sequence[bool]) -> int:
 
 
 @st.composite
-def chains(draw: st.DrawFn) -> tuple[list[Region], list[bool]]:
+def chains(draw: st.DrawFn) -> tuple[Parts, list[bool]]:
     count = draw(st.integers(1, 4))
     size = st.integers(0, 50)
     sizes = [[draw(size) for _ in range(4)] for _ in range(count)]
@@ -156,23 +165,23 @@ def chain_order(step: ComposedStep, again: Sequence[bool]) -> list[int]:
 
 @given(chains())
 def test_the_peak_of_a_chain_is_that_by_hand(
-    case: tuple[list[Region], list[bool]],
+    case: tuple[Parts, list[bool]],
 ) -> None:
-    regions, again = case
-    step = composed(regions)
+    parts, again = case
+    step = composed(parts)
     schedule = schedule_from_order(step.graph, chain_order(step, again))
     trace = simulate(step.graph, single_device(), schedule)
     assert trace.violation is None
-    assert trace.peak_bytes == (peak_by_hand(regions, again),)
-    assert trace.serial_ns == 5 * (4 * len(regions) + sum(again))
+    assert trace.peak_bytes == (peak_by_hand(parts, again),)
+    assert trace.serial_ns == 5 * (4 * len(parts.regions) + sum(again))
 
 
 @given(chains())
 def test_what_is_taken_apart_runs_in_each_region(
-    case: tuple[list[Region], list[bool]],
+    case: tuple[Parts, list[bool]],
 ) -> None:
-    regions, again = case
-    step = composed(regions)
+    parts, again = case
+    step = composed(parts)
     schedule = schedule_from_order(step.graph, chain_order(step, again))
     assert step.by_regions(schedule) == schedule
     orders = step.region_orders(schedule, single_device())
@@ -185,7 +194,7 @@ def test_what_is_taken_apart_runs_in_each_region(
         and (origin := step.origins[each.op]) is not None
     }
     found: set[tuple[int, int]] = set()
-    for number, (region, order) in enumerate(zip(regions, orders, strict=True)):
+    for number, (region, order) in enumerate(zip(parts.regions, orders, strict=True)):
         ops = [F1, F2, BOUNDARY, *([F1] if again[number] else []), B2, B1]
         assert list(order.order) == ops
         own = order.schedule(region.graph)
@@ -199,24 +208,23 @@ def test_what_is_taken_apart_runs_in_each_region(
 
 @given(chains())
 def test_what_is_held_before_each_region(
-    case: tuple[list[Region], list[bool]],
+    case: tuple[Parts, list[bool]],
 ) -> None:
-    regions, again = case
-    step = composed(regions)
+    parts, again = case
+    step = composed(parts)
     schedule = schedule_from_order(step.graph, chain_order(step, again))
     held = step.held_bytes(schedule, single_device())
     resident = sum(s.size_bytes for s in step.graph.storages if s.is_resident)
     assert held[0] == resident
-    assert len(held) == len(regions) + 1
-    for index, (region, is_again) in enumerate(zip(regions, again, strict=True)):
+    assert len(held) == len(parts.regions) + 1
+    for index, (region, is_again) in enumerate(zip(parts.regions, again, strict=True)):
         kept = region.graph.storages[OUT].size_bytes
         kept += 0 if is_again else region.graph.storages[A].size_bytes
         assert held[index + 1] >= resident + kept
 
 
 def test_ops_among_those_of_another_region_run_with_their_own() -> None:
-    regions = chain([[4, 1, 10, 4]] * 3, [1, 2, 3])
-    step = composed(regions)
+    step = composed(chain([[4, 1, 10, 4]] * 3, [1, 2, 3]))
     order = chain_order(step, [True, True, False])
     first = step.origins.index((0, F1))
     again = len(order) - 1 - order[::-1].index(first)
@@ -228,20 +236,18 @@ def test_ops_among_those_of_another_region_run_with_their_own() -> None:
 
 
 def test_gradients_of_one_block_are_added_up() -> None:
-    """Two regions read the first one's output, and the same weight."""
-    regions = chain([[4, 7, 10, 4]] * 3, [2, 2, 3])
+    """Two regions read the first one's output, and all the same weight."""
+    parts = chain([[4, 7, 10, 4]] * 3, [2, 2, 3])
     shared = [
-        Region(
-            graph=region.graph,
-            given={X: 100 if index == 0 else 101, W: 200},
-            made=region.made,
-            held=region.held,
-            outputs=region.outputs,
-            gradients=region.gradients,
+        replace(
+            region,
+            given={X: 101 if index else 100, W: 200},
+            gradients=[(0, GRAD_X), (200, GRAD_W)][not index :],
         )
-        for index, region in enumerate(regions)
+        for index, region in enumerate(parts.regions)
     ]
-    step = compose("shared", shared, loss=(2, OUT), frees_tangents=True)
+    parts = replace(parts, regions=shared, leaves={200: False})
+    step = composed(parts)
     assert [s.name for s in step.graph.storages].count("w") == 1
     names = [each.name for each in step.graph.ops]
     assert "the sum for tangent" in names  # Of the first region's output.
@@ -256,10 +262,81 @@ def test_gradients_of_one_block_are_added_up() -> None:
     assert kept == ["grad w", "out"]
 
 
+def test_a_region_that_backward_does_not_come_to_has_no_backward() -> None:
+    parts = chain([[4, 1, 10, 4]] * 3, [1, 2, 3])
+    aside = replace(parts.regions[1], given={X: 101, W: 201})
+    last = replace(parts.regions[2], given={X: 101, W: 202}, gradients=[(0, GRAD_X)])
+    parts = replace(
+        parts, regions=[parts.regions[0], aside, last], backward=[2, 0], held={103: 3}
+    )
+    step = composed(parts)
+    schedule = schedule_from_order(step.graph, store_all_order(step.graph))
+    assert simulate(step.graph, single_device(), schedule).violation is None
+    orders = step.region_orders(schedule, single_device())
+    assert [order.order for order in orders] == [
+        (F1, F2, BOUNDARY, B2, B1),
+        (F1, F2, BOUNDARY),
+        (F1, F2, BOUNDARY, B2, B1),
+    ]
+
+
+def test_operators_in_no_graph_keep_their_blocks_until_their_backward() -> None:
+    """Between two regions: a block of 30 is kept, the output of 5 is handed on."""
+    parts = chain([[4, 1, 10, 4]] * 2, [0, 2])
+    last = replace(
+        parts.regions[1],
+        given={X: 301, W: 201},
+        gradients=[(77, GRAD_X), (201, GRAD_W)],
+    )
+    parts = replace(
+        parts,
+        regions=[parts.regions[0], last],
+        between={1: EagerForward(made={300: 30, 301: 5}, workspace_bytes=50)},
+        backward=[
+            1,
+            EagerBackward(
+                name="eager", slots=[(77, 5)], saved=[300], gradients=[(0, 4)]
+            ),
+            0,
+        ],
+    )
+    step = composed(parts)
+    schedule = schedule_from_order(step.graph, store_all_order(step.graph))
+    trace = simulate(step.graph, single_device(), schedule)
+    assert trace.violation is None
+    names = [
+        step.graph.ops[each.op].name if isinstance(each, Compute) else ""
+        for each in schedule.steps
+    ]
+    timeline = dict(zip(names, trace.timeline_bytes[0], strict=True))
+    resident = 4 + 1 + 1
+    # What the first region saves and returns, both blocks, and the scratch memory.
+    assert timeline["operators in no graph before graph 1"] == (
+        resident + 10 + 4 + 30 + 5 + 50
+    )
+    # The first region's inner value, the block that is kept, the gradient that comes
+    # and the one that goes, the weight's, and the loss.
+    assert timeline["eager"] == resident + 10 + 30 + 4 + 4 + 1 + 4
+    first = timeline["b1"]
+    assert first == resident + 10 + 4 + 1 + 1 + 4 + 3
+
+
+def test_a_gradient_that_is_handed_on_is_one_block() -> None:
+    parts = chain([[4, 1, 10, 4]] * 2, [0, 2])
+    last = replace(parts.regions[1], gradients=[(77, GRAD_X), (201, GRAD_W)])
+    passing = EagerBackward(name="view", slots=[(77, 4)], gradients=[(0, -1)])
+    parts = replace(parts, regions=[parts.regions[0], last], backward=[1, passing, 0])
+    direct = composed(chain([[4, 1, 10, 4]] * 2, [0, 2]))
+    step = composed(parts)
+    assert sum(s.size_bytes for s in step.graph.storages) == sum(
+        s.size_bytes for s in direct.graph.storages
+    )
+
+
 def test_tangents_are_kept_where_torch_keeps_them() -> None:
-    regions = chain([[4, 1, 10, 40]] * 2, [1, 2])
+    parts = chain([[4, 1, 10, 40]] * 2, [1, 2])
     for frees in (True, False):
-        step = compose("chain", regions, loss=(1, OUT), frees_tangents=frees)
+        step = compose("chain", parts, frees_tangents=frees)
         reads = [
             step.graph.storages[s].name
             for each in step.graph.ops
@@ -270,19 +347,8 @@ def test_tangents_are_kept_where_torch_keeps_them() -> None:
 
 
 def test_gradients_that_are_added_to_others_are_gone_at_once() -> None:
-    regions = [
-        Region(
-            graph=region.graph,
-            given=region.given,
-            made=region.made,
-            held=region.held,
-            outputs=region.outputs,
-            gradients=region.gradients,
-            accumulated=frozenset({GRAD_W}),
-        )
-        for region in chain([[4, 1, 10, 4]] * 3, [1, 2, 3])
-    ]
-    step = composed(regions)
+    parts = chain([[4, 1, 10, 4]] * 3, [1, 2, 3])
+    step = composed(replace(parts, leaves=dict.fromkeys(parts.leaves, True)))
     final = [step.graph.storages[s].name for s in step.graph.final_outputs]
     assert final == ["out"]
     schedule = schedule_from_order(step.graph, store_all_order(step.graph))
@@ -302,10 +368,10 @@ def solver_of(step: ComposedStep, asked: list[Budget | None]) -> Solve:
 @settings(max_examples=25)
 @given(chains(), st.sampled_from([100, 90, 70]))
 def test_plans_hold_as_the_regions_run(
-    case: tuple[list[Region], list[bool]], percent: int
+    case: tuple[Parts, list[bool]], percent: int
 ) -> None:
-    regions, _ = case
-    step = composed(regions)
+    parts, _ = case
+    step = composed(parts)
     plain = schedule_from_order(step.graph, store_all_order(step.graph))
     peak_bytes = simulate(step.graph, single_device(), plain).peak_bytes[0]
     budget_bytes = peak_bytes * percent // 100
@@ -354,7 +420,7 @@ def test_the_error_names_a_budget_that_whole_regions_fit(
 
 
 def test_the_frugal_order_keeps_what_it_must() -> None:
-    (region,) = chain([[4, 1, 10, 6]], [1])
+    (region,) = chain([[4, 1, 10, 6]], [1]).regions
     assert frugal_order(region.graph) == [F1, F2, BOUNDARY, F1, B2, B1]
     # Forward: inner value, output and workspace; backward: output, tangent, and two.
     assert frugal_needs(region.graph) == (6 + 6 + 10 + 10 + 3, 6)

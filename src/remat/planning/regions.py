@@ -1,14 +1,16 @@
 """One step of several graphs: put together for planning, and taken apart again.
 
 Where the tracer splits a model, each part, a *region*, has a training graph of its own
-and runs as a whole: in forward the regions run in order, in backward in the opposite
-order. Here they become one training graph, so that one plan and one replay cover the
-whole step. What Python and autograd do between regions are ops that take no time:
+and runs as a whole: in forward the regions run in order, in backward as autograd goes.
+Here they become one training graph, so that one plan and one replay cover the whole
+step. What Python and autograd do between regions are ops as well, that run once:
 
-* at the end of each region's forward, one reads what the code around it still holds;
-* before each region's backward, one makes the gradients of its outputs where they are
-  not the gradient that one later region hands over: zeros, or the sum of several;
-* after it, one reads the gradients that autograd adds to others then.
+* operators that are in no graph, with the blocks that they make and keep, and in
+  backward one op for each node that autograd has of them;
+* at the end of each region's forward, one that reads what the code around it holds;
+* before each region's backward, one that makes the gradients of its outputs where they
+  are not what one other hands over: zeros, or the sum of several;
+* after it, one that reads the gradients that autograd adds to others then.
 
 What a region hands to others is made once: only the region itself could make it again,
 and its code has returned.
@@ -16,7 +18,7 @@ and its code has returned.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from remat.core.errors import BudgetError
@@ -33,6 +35,10 @@ from remat.planning.several_devices import Budget
 _BETWEEN = "it is done between the graphs"
 
 
+Slot = int
+"""Where gradients come together: of an output of autograd's nodes, or of a leaf."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Region:
     """A part of a step: its graph, and how it hangs together with the others.
@@ -46,24 +52,94 @@ class Region:
         the same number in all regions.
     made
         Per storage that is a forward output, the number of its block.
-    held
-        Per forward output, the last region that ends while the code around the regions
-        holds it; the count of regions for what the step returns.
-    outputs
-        Per tangent, the forward output whose gradient it is.
+    slots
+        Per tangent, where its gradients come together.
     gradients
-        Pairs of an input's storage and the storage of its gradient.
-    accumulated
-        The gradients that autograd adds to gradients of earlier steps.
+        Pairs of the slot that an input's gradient goes to, and its storage.
     """
 
     graph: TrainingGraph
-    given: Mapping[int, int]
-    made: Mapping[int, int]
-    held: Mapping[int, int]
-    outputs: Mapping[int, int]
-    gradients: Sequence[tuple[int, int]]
-    accumulated: frozenset[int] = frozenset()
+    given: Mapping[int, int] = field(default_factory=dict[int, int])
+    made: Mapping[int, int] = field(default_factory=dict[int, int])
+    slots: Mapping[int, Slot] = field(default_factory=dict[int, int])
+    gradients: Sequence[tuple[Slot, int]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagerForward:
+    """What operators in no graph make before a region, or after the last.
+
+    Parameters
+    ----------
+    made
+        Sizes in bytes of the blocks that stay, by their numbers.
+    workspace_bytes
+        Most bytes that they take beyond these.
+    cost_ns
+        How long they run.
+    """
+
+    made: Mapping[int, int] = field(default_factory=dict[int, int])
+    workspace_bytes: int = 0
+    cost_ns: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagerBackward:
+    """The backward pass of an operator in no graph: one node of autograd.
+
+    Parameters
+    ----------
+    name
+        Autograd's name of it.
+    slots
+        Where the gradients of its outputs come together, with their sizes in bytes.
+    saved
+        The blocks that it keeps.
+    gradients
+        Slots that it hands gradients to, with their sizes in bytes; where one is the
+        block of a gradient that it got, the position in ``slots``, negative from -1 on.
+    workspace_bytes, cost_ns
+        What it takes beyond its gradients, and how long.
+    """
+
+    name: str
+    slots: Sequence[tuple[Slot, int]]
+    saved: Sequence[int] = ()
+    gradients: Sequence[tuple[Slot, int]] = ()
+    workspace_bytes: int = 0
+    cost_ns: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The parts of a step, and in which order they run.
+
+    Parameters
+    ----------
+    regions
+        In the order of their forward passes, at least one.
+    between
+        What operators in no graph do before each region, and after the last.
+    backward
+        Regions, by their numbers, and nodes of autograd as backward goes; regions that
+        it does not come to are left out.
+    held
+        Per block, the last region that ends while the code around the regions holds it;
+        the count of regions for what is there when the model has returned.
+    returned
+        The slots that get a gradient from the caller.
+    leaves
+        The slots of parameters and of other leaves, and whether autograd adds the
+        gradient to one of an earlier step.
+    """
+
+    regions: Sequence[Region]
+    between: Mapping[int, EagerForward] = field(default_factory=dict[int, EagerForward])
+    backward: Sequence["int | EagerBackward"] = ()
+    held: Mapping[int, int] = field(default_factory=dict[int, int])
+    returned: frozenset[Slot] = frozenset()
+    leaves: Mapping[Slot, bool] = field(default_factory=dict[Slot, bool])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +184,11 @@ class ComposedStep:
         between regions.
     storages
         Per region and storage there, the storage of ``graph``.
-    tangents
-        Per tangent of ``graph``, the region that it is for, and the tangent there.
     """
 
     graph: TrainingGraph
     origins: tuple[tuple[int, int] | None, ...]
     storages: tuple[Mapping[int, int], ...]
-    tangents: Mapping[int, tuple[int, int]]
 
     def surrounded(self, graph: TrainingGraph) -> "ComposedStep":
         """Return the step with a last forward op and a last backward op added."""
@@ -164,7 +237,7 @@ class ComposedStep:
             for position, step in enumerate(schedule.steps)
             if isinstance(step, Compute)
             and self.origins[step.op] is None
-            and self.graph.ops[step.op].phase is Phase.FORWARD
+            and self.graph.ops[step.op].name.startswith(_END)
         ]
         resident = (s.size_bytes for s in self.graph.storages if s.is_resident)
         return (sum(resident), *ends[: len(self.storages)])
@@ -194,24 +267,15 @@ class ComposedStep:
         ]
 
 
-def compose(
-    name: str,
-    regions: Sequence[Region],
-    *,
-    loss: tuple[int, int] | None,
-    frees_tangents: bool,
-) -> ComposedStep:
-    """Return the step that runs the regions in order.
+def compose(name: str, parts: Parts, *, frees_tangents: bool) -> ComposedStep:
+    """Return the step that runs the parts in order.
 
     Parameters
     ----------
     name
         Name of the graph, for people.
-    regions
-        In the order of their forward passes, at least one.
-    loss
-        The region and the storage of the loss, if the step returns it; else each
-        returned output that takes a gradient may get one.
+    parts
+        What the step is made of.
     frees_tangents
         Whether a region frees the gradients of its outputs at their last use, not at
         its end.
@@ -219,50 +283,54 @@ def compose(
     Raises
     ------
     InvalidGraphError
-        If the regions do not hang together as they say.
+        If the parts do not hang together as they say.
     """
-    return _Composition(name, regions, loss, frees_tangents=frees_tangents).run()
+    return _Composition(name, parts, frees_tangents=frees_tangents).run()
+
+
+_END = "the end of graph "
 
 
 class _Composition:
-    def __init__(
-        self,
-        name: str,
-        regions: Sequence[Region],
-        loss: tuple[int, int] | None,
-        *,
-        frees_tangents: bool,
-    ) -> None:
+    def __init__(self, name: str, parts: Parts, *, frees_tangents: bool) -> None:
         self.name = name
-        self.regions = regions
-        self.loss = loss
+        self.parts = parts
+        self.regions = parts.regions
         self.frees_tangents = frees_tangents
         self.storages: list[Storage] = []
         self.ops: list[Op] = []
         self.origins: list[tuple[int, int] | None] = []
-        self.maps: list[dict[int, int]] = [{} for _ in regions]
-        # Per block its storage; per storage the gradients that it has got.
+        self.maps: list[dict[int, int]] = [{} for _ in parts.regions]
+        # Per block its storage, and per storage how long it is held.
         self.blocks: dict[int, int] = {}
-        self.gradients: defaultdict[int, list[int]] = defaultdict(list)
-        # Per storage, how many gradients it will get.
-        self.gradient_counts: Counter[int] = Counter()
-        # Per tangent of the step, the region and the tangent there.
-        self.tangents: dict[int, tuple[int, int]] = {}
+        self.held: dict[int, int] = {}
+        # Per slot the gradients that it has got, and how many a leaf will get.
+        self.gradients: defaultdict[Slot, list[int]] = defaultdict(list)
+        self.gradient_counts = Counter(
+            slot
+            for each in parts.backward
+            for slot, _ in (
+                self.regions[each].gradients
+                if isinstance(each, int)
+                else each.gradients
+            )
+        )
+        self.tangents: list[int] = []
         self.final: dict[int, None] = {}
 
     def run(self) -> ComposedStep:
-        for region in range(len(self.regions)):
+        count = len(self.regions)
+        for region in range(count):
+            self.add_eager_forward(region)
             self.add_forward(region)
-        returned = self.held_after(len(self.regions))
+        self.add_eager_forward(count)
+        returned = self.held_after(count)
         self.final.update(dict.fromkeys(returned))
-        self.gradient_counts.update(
-            mapped[given]
-            for region, mapped in zip(self.regions, self.maps, strict=True)
-            for given, _ in region.gradients
-        )
-        for region in reversed(range(len(self.regions))):
-            self.add_backward(region)
-        first = self.regions[0].graph
+        for each in self.parts.backward:
+            if isinstance(each, int):
+                self.add_backward(each)
+            else:
+                self.add_eager_backward(each)
         graph = TrainingGraph(
             name=self.name,
             storages=tuple(self.storages),
@@ -270,64 +338,79 @@ class _Composition:
             forward_outputs=tuple(returned),
             tangents=tuple(self.tangents),
             final_outputs=tuple(self.final),
-            device_kinds=first.device_kinds,
+            device_kinds=self.regions[0].graph.device_kinds,
         )
         return ComposedStep(
-            graph=graph,
-            origins=tuple(self.origins),
-            storages=tuple(self.maps),
-            tangents=self.tangents,
+            graph=graph, origins=tuple(self.origins), storages=tuple(self.maps)
         )
 
-    def add_storage(self, storage: Storage) -> int:
+    def add_storage(self, storage: Storage, block: int | None = None) -> int:
         self.storages.append(storage)
-        return len(self.storages) - 1
+        number = len(self.storages) - 1
+        if block is not None:
+            self.blocks[block] = number
+            self.held[number] = self.parts.held.get(block, -1)
+        return number
+
+    # --- forward -----------------------------------------------------------------
+
+    def add_eager_forward(self, before: int) -> None:
+        """Add what operators in no graph do before a region."""
+        eager = self.parts.between.get(before)
+        if eager is None:
+            return
+        made = tuple(
+            self.add_storage(Storage(name="value in no graph", size_bytes=size), block)
+            for block, size in eager.made.items()
+        )
+        reads = () if before == 0 else tuple(self.held_after(before - 1))
+        self.add_between(
+            f"operators in no graph before graph {before}",
+            Phase.FORWARD,
+            tuple(storage for storage in reads if storage not in made),
+            made,
+            workspace_bytes=eager.workspace_bytes,
+            cost_ns=eager.cost_ns,
+        )
 
     def add_forward(self, index: int) -> None:
         region, mapped = self.regions[index], self.maps[index]
-        tangents = set(region.graph.tangents)
-        for number, storage in enumerate(region.graph.storages):
-            block = region.given.get(number)
-            if block in self.blocks:
-                mapped[number] = self.blocks[block]
-            elif number not in tangents:
-                mapped[number] = self.add_storage(storage)
-                if block is not None:
-                    self.blocks[block] = mapped[number]
-        for number, block in region.made.items():
-            self.blocks[block] = mapped[number]
+        for number, block in region.given.items():
+            if block not in self.blocks:
+                self.add_storage(region.graph.storages[number], block)
+            mapped[number] = self.blocks[block]
         self.add_ops(index, Phase.FORWARD)
-        outputs = [mapped[number] for number in region.graph.forward_outputs]
+        for number, block in region.made.items():
+            storage = self.storage_of(index, number)
+            self.blocks[block] = storage
+            self.held[storage] = self.parts.held.get(block, -1)
+        outputs = [self.storage_of(index, n) for n in region.graph.forward_outputs]
         reads = tuple(dict.fromkeys([*outputs, *self.held_after(index)]))
-        self.add_between(f"the end of graph {index}", Phase.FORWARD, reads)
+        self.add_between(f"{_END}{index}", Phase.FORWARD, reads)
 
     def held_after(self, index: int) -> list[int]:
         """Return what the code around the regions holds when a region has ended."""
-        held = [
-            self.maps[earlier][number]
-            for earlier, region in enumerate(self.regions[: index + 1])
-            for number, last in region.held.items()
-            if last >= index
+        return [
+            storage
+            for storage, last in self.held.items()
+            if last >= index and not self.storages[storage].is_resident
         ]
-        return [s for s in dict.fromkeys(held) if not self.storages[s].is_resident]
+
+    def storage_of(self, index: int, number: int) -> int:
+        """Return the storage of the step that a region's storage is."""
+        mapped = self.maps[index]
+        if number not in mapped:
+            mapped[number] = self.add_storage(
+                self.regions[index].graph.storages[number]
+            )
+        return mapped[number]
 
     def add_ops(self, index: int, phase: Phase) -> None:
-        mapped = self.maps[index]
         for number, op in enumerate(self.regions[index].graph.ops):
             if op.phase is phase:
-                self.ops.append(
-                    Op(
-                        name=op.name,
-                        reads=tuple(dict.fromkeys(mapped[s] for s in op.reads)),
-                        writes=tuple(mapped[s] for s in op.writes),
-                        cost_ns=op.cost_ns,
-                        workspace_bytes=op.workspace_bytes,
-                        phase=phase,
-                        non_recomputable=op.non_recomputable,
-                        is_ordered=op.is_ordered,
-                        source=op.source,
-                    )
-                )
+                reads = dict.fromkeys(self.storage_of(index, s) for s in op.reads)
+                writes = tuple(self.storage_of(index, s) for s in op.writes)
+                self.ops.append(replace(op, reads=tuple(reads), writes=writes))
                 self.origins.append((index, number))
 
     def add_between(
@@ -336,6 +419,9 @@ class _Composition:
         phase: Phase,
         reads: tuple[int, ...],
         writes: tuple[int, ...] = (),
+        *,
+        workspace_bytes: int = 0,
+        cost_ns: int = 0,
     ) -> None:
         count = len(self.regions[0].graph.device_kinds)
         self.ops.append(
@@ -343,61 +429,99 @@ class _Composition:
                 name=name,
                 reads=tuple(s for s in reads if not self.storages[s].is_resident),
                 writes=writes,
-                cost_ns=(0,) * count,
-                workspace_bytes=(0,) * count,
+                cost_ns=(cost_ns,) * count,
+                workspace_bytes=(workspace_bytes,) * count,
                 phase=phase,
                 non_recomputable=_BETWEEN,
             )
         )
         self.origins.append(None)
 
+    # --- backward ----------------------------------------------------------------
+
     def add_backward(self, index: int) -> None:
         region, mapped = self.regions[index], self.maps[index]
         for tangent in region.graph.tangents:
-            mapped[tangent] = self.tangent(index, tangent)
+            block = region.graph.storages[tangent]
+            slot = region.slots.get(tangent)
+            found = None if slot is None else self.gradient_at(slot, block)
+            if found is None:
+                found = self.made_between(f"zeros for {block.name}", block, ())
+            mapped[tangent] = found
         self.add_ops(index, Phase.BACKWARD)
-        dropped: list[int] = []
+        dropped: dict[int, None] = {}
         if not self.frees_tangents:
-            dropped += [mapped[tangent] for tangent in region.graph.tangents]
-        for given, gradient in region.gradients:
-            storage, found = mapped[given], self.gradients[mapped[given]]
-            found.append(mapped[gradient])
-            if not self.storages[storage].is_resident:
-                continue
-            # Autograd adds later ones to the first, and the sum, once all are there, to
-            # a gradient of earlier steps.
-            if len(found) > 1:
-                dropped += [found[0], found[-1]]
-            if len(found) == self.gradient_counts[storage]:
-                if gradient in region.accumulated:
-                    dropped.append(found[0])
-                else:
-                    self.final[found[0]] = None
-        if dropped:
-            name, reads = (
-                f"the end of backward of graph {index}",
-                dict.fromkeys(dropped),
-            )
-            self.add_between(name, Phase.BACKWARD, tuple(reads))
+            dropped.update(dict.fromkeys(mapped[t] for t in region.graph.tangents))
+        for slot, gradient in region.gradients:
+            dropped.update(self.hand_over(slot, self.storage_of(index, gradient)))
+        self.drop(f"the end of backward of graph {index}", dropped)
 
-    def tangent(self, index: int, tangent: int) -> int:
-        """Return the gradient of a region's output, which is there for its backward."""
-        region, mapped = self.regions[index], self.maps[index]
-        block = region.graph.storages[tangent]
-        number = region.outputs.get(tangent)
-        if number is None:  # Of an input that the region changes.
-            return self.made_between(f"zeros for {block.name}", block, ())
-        output = mapped[number]
-        found = self.gradients[output]
-        is_returned = region.held.get(number) == len(self.regions)
-        if is_returned and self.loss in {None, (index, number)}:
-            given = self.add_storage(block)
-            self.tangents[given] = (index, tangent)
-            found = [*found, given]
-        if len(found) == 1:
-            return found[0]
-        if not found:
-            return self.made_between(f"zeros for {block.name}", block, ())
+    def add_eager_backward(self, eager: EagerBackward) -> None:
+        got: list[int | None] = []
+        for slot, size_bytes in eager.slots:
+            name = f"gradient for {eager.name}"
+            block = Storage(name=name, size_bytes=size_bytes, role=Role.TANGENT)
+            got.append(self.gradient_at(slot, block))
+        reads = [storage for storage in got if storage is not None]
+        reads += [self.blocks[block] for block in eager.saved]
+        writes: list[int] = []
+        handed: list[tuple[Slot, int]] = []
+        for slot, size_bytes in eager.gradients:
+            storage = got[-1 - size_bytes] if size_bytes < 0 else None
+            if storage is None:
+                name = f"gradient of {eager.name}"
+                storage = self.add_storage(
+                    Storage(
+                        name=name, size_bytes=max(0, size_bytes), role=Role.GRADIENT
+                    )
+                )
+                writes.append(storage)
+            handed.append((slot, storage))
+        self.add_between(
+            eager.name,
+            Phase.BACKWARD,
+            tuple(dict.fromkeys(reads)),
+            tuple(writes),
+            workspace_bytes=eager.workspace_bytes,
+            cost_ns=eager.cost_ns,
+        )
+        dropped: dict[int, None] = {}
+        for slot, storage in handed:
+            dropped.update(self.hand_over(slot, storage))
+        self.drop(f"the end of {eager.name}", dropped)
+
+    def drop(self, name: str, dropped: Mapping[int, None]) -> None:
+        if dropped:
+            self.add_between(name, Phase.BACKWARD, tuple(dropped))
+
+    def hand_over(self, slot: Slot, gradient: int) -> dict[int, None]:
+        """Hand a gradient over to a slot, and return what is read once more for it.
+
+        Of a leaf autograd adds later ones to the first, and the sum, once all are
+        there, to a gradient of earlier steps.
+        """
+        found = self.gradients[slot]
+        found.append(gradient)
+        if slot not in self.parts.leaves:
+            return {}
+        dropped: list[int] = []
+        if len(found) > 1:
+            dropped += [found[0], found[-1]]
+        if len(found) == self.gradient_counts[slot]:
+            if self.parts.leaves[slot]:
+                dropped.append(found[0])
+            else:
+                self.final[found[0]] = None
+        return dict.fromkeys(dropped)
+
+    def gradient_at(self, slot: Slot, block: Storage) -> int | None:
+        """Return the gradient that has come together in a slot, if there is one."""
+        found = self.gradients[slot]
+        if slot in self.parts.returned:
+            self.tangents.append(self.add_storage(block))
+            found = [*found, self.tangents[-1]]
+        if len(found) < 2:
+            return found[0] if found else None
         name, reads = f"the sum for {block.name}", tuple(dict.fromkeys(found))
         if len(reads) < len(found) or found[0] in self.final:
             return self.made_between(name, block, reads)

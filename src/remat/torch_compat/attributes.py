@@ -180,6 +180,24 @@ def is_compiled_step(node: object) -> bool:
     return hasattr(getattr(node, "_forward_cls", None), "_aot_id")
 
 
+def made_number(node: Any) -> int:
+    """Return a number that is larger the later autograd made a node."""
+    return node._sequence_nr()
+
+
+def gradient_shapes(node: Any) -> list[tuple[Any, torch.dtype, torch.device]]:
+    """Return shape, type and device of the gradients that a node of autograd takes."""
+    return [(each.shape, each.dtype, each.device) for each in node._input_metadata]
+
+
+def saved_tensors(node: Any) -> list[torch.Tensor]:
+    """Return the tensors that a node of autograd keeps for its backward pass."""
+    kept = [name for name in dir(node) if name.startswith("_saved_")]
+    found: list[Any] = [getattr(node, name) for name in kept]
+    found.append(getattr(node, "saved_tensors", ()))
+    return [leaf for leaf in names.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+
+
 # --- operators and graphs ------------------------------------------------------------
 
 

@@ -6,12 +6,14 @@ here has seen. The check reads no tensor but the random state: it compares which
 there are, and how often each tensor was written.
 """
 
+import random
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -216,6 +218,18 @@ def _of_random_state(model: nn.Module) -> Iterator[_Noted]:
             torch.cuda.get_rng_state(device),
             lambda state, device=device: torch.cuda.set_rng_state(state, device),
         )
+
+
+def host_random_state() -> tuple[Any, Any]:
+    """Return the states of the random generators of Python and of NumPy."""
+    # The one that code of models draws from.
+    return random.getstate(), np.random.get_state()  # noqa: NPY002
+
+
+def set_host_random_state(state: tuple[Any, Any]) -> None:
+    """Put the random generators of Python and of NumPy back."""
+    random.setstate(state[0])
+    np.random.set_state(state[1])  # noqa: NPY002
 
 
 def _of_attribute(owner: Any, attribute: str, name: str) -> _Noted:

@@ -70,13 +70,15 @@ _OPAQUE = (
 )
 
 
-def _tracer_settings() -> AbstractContextManager[None]:
+def _tracer_settings(*, is_whole: bool) -> AbstractContextManager[None]:
     """Return a context in which every new shape and every new hook is traced.
 
     By default the tracer gives up after eight variants of a step, and does not look
-    for hooks that are added later.
+    for hooks that are added later. Where the model may be split, it is at NumPy's
+    random draws; in one graph the tracer draws from torch's generator instead.
     """
     return dynamo_config.patch(
+        use_numpy_random_stream=not is_whole,
         recompile_limit=_VARIANTS,
         accumulated_recompile_limit=_VARIANTS,
         skip_nnmodule_hook_guards=False,
@@ -363,7 +365,7 @@ class FittedModel:
         started_s = time.monotonic()
         try:
             with (
-                _tracer_settings(),
+                _tracer_settings(is_whole=self.is_whole),
                 self._own_forward() if is_called else nullcontext(),
             ):
                 self.before_call(args, kwargs, runs_hooks=runs_hooks)

@@ -3,18 +3,23 @@
 from collections import Counter
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from remat.capture.autocast import autocast_now
-from remat.capture.gathering import Gathering
+from remat.capture.first_call import prepare
+from remat.capture.gathering import MARK, Gathering
+from remat.capture.surroundings import plain_tensors, tensors_in
 from remat.capture.tracing import TRACE_ERRORS, example_error
 from remat.core.errors import RematError
 from remat.planning.plan import Plan
-from remat.torch_compat.attributes import own_buffers
+from remat.profile.allocations import AllocationRecorder, Recording
+from remat.torch_compat.attributes import MODULE_STATE, own_buffers
 from remat.torch_compat.names import tree_flatten
+from remat.training.caller_state import host_random_state, set_host_random_state
 from remat.training.fitted_model import FittedModel, logger
 from remat.training.region_backend import RegionBackend
 from remat.training.region_planning import PlannedStep, RegionPlanner
@@ -70,26 +75,55 @@ class FittedRegions(FittedModel):
         forward changes is put back.
         """
         planner = self.planner
-        with self.planning(gradient_bytes), kept(self.model):
-            planner.gathering, planner.gradient_bytes = Gathering(), gradient_bytes
+        planner.gradient_bytes = gradient_bytes
+        with self.planning(gradient_bytes):
             try:
-                outputs = self._run_for_planning(args, kwargs)
-                planner.batch = (args, kwargs)
-                self._steps_by_kind[self._kind] = planner.plan_seen(outputs)
+                gathering, outputs = self._gathered(args, kwargs)
+                recording = self._recorded(args, kwargs) if gathering.seen else None
+                planner.gathering, planner.batch = gathering, (args, kwargs)
+                step = planner.plan_seen(outputs, recording)
             finally:
                 planner.gathering, planner.batch = None, ()
+            self._steps_by_kind[self._kind] = step
         return self.latest_plan()
 
-    def _run_for_planning(
+    def _gathered(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        try:
-            return self.run(args, kwargs)
-        except (RematError, *TRACE_ERRORS):
-            raise
-        # The model's own code runs, which may raise anything.
-        except Exception as error:
-            raise example_error(error) from error
+    ) -> tuple[Gathering, Any]:
+        """Run a forward pass that keeps nothing; return what it showed."""
+        gathering, outputs, is_prepared = self._gathered_once(args, kwargs)
+        if not is_prepared:
+            # Libraries install hooks in the first call, which stay.
+            prepare(self.model, args, kwargs)
+            gathering, outputs, _ = self._gathered_once(args, kwargs)
+        return gathering, outputs
+
+    def _gathered_once(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Gathering, Any, bool]:
+        with kept(self.model) as found:
+            resident = [
+                *self.model.parameters(),
+                *self.model.buffers(),
+                *plain_tensors(self.model),
+                *tensors_in((args, dict(kwargs))),
+            ]
+            gathering = self.planner.gathering = Gathering(resident)
+            try:
+                outputs = self.run(args, kwargs)
+            except (RematError, *TRACE_ERRORS):
+                raise
+            # The model's own code runs, which may raise anything.
+            except Exception as error:
+                raise example_error(error) from error
+        return gathering, outputs, not found.has_new_hooks
+
+    def _recorded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recording:
+        """Run the same once more and return what was allocated between the regions."""
+        recorder = AllocationRecorder(self.planner.device_type, mark_prefix=MARK)
+        with recorder, recorder.region():
+            self._gathered(args, kwargs)
+        return recorder.recording
 
     def before_call(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, runs_hooks: bool
@@ -157,38 +191,45 @@ def _described(value: Any) -> Any:
     return (type(value), value if is_plain else None)
 
 
+@dataclass
+class Kept:
+    """What a forward pass changed that was put back."""
+
+    has_new_hooks: bool = False
+
+
 @contextmanager
-def kept(model: nn.Module) -> Generator[None]:
+def kept(model: nn.Module) -> Generator[Kept]:
     """Let a forward pass run inside, and put back what it changes of the model.
 
-    Buffers are copies meanwhile. Random generators, and the attributes of the modules,
-    are put back.
-
-    Raises
-    ------
-    CaptureError
-        If a parameter or a buffer was replaced by code that knows of no copy.
+    Buffers are copies meanwhile. Random generators, those of Python and NumPy too, the
+    attributes of the modules and their hooks are put back.
     """
+    found = Kept()
     modules = list(model.modules())
-    before = [dict(vars(module)) for module in modules]
-    buffers = [dict(own_buffers(module)) for module in modules]
-    copies = {
-        id(buffer): buffer.clone()
-        for held in buffers
-        for buffer in held.values()
-        if buffer is not None
-    }
+    attributes = [dict(vars(module)) for module in modules]
+    held = [
+        {kind: dict(getattr(module, kind)) for kind in MODULE_STATE}
+        for module in modules
+    ]
+    copies: dict[int, torch.Tensor] = {}
+    for module in modules:
+        for name, buffer in list(own_buffers(module).items()):
+            if buffer is not None:
+                copy = copies.setdefault(id(buffer), buffer.clone())
+                own_buffers(module)[name] = copy
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    host = host_random_state()
     try:
-        for module, held in zip(modules, buffers, strict=True):
-            for name, buffer in held.items():
-                if buffer is not None:
-                    own_buffers(module)[name] = copies[id(buffer)]
         with torch.random.fork_rng(sorted(devices, key=str)):
-            yield
+            yield found
     finally:
-        for module, attributes, held in zip(modules, before, buffers, strict=True):
+        set_host_random_state(host)
+        for module, before, kinds in zip(modules, attributes, held, strict=True):
             vars(module).clear()
-            vars(module).update(attributes)
-            own_buffers(module).clear()
-            own_buffers(module).update(held)
+            vars(module).update(before)
+            for kind, entries in kinds.items():
+                now = getattr(module, kind)
+                found.has_new_hooks |= kind.endswith("hooks") and now != entries
+                now.clear()
+                now.update(entries)

@@ -82,7 +82,10 @@ class RegionBackend(PlannedBackend):
             return variants[choice.number]
 
         def run(*inputs: Any) -> Any:
-            return variant(self.planner.choice_for(code), inputs)(*inputs)
+            outputs = variant(self.planner.choice_for(code), inputs)(*inputs)
+            if self.planner.gathering is not None:
+                self.planner.gathering.note_node(outputs)
+            return outputs
 
         variant(RegionChoice(code=code, number=FRUGAL), example_inputs)
         if self.planner.running is not None:

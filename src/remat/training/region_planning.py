@@ -10,18 +10,21 @@ import torch
 from torch import fx, nn
 
 from remat.capture.autocast import autocast_now
-from remat.capture.gathering import Gathering, RegionCode, SeenRegion, check_is_traced
+from remat.capture.gathering import Gathering, RegionCode, SeenRegion
 from remat.capture.joint_program import JointProgram
 from remat.capture.outputs import FakeOutputs, fakes_like
+from remat.capture.returned import is_loss, loss_in
 from remat.capture.surroundings import FREES_TANGENTS, add_surroundings, tensors_in
 from remat.core.errors import BudgetError, CaptureError
 from remat.core.graph import TrainingGraph
+from remat.core.liveness import BOUNDARY
 from remat.core.problem import Objective
 from remat.core.units import format_bytes
 from remat.planning.one_device import one_budget, plan_graph
 from remat.planning.plan import Plan
 from remat.planning.regions import (
     ComposedStep,
+    Parts,
     Region,
     RegionOrder,
     compose,
@@ -29,8 +32,11 @@ from remat.planning.regions import (
     plan_regions,
 )
 from remat.planning.several_devices import Budget
+from remat.profile.allocations import Recording
 from remat.profile.costing import with_costs
+from remat.profile.eager_parts import BackwardOrder, backward_order, eager_forwards
 from remat.profile.known import KnownCosts
+from remat.profile.optimizer_memory import LossMemory, assumed_loss_bytes
 from remat.torch_compat.metadata import outputs_of_tangents
 from remat.torch_compat.names import FakeTensorMode, tree_map
 from remat.training.request import PlanRequest
@@ -106,13 +112,26 @@ class RegionPlanner(Planner):
 
     # --- planning ----------------------------------------------------------------
 
-    def plan_seen(self, outputs: Any) -> PlannedStep:
+    @property
+    def device_type(self) -> str:
+        """The type of the device that the model is on."""
+        parameters = () if self.model is None else self.model.parameters()
+        return next((p.device.type for p in parameters), "cpu")
+
+    def plan_seen(self, outputs: Any, recording: Recording | None) -> PlannedStep:
         """Plan the step whose forward pass was just gathered.
+
+        Parameters
+        ----------
+        outputs
+            What the model returned.
+        recording
+            Of one more forward pass, ``None`` where all of the step is in one graph.
 
         Raises
         ------
         CaptureError
-            If parts of it are in no graph.
+            If it does not train, or a part of it in no graph cannot be measured.
         BudgetError
             If no schedule fits; names the smallest known budget.
         """
@@ -124,12 +143,11 @@ class RegionPlanner(Planner):
                 "breaks it into a function of its own that these call"
             )
             raise CaptureError(msg)
-        check_is_traced(outputs)
-        loss = gathering.returned(outputs)
+        gathering.end_step()
         with outside_of_tracing():
             self._outputs = outputs
             try:
-                program = self._compose(gathering, loss)
+                program = self._compose(gathering, recording)
                 key = self._key_of(program.fingerprint, self.gradient_bytes)
                 if key not in self.plans:
                     self.plans[key] = self.make_plan(program)
@@ -141,74 +159,90 @@ class RegionPlanner(Planner):
         return self._chosen(gathering, plan)
 
     def _compose(
-        self, gathering: Gathering, loss: tuple[int, int] | None
+        self, gathering: Gathering, recording: Recording | None
     ) -> JointProgram:
         """Return the whole step as far as planning needs it, surroundings included."""
-        if not any(seen.program.graph.tangents for seen in gathering.seen):
-            msg = (
-                "the model does not train: no output depends on a parameter that "
-                "requires a gradient; check requires_grad and torch.no_grad"
-            )
-            raise CaptureError(msg)
-        regions = [self._region(gathering, seen) for seen in gathering.seen]
         name = "step" if self.model is None else type(self.model).__name__
-        composed = compose(name, regions, loss=loss, frees_tangents=FREES_TANGENTS)
-        programs = [seen.program for seen in gathering.seen]
-        digest = hashlib.sha256()
-        for program, region, mapped in zip(
-            programs, regions, composed.storages, strict=True
-        ):
-            links = sorted(mapped[storage] for storage in region.given)
-            held = sorted(region.held.items())
-            digest.update(f"{program.fingerprint}|{links}|{held}\n".encode())
-        nodes: list[list[fx.Node]] = [[] for _ in composed.graph.storages]
-        for tangent, (region, storage) in composed.tangents.items():
-            nodes[tangent] = programs[region].base_nodes[storage]
+        parts = self._parts(gathering, recording)
+        composed = compose(name, parts, frees_tangents=FREES_TANGENTS)
+        first = gathering.seen[0].program
         program = JointProgram(
-            module=programs[0].module,
+            module=first.module,
             graph=composed.graph,
             op_nodes=[None] * len(composed.graph.ops),
-            base_nodes=nodes,
+            base_nodes=[],
             storages_of={},
             forward_values=[],
             backward_values=[],
             random_states={},
             unchecked_inputs=frozenset(),
-            device=programs[0].device,
-            fingerprint=digest.hexdigest(),
+            device=first.device,
+            fingerprint=_fingerprint(gathering, composed),
             given_storages=frozenset(
                 block for seen in gathering.seen for block in seen.given.values()
             ),
             autocast=autocast_now(),
-            loss=None if loss is None else 0,
+            loss=0 if is_loss(loss_in(self._outputs)) else None,
         )
         program = add_surroundings(program, self.surroundings(program))
         self._composed = composed.surrounded(program.graph)
         return program
 
-    def _region(self, gathering: Gathering, seen: SeenRegion) -> Region:
-        program = seen.program
-        outputs: dict[int, int] = {}
-        for tangent, position in outputs_of_tangents(program.module.graph).items():
-            value = program.forward_values[position]
-            found = program.storages_of[value]
-            if len(found) == 1 and found[0] in seen.made:
-                outputs[program.storages_of[tangent][0]] = found[0]
-        inputs = program.module.graph.find_nodes(op="placeholder")
-        gradients = [
-            (program.storages_of[node][0], program.storages_of[value][0])
-            for node, value in zip(inputs, program.backward_values, strict=False)
-            if isinstance(value, fx.Node) and program.storages_of[value]
-        ]
+    def _parts(self, gathering: Gathering, recording: Recording | None) -> Parts:
+        with torch.enable_grad():
+            backward = backward_order(gathering, self._outputs)
+        if not any(isinstance(each, int) for each in backward.order):
+            msg = (
+                "the model does not train: no output depends on a parameter that "
+                "requires a gradient; check requires_grad and torch.no_grad"
+            )
+            raise CaptureError(msg)
+        count = len(gathering.seen)
+        outputs = {
+            gathering.note_eager(tensor, count) for tensor in tensors_in(self._outputs)
+        }
+        # What autograd keeps as well is held no longer than that, if not returned.
+        held = dict.fromkeys(outputs, count)
+        for block, last in gathering.held.items():
+            held.setdefault(block, -1 if block in backward.saved else last)
+        return Parts(
+            regions=[self._region(seen, backward) for seen in gathering.seen],
+            between=eager_forwards(gathering, recording),
+            backward=backward.order,
+            held=held,
+            returned=backward.returned,
+            leaves=backward.leaves,
+        )
+
+    def _region(self, seen: SeenRegion, backward: BackwardOrder) -> Region:
+        program, node = seen.program, seen.node
+        slots: dict[int, int] = {}
+        gradients: list[tuple[int, int]] = []
+        if node is not None:
+            positions = outputs_of_tangents(program.module.graph)
+            for tangent, position in positions.items():
+                (storage,) = program.storages_of[tangent]
+                slots[storage] = backward.slot(node, position)
+            for (following, number), value in zip(
+                node.next_functions, program.backward_values, strict=False
+            ):
+                if following is not None and isinstance(value, fx.Node):
+                    found = program.storages_of[value]
+                    gradients += [(backward.slot(following, number), s) for s in found]
         return Region(
             graph=self._costed(program),
             given=seen.given,
             made=seen.made,
-            held=gathering.held(seen),
-            outputs=outputs,
+            slots=slots,
             gradients=gradients,
-            accumulated=program.accumulated,
         )
+
+    def loss_memory(self, program: JointProgram) -> LossMemory:
+        """Return what the caller's loss may need beyond the outputs."""
+        if self.loss is None and program.loss is None:
+            outputs = tensors_in(self._outputs)
+            return assumed_loss_bytes(t for t in outputs if t.requires_grad)
+        return super().loss_memory(program)
 
     def _costed(self, program: JointProgram) -> TrainingGraph:
         """Return a region's graph with what its operators cost."""
@@ -269,6 +303,13 @@ class RegionPlanner(Planner):
         orders = composed.region_orders(plan.schedule, plan.platform)
         choices: list[RegionChoice] = []
         for seen, order in zip(gathering.seen, orders, strict=True):
+            backward_count = (
+                len(seen.program.graph.ops) - seen.program.graph.forward_count
+            )
+            if backward_count and order.order[-1] == BOUNDARY:
+                # Autograd does not come to it.
+                choices.append(RegionChoice(code=seen.code, number=FRUGAL))
+                continue
             known = self._orders.setdefault(seen.code, [])
             if order not in known:
                 known.append(order)
@@ -336,3 +377,15 @@ class RegionPlanner(Planner):
                 msg, budget_bytes=budget_bytes, required_bytes=needed_bytes
             )
         running.held_bytes += held_bytes
+
+
+def _fingerprint(gathering: Gathering, composed: ComposedStep) -> str:
+    """Return what is equal for steps of equal graphs that hang together alike."""
+    digest = hashlib.sha256()
+    for seen, mapped in zip(gathering.seen, composed.storages, strict=True):
+        links = sorted(mapped[storage] for storage in seen.given)
+        digest.update(f"{seen.program.fingerprint}|{links}\n".encode())
+    for op, origin in zip(composed.graph.ops, composed.origins, strict=True):
+        if origin is None:
+            digest.update(f"{op.name}|{op.reads}|{op.writes}\n".encode())
+    return digest.hexdigest()

@@ -26,7 +26,12 @@ from remat.torch_compat.names import (
     tree_leaves,
     unset_fake_temporarily,
 )
-from remat.training.caller_state import kept_optimizer, unchanged
+from remat.training.caller_state import (
+    host_random_state,
+    kept_optimizer,
+    set_host_random_state,
+    unchanged,
+)
 from remat.training.device_memory import DevicePeak, device_peaks
 from remat.training.fitted_model import FittedModel, fitted_on, plain_model
 from remat.training.fitted_regions import fitted_for
@@ -451,6 +456,7 @@ class TrainingStep:
         ):
             self.state, self.buffers, self.batch = state, extra, batch
             self.random_state = torch.get_rng_state()
+            self.host_random_state = host_random_state()
             self.cuda_states = [torch.cuda.get_rng_state(d) for d in self.devices]
             try:
                 yield
@@ -477,6 +483,7 @@ class TrainingStep:
                     tensor.detach().copy_(value)
         self.clear_gradients()
         torch.set_rng_state(self.random_state)
+        set_host_random_state(self.host_random_state)
         for device, state in zip(self.devices, self.cuda_states, strict=True):
             torch.cuda.set_rng_state(state, device)
 

@@ -1,0 +1,316 @@
+"""What runs between the graphs of a step: operators in no graph, and their backward.
+
+Their forward passes are measured in a forward pass of the model, between the regions;
+their backward passes one node of autograd at a time, on zeros.
+"""
+
+import heapq
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from remat.capture.gathering import Gathering
+from remat.capture.returned import is_loss, loss_in
+from remat.capture.surroundings import existing_gradient, tensors_in
+from remat.core.errors import CaptureError
+from remat.planning.regions import EagerBackward, EagerForward, Slot
+from remat.profile.allocations import Recording
+from remat.profile.memory import memory_growth
+from remat.torch_compat.attributes import (
+    gradient_shapes,
+    is_compiled_step,
+    made_number,
+    saved_tensors,
+    storage_identity,
+    viewed,
+)
+
+_LEAF = "AccumulateGrad"
+
+
+@dataclass(kw_only=True)
+class BackwardOrder:
+    """How autograd goes through a step.
+
+    Parameters
+    ----------
+    order
+        Regions by their numbers, and nodes of operators in no graph.
+    slots
+        A number for each output of each node, and for each leaf.
+    returned
+        The slots that get a gradient from the caller.
+    leaves
+        The slots of leaves, and whether a leaf has a gradient already.
+    saved
+        The blocks that operators in no graph keep for it.
+    """
+
+    order: list["int | EagerBackward"] = field(default_factory=list[Any])
+    slots: dict[tuple[Any, int], Slot] = field(default_factory=dict[Any, int])
+    returned: frozenset[Slot] = frozenset()
+    leaves: dict[Slot, bool] = field(default_factory=dict[int, bool])
+    saved: set[int] = field(default_factory=set[int])
+
+    def slot(self, node: Any, number: int) -> Slot:
+        """Return where gradients of a node's output, or of a leaf, come together."""
+        key = (node, number)
+        if key not in self.slots:
+            self.slots[key] = len(self.slots)
+            if type(node).__name__ == _LEAF:
+                has_gradient = existing_gradient(node.variable) is not None
+                self.leaves[self.slots[key]] = has_gradient
+        return self.slots[key]
+
+
+def backward_order(gathering: Gathering, outputs: Any) -> BackwardOrder:
+    """Return how autograd goes from what the model returned, and measure eager nodes.
+
+    Raises
+    ------
+    CaptureError
+        If a node cannot be run by itself.
+    """
+    return _Backward(gathering, outputs).run()
+
+
+def eager_forwards(
+    gathering: Gathering, recording: Recording | None
+) -> dict[int, EagerForward]:
+    """Return what operators in no graph do before each region, and after the last.
+
+    Parameters
+    ----------
+    gathering
+        The forward pass, with all blocks that eager operators made and keep.
+    recording
+        Of another forward pass, with marks at the borders of regions.
+    """
+    made: dict[int, dict[int, int]] = {}
+    for block, before in gathering.eager.items():
+        made.setdefault(before, {})[block] = gathering.sizes_bytes[block]
+    found: dict[int, EagerForward] = {}
+    for before, (peak_bytes, elapsed_ns) in enumerate(_growths(gathering, recording)):
+        blocks = made.pop(before, {})
+        workspace_bytes = max(0, peak_bytes - sum(blocks.values()))
+        if blocks or workspace_bytes:
+            found[before] = EagerForward(
+                made=blocks, workspace_bytes=workspace_bytes, cost_ns=elapsed_ns
+            )
+    return found
+
+
+def _growths(
+    gathering: Gathering, recording: Recording | None
+) -> Iterator[tuple[int, int]]:
+    """Yield most bytes and time before each region, and after the last."""
+    count = len(gathering.seen)
+    if recording is None:
+        yield from [(0, 0)] * (count + 1)
+        return
+    if len(recording.marks) != 2 * count:
+        msg = (
+            f"the model ran {count} graphs in one forward pass and "
+            f"{len(recording.marks) // 2} in the next with the same inputs: what its "
+            "Python code does changes between calls, so no plan holds for it"
+        )
+        raise CaptureError(msg)
+    times = [recording.start_ns, *(mark[0] for mark in recording.marks)]
+    times.append(recording.end_ns)
+    for begin_ns, end_ns in zip(times[::2], times[1::2], strict=True):
+        used = peak = 0
+        for allocation in recording.inside:
+            if begin_ns <= allocation.time_ns <= end_ns:
+                used += allocation.change_bytes
+                peak = max(peak, used)
+        yield peak, end_ns - begin_ns
+
+
+class _Backward:
+    def __init__(self, gathering: Gathering, outputs: Any) -> None:
+        self.gathering = gathering
+        self.found = BackwardOrder()
+        self.regions = {
+            seen.node: index
+            for index, seen in enumerate(gathering.seen)
+            if seen.node is not None
+        }
+        # When regions were made, to tell before which one another node was.
+        numbered = sorted((made_number(n), i) for n, i in self.regions.items())
+        self.numbers = [number for number, _ in numbered]
+        self.indices = [index for _, index in numbered]
+        self.roots = _roots(outputs)
+        self.defined: set[Slot] = set()
+
+    def run(self) -> BackwardOrder:
+        found = self.found
+        roots = [found.slot(*root) for root in self.roots]
+        found.returned = frozenset(roots)
+        self.defined.update(roots)
+        waiting = self.dependence()
+        # As autograd: of all nodes that are ready, that which was made last.
+        ready = [
+            (-made_number(node), position, node)
+            for position, node in enumerate(dict.fromkeys(n for n, _ in self.roots))
+            if not waiting[node]
+        ]
+        heapq.heapify(ready)
+        position = len(ready)
+        while ready:
+            _, _, node = heapq.heappop(ready)
+            self.take(node)
+            for following, _ in node.next_functions:
+                if following is None or type(following).__name__ == _LEAF:
+                    continue
+                waiting[following] -= 1
+                if not waiting[following]:
+                    position += 1
+                    entry = (-made_number(following), position, following)
+                    heapq.heappush(ready, entry)
+        return found
+
+    def dependence(self) -> Counter[Any]:
+        """Return how many gradients each node waits for."""
+        waiting: Counter[Any] = Counter()
+        known: set[Any] = set()
+        nodes = [node for node, _ in self.roots]
+        while nodes:
+            node = nodes.pop()
+            if node in known:
+                continue
+            known.add(node)
+            for following, _ in node.next_functions:
+                if following is not None:
+                    waiting[following] += 1
+                    nodes.append(following)
+        return waiting
+
+    def take(self, node: Any) -> None:
+        if node in self.regions:
+            self.found.order.append(self.regions[node])
+            for following, number in node.next_functions:
+                if following is not None:
+                    self.defined.add(self.found.slot(following, number))
+        elif type(node).__name__ != _LEAF:
+            self.take_eager(node)
+
+    def take_eager(self, node: Any) -> None:
+        name = type(node).__name__
+        if is_compiled_step(node):
+            msg = (
+                f"a part of the model that another torch.compile has compiled ({name}) "
+                "has a backward pass of its own, which no plan counts; fit the model "
+                "without compiling parts of it"
+            )
+            raise CaptureError(msg)
+        slots = [self.found.slot(node, n) for n in range(len(gradient_shapes(node)))]
+        given = [
+            torch.zeros(shape, dtype=dtype, device=device)
+            if slot in self.defined
+            else None
+            for slot, (shape, dtype, device) in zip(
+                slots, gradient_shapes(node), strict=True
+            )
+        ]
+        if all(value is None for value in given):
+            return
+        saved, results = self.saved(node), list[Any]()
+        inputs = [
+            GradientEdge(following, number)
+            for following, number in node.next_functions
+            if following is not None
+        ]
+        outputs = [
+            (GradientEdge(node, number), value)
+            for number, value in enumerate(given)
+            if value is not None
+        ]
+
+        def run() -> object:
+            edges, values = zip(*outputs, strict=True)
+            began = time.perf_counter_ns()
+            # Some keep more where they may be asked again.
+            results.append(
+                torch.autograd.grad(edges, inputs, values, allow_unused=True)
+            )
+            results.append(time.perf_counter_ns() - began)
+            return results
+
+        try:
+            # The first call of some kernels makes more than others do.
+            getattr(node, "apply", node)(*given)
+            growth = memory_growth(run)
+        # Whatever an operator's backward, or the user's own, raises.
+        except Exception as error:
+            msg = (
+                f"{name} is computed between the graphs into which the model is split, "
+                f"and its backward pass cannot be run alone: {type(error).__name__}: "
+                f"{error}; move that operator into a graph"
+            )
+            raise CaptureError(msg) from error
+        made, elapsed_ns = results
+        gradients = self.gradients(node, given, made)
+        new_bytes = sum(max(0, size) for _, size in gradients)
+        self.found.order.append(
+            EagerBackward(
+                name=name,
+                slots=[
+                    (slot, value.untyped_storage().nbytes())
+                    for slot, value in zip(slots, given, strict=True)
+                    if value is not None
+                ],
+                saved=saved,
+                gradients=gradients,
+                workspace_bytes=max(0, growth.peak_bytes - new_bytes),
+                cost_ns=elapsed_ns,
+            )
+        )
+
+    def gradients(
+        self, node: Any, given: Sequence[Any], made: Sequence[Any]
+    ) -> list[tuple[Slot, int]]:
+        """Return the slots that a node hands gradients to, with their sizes."""
+        known = {
+            storage_identity(value): position
+            for position, value in enumerate(v for v in given if v is not None)
+        }
+        found: list[tuple[Slot, int]] = []
+        edges = [edge for edge in node.next_functions if edge[0] is not None]
+        for (following, number), value in zip(edges, made, strict=True):
+            if value is None:
+                continue
+            slot = self.found.slot(following, number)
+            self.defined.add(slot)
+            position = known.get(storage_identity(value))
+            size_bytes = value.untyped_storage().nbytes()
+            found.append((slot, size_bytes if position is None else -1 - position))
+        return found
+
+    def saved(self, node: Any) -> list[int]:
+        """Return the blocks, but resident ones, that a node keeps."""
+        position = bisect_left(self.numbers, made_number(node))
+        before = self.indices[position - 1] + 1 if position else 0
+        blocks = [
+            self.gathering.note_eager(tensor, before) for tensor in saved_tensors(node)
+        ]
+        found = [b for b in dict.fromkeys(blocks) if not self.gathering.is_resident(b)]
+        self.found.saved.update(found)
+        return found
+
+
+def _roots(outputs: Any) -> list[tuple[Any, int]]:
+    """Return the nodes and outputs where the caller's backward pass begins."""
+    loss = loss_in(outputs)
+    tensors = [loss] if is_loss(loss) else tensors_in(outputs)
+    # Views that are returned are made again behind what they view.
+    bases = [viewed(tensor) for tensor in tensors]
+    found = [t if b is None else b for t, b in zip(tensors, bases, strict=True)]
+    return list(
+        dict.fromkeys((t.grad_fn, t.output_nr) for t in found if t.grad_fn is not None)
+    )
