@@ -42,6 +42,7 @@ from torch.utils.checkpoint import checkpoint
 from remat.core.bounds import peak_bound_bytes
 from remat.solvers import SOLVERS
 from studies import lower_sets_networks, lower_sets_tables, peers, record
+from tests.studies.same_process import stay_in_process
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -313,11 +314,14 @@ def test_search_that_ended_too_high_does_not_hide_an_answer(
     assert lines[0]["budget_bytes"] == lines[2]["budget_bytes"] < plain_bytes
 
 
-def test_study_records_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_study_records_and_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = ["--tiny", "--models", "vgg19", "--methods", "plain", "chen-greedy"]
     arguments += ["--repeats", "1", "--results", str(tmp_path)]
     file = tmp_path / "lower_sets_networks.jsonl"
     assert main([*arguments, "--cases", "plain", "--methods", "plain"]) == 0
+    stay_in_process(monkeypatch, lower_sets_networks)
     assert main([*arguments, "--cases", "100%", "--methods", "chen-greedy"]) == 0
     assert main([*arguments, "--cases", "100%", "--methods", "chen-greedy"]) == 0
     lines = record.read(file)
