@@ -36,13 +36,13 @@ from studies.networks import (
     unet_output_side,
 )
 from studies.peers import checkpointed, longest_chain
+from tests.studies.same_process import stay_in_process
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from remat.core.bounds import peak_bound_bytes
 from remat.solvers import SOLVERS
 from studies import lower_sets_networks, lower_sets_tables, peers, record
-from tests.studies.same_process import stay_in_process
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

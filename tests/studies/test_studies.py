@@ -9,9 +9,9 @@ import torch
 from studies.models import MODELS, Options
 from studies.peers import PeerStep, checkpointed, family, study_peer
 from studies.planned import PhaseClock, Subject, make_step, study_budget
+from tests.studies.same_process import stay_in_process
 
 from studies import record, run, tables
-from tests.studies.same_process import stay_in_process
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
