@@ -36,6 +36,7 @@ from studies.networks import (
     unet_output_side,
 )
 from studies.peers import checkpointed, longest_chain
+from tests.studies.same_process import stay_in_process
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -313,11 +314,14 @@ def test_search_that_ended_too_high_does_not_hide_an_answer(
     assert lines[0]["budget_bytes"] == lines[2]["budget_bytes"] < plain_bytes
 
 
-def test_study_records_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_study_records_and_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = ["--tiny", "--models", "vgg19", "--methods", "plain", "chen-greedy"]
     arguments += ["--repeats", "1", "--results", str(tmp_path)]
     file = tmp_path / "lower_sets_networks.jsonl"
     assert main([*arguments, "--cases", "plain", "--methods", "plain"]) == 0
+    stay_in_process(monkeypatch, lower_sets_networks)
     assert main([*arguments, "--cases", "100%", "--methods", "chen-greedy"]) == 0
     assert main([*arguments, "--cases", "100%", "--methods", "chen-greedy"]) == 0
     lines = record.read(file)

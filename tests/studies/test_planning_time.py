@@ -8,7 +8,7 @@ from studies.planning_time import main, planning_time_table
 
 
 def test_a_line_and_a_row_for_each_model(tmp_path: Path):
-    words = ["--tiny", "--models", "gpt2", "--budget", "97%"]
+    words = ["--tiny", "--models", "vgg19", "--budget", "97%"]
     assert main([*words, "--results", str(tmp_path)]) == 0
     path = tmp_path / "planning_time.jsonl"
     line = json.loads(path.read_text(encoding="utf-8"))
@@ -17,9 +17,9 @@ def test_a_line_and_a_row_for_each_model(tmp_path: Path):
     assert line["capture_s"] > 0
     assert line["cost_ns"] >= line["bound_ns"]
     # The small variants are for tests only.
-    assert "gpt2" not in planning_time_table(path)
+    assert "vgg19" not in planning_time_table(path)
     path.write_text(json.dumps({**line, "tiny": False}), encoding="utf-8")
-    assert f"| gpt2 | {line['ops']} |" in planning_time_table(path)
+    assert f"| vgg19 | {line['ops']} |" in planning_time_table(path)
 
 
 def test_a_failure_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -9,6 +9,7 @@ import torch
 from studies.models import MODELS, Options
 from studies.peers import PeerStep, checkpointed, family, study_peer
 from studies.planned import PhaseClock, Subject, make_step, study_budget
+from tests.studies.same_process import stay_in_process
 
 from studies import record, run, tables
 
@@ -188,7 +189,7 @@ def test_unknown_peer_is_refused() -> None:
 
 
 def test_run_records_resumes_and_reports_failures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ["budgets", "--tiny", "--models", "vgg19", "--cases", "97%"]
     arguments += ["--repeats", "1", "--results", str(tmp_path)]
@@ -197,6 +198,7 @@ def test_run_records_resumes_and_reports_failures(
     assert [line["case"] for line in lines] == ["plain", "97%"]
     assert run.main([*arguments, "--skip", "recorded"]) == 0
     assert len(record.read(tmp_path / "budgets.jsonl")) == 2
+    stay_in_process(monkeypatch, run)
     run.main(["overhead", "--tiny", "--models", "nothing", "--results", str(tmp_path)])
     (failed,) = record.read(tmp_path / "overhead.jsonl")
     assert failed["status"] == "failed"

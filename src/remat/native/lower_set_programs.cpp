@@ -20,7 +20,6 @@
 #include <bit>
 #include <cstddef>
 #include <limits>
-#include <numeric>
 #include <stdexcept>
 #include <utility>
 
@@ -97,23 +96,22 @@ Reached reach(const Tables& tables, const Query& query, Watch& watch) {
     if (m == kInfinity || a == tables.full) continue;
     const auto [begin, end] = tables.reach(a, query.budget - m + tables.segment[a]);
     watch.spend(end - begin);
-    for (Index b = begin; b < end; ++b) {
+    tables.for_each_superset(a, begin, end, [&](Index b) {
       // What is kept on reaching b holds what was kept before, and b's boundary.
       const std::int64_t least = std::max(m, tables.boundary_bytes[b]);
       if (low[b] < least || (low[b] == least && (!is_tied || reached.overhead[b] <= t))) {
-        continue;
+        return;
       }
-      if (b == a || !tables.contains(b, a)) continue;
       const Tables::Step kept = tables.kept(a, b);
       const std::int64_t next_m = m + kept.bytes;
-      if (next_m > low[b]) continue;
+      if (next_m > low[b]) return;
       const std::int64_t next_t = t + signed_overhead(tables, query, a, b, kept.cost);
       if (next_m < low[b] || next_t < reached.overhead[b]) {
         low[b] = next_m;
         reached.overhead[b] = next_t;
         reached.from[b] = a;
       }
-    }
+    });
     for (Index b = end; b < count; ++b) {
       const std::int64_t needed = m + tables.key[b] - tables.segment[a];
       if (needed >= reached.next_budget) break;
@@ -252,21 +250,20 @@ void Search::look_back(Part& part) {
     std::int64_t high = -1, rest = kInfinity;
     const auto [begin, end] = tables.reach(a, query_.budget - m + tables.segment[a]);
     watch_.spend(end - begin);
-    for (Index b = begin; b < end; ++b) {
+    tables.for_each_superset(a, begin, end, [&](Index b) {
       const std::int64_t room = query_.budget - tables.key[b] + tables.segment[a];
       if (std::min(room, part.high[b]) <= high &&
           (part.high[b] < m ||
            part.rest[b] + least_overhead(tables, query_, a, b) >= rest)) {
-        continue;
+        return;
       }
-      if (b == a || !tables.contains(b, a)) continue;
       const Tables::Step kept = tables.kept(a, b);
       const std::int64_t most = std::min(room, part.high[b] - kept.bytes);
-      if (most < m) continue;
+      if (most < m) return;
       high = std::max(high, most);
       rest = std::min(rest,
                       part.rest[b] + signed_overhead(tables, query_, a, b, kept.cost));
-    }
+    });
     part.high[a] = high;
     part.rest[a] = rest;
   }
@@ -281,19 +278,18 @@ void Search::walk(const Part& part) {
     const auto [begin, end] = tables.reach(a, query_.budget - m + tables.segment[a]);
     Index next = kNone;
     std::int64_t next_m = 0, least = kInfinity;
-    for (Index b = begin; b < end; ++b) {
-      if (b == a || !tables.contains(b, a)) continue;
+    tables.for_each_superset(a, begin, end, [&](Index b) {
       const Tables::Step kept = tables.kept(a, b);
       const std::int64_t bound =
           part.rest[b] + signed_overhead(tables, query_, a, b, kept.cost);
       const std::int64_t after = m + kept.bytes;
-      if (after > part.high[b]) continue;
+      if (after > part.high[b]) return;
       if (bound < least || (bound == least && after < next_m)) {
         least = bound;
         next = b;
         next_m = after;
       }
-    }
+    });
     if (next == kNone) throw std::logic_error("no way to the end, although in reach");
     slots.push_back(next);
     a = next;
@@ -323,15 +319,14 @@ void Search::look_ahead(Part& part) {
     if (a == tables.full || s == kInfinity || s + part.rest[a] > best_.overhead) continue;
     const auto [begin, end] = tables.reach(a, query_.budget - m + tables.segment[a]);
     watch_.spend(end - begin);
-    for (Index b = begin; b < end; ++b) {
+    tables.for_each_superset(a, begin, end, [&](Index b) {
       const std::int64_t bound = s + least_overhead(tables, query_, a, b);
-      if (bound >= part.so_far[b] || bound + part.rest[b] > best_.overhead) continue;
-      if (b == a || !tables.contains(b, a)) continue;
+      if (bound >= part.so_far[b] || bound + part.rest[b] > best_.overhead) return;
       const Tables::Step kept = tables.kept(a, b);
-      if (m + kept.bytes > part.high[b]) continue;
+      if (m + kept.bytes > part.high[b]) return;
       part.so_far[b] = std::min(
           part.so_far[b], s + signed_overhead(tables, query_, a, b, kept.cost));
-    }
+    });
   }
 }
 
@@ -405,43 +400,24 @@ void thin(std::vector<State>& front, std::size_t longest) {
 void Search::search_states(const Part& part, std::size_t longest) {
   const Tables& tables = part.tables;
   const Index count = tables.size();
-  // Sets sorted by how much room they leave: those from which b may be next are a range.
-  std::vector<Index> sources(count);
-  std::iota(sources.begin(), sources.end(), Index{0});
-  const auto gain_of = [&](Index a) { return tables.segment[a] - part.low[a]; };
-  std::stable_sort(sources.begin(), sources.end(),
-                   [&](Index a, Index b) { return gain_of(a) < gain_of(b); });
-  std::vector<std::int64_t> gains(count), first_s(count, kInfinity);
-  std::vector<Index> place(count);
-  for (Index i = 0; i < count; ++i) {
-    gains[i] = gain_of(sources[i]);
-    place[sources[i]] = i;
-  }
   std::vector<std::vector<State>> fronts(count);
   fronts[tables.empty] = {{0, 0}};
-  first_s[place[tables.empty]] = 0;
   for (const Index b : tables.by_size) {
     if (b == tables.empty) continue;
     const std::int64_t last_s = best_.overhead - part.rest[b];
     if (last_s < part.so_far[b]) continue;
     Front front(part.so_far[b], last_s);
-    const auto from = std::lower_bound(gains.begin(), gains.end(),
-                                       tables.key[b] - query_.budget);
-    const auto to = std::upper_bound(from, gains.end(), tables.segment[b]);
-    const auto begin = static_cast<Index>(from - gains.begin());
-    const auto end = static_cast<Index>(to - gains.begin());
     std::int64_t offered = 0;
-    for (Index i = begin; i < end; ++i) {
-      if (first_s[i] == kInfinity) continue;
-      const Index a = sources[i];
-      if (first_s[i] + least_overhead(tables, query_, a, b) > last_s) continue;
-      if (a == b || !tables.contains(b, a)) continue;
+    tables.for_each_subset(b, [&](Index a) {
+      const std::vector<State>& states = fronts[a];
+      if (states.empty()) return;
+      if (part.low[a] + tables.key[b] - tables.segment[a] > query_.budget) return;
+      if (states.front().s + least_overhead(tables, query_, a, b) > last_s) return;
       const Tables::Step kept = tables.kept(a, b);
       const std::int64_t most_m =
           std::min(query_.budget - tables.key[b] + tables.segment[a],
                    part.high[b] - kept.bytes);
       const std::int64_t more = signed_overhead(tables, query_, a, b, kept.cost);
-      const std::vector<State>& states = fronts[a];
       const auto first = std::partition_point(
           states.begin(), states.end(), [&](const State& state) { return state.m > most_m; });
       const auto last = std::partition_point(
@@ -449,12 +425,11 @@ void Search::search_states(const Part& part, std::size_t longest) {
       front.offer(states.data() + (first - states.begin()),
                   states.data() + (last - states.begin()), more, kept.bytes);
       offered += last - first;
-    }
-    watch_.spend(end - begin + offered);
+    });
+    watch_.spend(count + offered);
     front.take(fronts[b]);
     thin(fronts[b], longest);
     fronts[b].shrink_to_fit();
-    if (!fronts[b].empty()) first_s[place[b]] = fronts[b].front().s;
   }
   if (!fronts[tables.full].empty()) trace_back(part, fronts);
 }

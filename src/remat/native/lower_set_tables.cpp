@@ -126,7 +126,7 @@ Tables::Tables(const GraphArrays& graph, std::span<const Word> rows, std::size_t
 
   struct Facts {
     std::int64_t key = 0, segment = 0, cost = 0;
-    std::vector<Word> set, boundary, tops;
+    std::vector<Word> set, boundary, tops, next;
   };
   std::vector<Facts> facts(count);
   for (std::size_t i = 0; i < count; ++i) {
@@ -139,6 +139,10 @@ Tables::Tables(const GraphArrays& graph, std::span<const Word> rows, std::size_t
       fact.cost += costs[v];
     });
     fact.tops = fact.set;
+    fact.next.resize(words);
+    for (std::size_t v = 0; v < nodes; ++v) {
+      if (!has(fact.set, v)) add(fact.next, v);
+    }
     std::vector<Word> consumers(words), beside(words);
     for (const auto& [u, v] : reads) {
       const bool has_u = has(fact.set, u), has_v = has(fact.set, v);
@@ -146,6 +150,7 @@ Tables::Tables(const GraphArrays& graph, std::span<const Word> rows, std::size_t
         throw std::invalid_argument("a row holds a value without what it reads");
       }
       if (has_v) remove(fact.tops, u);
+      if (!has_u) remove(fact.next, v);
       if (has_u && !has_v) {
         add(fact.boundary, u);
         add(consumers, v);
@@ -166,6 +171,7 @@ Tables::Tables(const GraphArrays& graph, std::span<const Word> rows, std::size_t
   by_size.resize(count);
   boundary_start.push_back(0);
   maximal_start.push_back(0);
+  outside_start.push_back(0);
   for (std::size_t slot = 0; slot < count; ++slot) {
     by_size[row[slot]] = static_cast<Index>(slot);
     const Facts& fact = facts[row[slot]];
@@ -177,16 +183,26 @@ Tables::Tables(const GraphArrays& graph, std::span<const Word> rows, std::size_t
       boundary.push_back(
           {static_cast<Index>(v / 64), static_cast<Index>(v % 64), bytes[v], cost_of[v]});
     });
-    for (std::size_t k = words; k-- > 0;) {
-      if (fact.tops[k] != 0) maximal.push_back({static_cast<Index>(k), fact.tops[k]});
-    }
+    for_each_bit(fact.tops, [&](std::size_t v) { maximal.push_back(static_cast<Index>(v)); });
+    for_each_bit(fact.next, [&](std::size_t v) { outside.push_back(static_cast<Index>(v)); });
     boundary_bytes.push_back(total(fact.boundary, bytes));
     boundary_cost.push_back(total(fact.boundary, cost_of));
     boundary_start.push_back(static_cast<Index>(boundary.size()));
     maximal_start.push_back(static_cast<Index>(maximal.size()));
+    outside_start.push_back(static_cast<Index>(outside.size()));
   }
   empty = by_size.front();
   full = by_size.back();
+  fill_columns();
+}
+
+void Tables::fill_columns() {
+  columns_.assign((size() + 63) / 64 * words * 64, 0);
+  for (std::size_t slot = 0; slot < size(); ++slot) {
+    Word* const column = &columns_[slot / 64 * words * 64];
+    for_each_bit({&bits[slot * words], words},
+                 [&](std::size_t v) { column[v] |= Word{1} << (slot % 64); });
+  }
 }
 
 Tables Tables::subset(const std::vector<Index>& slots) const {
@@ -194,6 +210,7 @@ Tables Tables::subset(const std::vector<Index>& slots) const {
   part.words = words;
   part.boundary_start.push_back(0);
   part.maximal_start.push_back(0);
+  part.outside_start.push_back(0);
   std::vector<Index> new_slot(size(), size());
   for (const Index slot : slots) {
     new_slot[slot] = part.size();
@@ -210,14 +227,18 @@ Tables Tables::subset(const std::vector<Index>& slots) const {
                          boundary.begin() + boundary_start[slot + 1]);
     part.maximal.insert(part.maximal.end(), maximal.begin() + maximal_start[slot],
                         maximal.begin() + maximal_start[slot + 1]);
+    part.outside.insert(part.outside.end(), outside.begin() + outside_start[slot],
+                        outside.begin() + outside_start[slot + 1]);
     part.boundary_start.push_back(static_cast<Index>(part.boundary.size()));
     part.maximal_start.push_back(static_cast<Index>(part.maximal.size()));
+    part.outside_start.push_back(static_cast<Index>(part.outside.size()));
   }
   for (const Index slot : by_size) {
     if (new_slot[slot] < size()) part.by_size.push_back(new_slot[slot]);
   }
   part.empty = new_slot[empty];
   part.full = new_slot[full];
+  part.fill_columns();
   return part;
 }
 
