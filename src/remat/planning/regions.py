@@ -3,7 +3,8 @@
 Where the tracer splits a model, each part, a *region*, has a training graph of its own
 and runs as a whole: in forward the regions run in order, in backward as autograd goes.
 Here they become one training graph, so that one plan and one replay cover the whole
-step. What Python and autograd do between regions are ops as well, that run once:
+step. What Python and autograd do between regions are ops as well. They run once, and
+take no time that a plan could change:
 
 * operators that are in no graph, with the blocks that they make and keep, and in
   backward one op for each node that autograd has of them;
@@ -75,13 +76,10 @@ class EagerForward:
         Sizes in bytes of the blocks that stay, by their numbers.
     workspace_bytes
         Most bytes that they take beyond these.
-    cost_ns
-        How long they run.
     """
 
     made: Mapping[int, int] = field(default_factory=dict[int, int])
     workspace_bytes: int = 0
-    cost_ns: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +97,8 @@ class EagerBackward:
     gradients
         Slots that it hands gradients to, with their sizes in bytes; where one is the
         block of a gradient that it got, the position in ``slots``, negative from -1 on.
-    workspace_bytes, cost_ns
-        What it takes beyond its gradients, and how long.
+    workspace_bytes
+        Most bytes that it takes beyond its gradients.
     """
 
     name: str
@@ -108,7 +106,6 @@ class EagerBackward:
     saved: Sequence[int] = ()
     gradients: Sequence[tuple[Slot, int]] = ()
     workspace_bytes: int = 0
-    cost_ns: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,7 +367,6 @@ class _Composition:
             tuple(storage for storage in reads if storage not in made),
             made,
             workspace_bytes=eager.workspace_bytes,
-            cost_ns=eager.cost_ns,
         )
 
     def add_forward(self, index: int) -> None:
@@ -421,7 +417,6 @@ class _Composition:
         writes: tuple[int, ...] = (),
         *,
         workspace_bytes: int = 0,
-        cost_ns: int = 0,
     ) -> None:
         count = len(self.regions[0].graph.device_kinds)
         self.ops.append(
@@ -429,7 +424,7 @@ class _Composition:
                 name=name,
                 reads=tuple(s for s in reads if not self.storages[s].is_resident),
                 writes=writes,
-                cost_ns=(cost_ns,) * count,
+                cost_ns=(0,) * count,
                 workspace_bytes=(workspace_bytes,) * count,
                 phase=phase,
                 non_recomputable=_BETWEEN,
@@ -483,7 +478,6 @@ class _Composition:
             tuple(dict.fromkeys(reads)),
             tuple(writes),
             workspace_bytes=eager.workspace_bytes,
-            cost_ns=eager.cost_ns,
         )
         dropped: dict[int, None] = {}
         for slot, storage in handed:

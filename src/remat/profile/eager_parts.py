@@ -5,7 +5,6 @@ their backward passes one node of autograd at a time, on zeros.
 """
 
 import heapq
-import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,6 @@ from remat.profile.allocations import Recording
 from remat.profile.memory import memory_growth
 from remat.torch_compat.attributes import (
     gradient_shapes,
-    is_compiled_step,
     made_number,
     saved_tensors,
     storage_identity,
@@ -96,23 +94,19 @@ def eager_forwards(
     for block, before in gathering.eager.items():
         made.setdefault(before, {})[block] = gathering.sizes_bytes[block]
     found: dict[int, EagerForward] = {}
-    for before, (peak_bytes, elapsed_ns) in enumerate(_growths(gathering, recording)):
+    for before, peak_bytes in enumerate(_growths(gathering, recording)):
         blocks = made.pop(before, {})
         workspace_bytes = max(0, peak_bytes - sum(blocks.values()))
         if blocks or workspace_bytes:
-            found[before] = EagerForward(
-                made=blocks, workspace_bytes=workspace_bytes, cost_ns=elapsed_ns
-            )
+            found[before] = EagerForward(made=blocks, workspace_bytes=workspace_bytes)
     return found
 
 
-def _growths(
-    gathering: Gathering, recording: Recording | None
-) -> Iterator[tuple[int, int]]:
-    """Yield most bytes and time before each region, and after the last."""
+def _growths(gathering: Gathering, recording: Recording | None) -> Iterator[int]:
+    """Yield the most bytes that are added before each region, and after the last."""
     count = len(gathering.seen)
     if recording is None:
-        yield from [(0, 0)] * (count + 1)
+        yield from [0] * (count + 1)
         return
     if len(recording.marks) != 2 * count:
         msg = (
@@ -129,7 +123,7 @@ def _growths(
             if begin_ns <= allocation.time_ns <= end_ns:
                 used += allocation.change_bytes
                 peak = max(peak, used)
-        yield peak, end_ns - begin_ns
+        yield peak
 
 
 class _Backward:
@@ -202,13 +196,6 @@ class _Backward:
 
     def take_eager(self, node: Any) -> None:
         name = type(node).__name__
-        if is_compiled_step(node):
-            msg = (
-                f"a part of the model that another torch.compile has compiled ({name}) "
-                "has a backward pass of its own, which no plan counts; fit the model "
-                "without compiling parts of it"
-            )
-            raise CaptureError(msg)
         slots = [self.found.slot(node, n) for n in range(len(gradient_shapes(node)))]
         given = [
             torch.zeros(shape, dtype=dtype, device=device)
@@ -234,12 +221,9 @@ class _Backward:
 
         def run() -> object:
             edges, values = zip(*outputs, strict=True)
-            began = time.perf_counter_ns()
             # Some keep more where they may be asked again.
-            results.append(
-                torch.autograd.grad(edges, inputs, values, allow_unused=True)
-            )
-            results.append(time.perf_counter_ns() - began)
+            made = torch.autograd.grad(edges, inputs, values, allow_unused=True)
+            results.extend(made)
             return results
 
         try:
@@ -254,8 +238,7 @@ class _Backward:
                 f"{error}; move that operator into a graph"
             )
             raise CaptureError(msg) from error
-        made, elapsed_ns = results
-        gradients = self.gradients(node, given, made)
+        gradients = self.gradients(node, given, results)
         new_bytes = sum(max(0, size) for _, size in gradients)
         self.found.order.append(
             EagerBackward(
@@ -268,7 +251,6 @@ class _Backward:
                 saved=saved,
                 gradients=gradients,
                 workspace_bytes=max(0, growth.peak_bytes - new_bytes),
-                cost_ns=elapsed_ns,
             )
         )
 

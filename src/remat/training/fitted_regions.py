@@ -18,7 +18,7 @@ from remat.core.errors import RematError
 from remat.planning.plan import Plan
 from remat.profile.allocations import AllocationRecorder, Recording
 from remat.torch_compat.attributes import MODULE_STATE, own_buffers
-from remat.torch_compat.names import tree_flatten
+from remat.torch_compat.names import profiler_enabled, tree_flatten
 from remat.training.caller_state import host_random_state, set_host_random_state
 from remat.training.fitted_model import FittedModel, logger
 from remat.training.region_backend import RegionBackend
@@ -59,6 +59,7 @@ class FittedRegions(FittedModel):
         self._steps_by_kind: dict[Any, PlannedStep] = {}
         self._kind: Any = None
         self._failed_counts: Counter[Any] = Counter()
+        self._stale: set[Any] = set()
 
     def make_backend(self, *, is_only_planned: bool) -> RegionBackend:
         """Return the backend that compiles the model's graphs."""
@@ -140,7 +141,10 @@ class FittedRegions(FittedModel):
         self._kind = kind
         if planner.gathering is not None:
             return
-        if kind not in self._steps_by_kind:
+        # A second profiler could not measure what there is between the graphs.
+        is_stale = kind in self._stale and not profiler_enabled()
+        if is_stale or kind not in self._steps_by_kind:
+            self._stale.discard(kind)
             self.plan_step(args, kwargs, gradient_bytes)
         planner.begin_step(self._steps_by_kind[kind])
 
@@ -155,7 +159,7 @@ class FittedRegions(FittedModel):
             return
         self._failed_counts[self._kind] += 1
         if self._failed_counts[self._kind] <= _MOST_PLANS:
-            self._steps_by_kind.pop(self._kind, None)
+            self._stale.add(self._kind)
         if "unplanned" not in self.told:
             self.told.add("unplanned")
             logger.warning(

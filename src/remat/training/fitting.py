@@ -99,10 +99,11 @@ def fit(
     regions
         ``"whole"`` takes the model as one graph, and refuses one that ``torch.compile``
         would split. ``"breaks"`` lets the tracer split it, at a ``print``, ``.item()``
-        or a branch on values, and plans all graphs together under the one budget. A
-        forward pass is run for planning, with real values; what it changes of the model
-        is put back. Graphs that the example did not lead to keep nothing, and are
-        computed again as a whole. For one device and eager kernels.
+        or a branch on values, and plans all graphs together under the one budget. Two
+        forward passes are run for planning, with real values; what they change of the
+        model is put back. Operators in no graph are measured. Graphs that the example
+        did not lead to keep nothing, and are computed again as a whole. For one device
+        and eager kernels.
     progress
         Called with what is being done and the share of it that is done.
     plan
