@@ -23,13 +23,12 @@ from remat.profile.allocations import Recording
 from remat.profile.memory import memory_growth
 from remat.torch_compat.attributes import (
     gradient_shapes,
+    leaf_of,
     made_number,
     saved_tensors,
     storage_identity,
     viewed,
 )
-
-_LEAF = "AccumulateGrad"
 
 
 @dataclass(kw_only=True)
@@ -61,8 +60,9 @@ class BackwardOrder:
         key = (node, number)
         if key not in self.slots:
             self.slots[key] = len(self.slots)
-            if type(node).__name__ == _LEAF:
-                has_gradient = existing_gradient(node.variable) is not None
+            leaf = leaf_of(node)
+            if leaf is not None:
+                has_gradient = existing_gradient(leaf) is not None
                 self.leaves[self.slots[key]] = has_gradient
         return self.slots[key]
 
@@ -160,7 +160,7 @@ class _Backward:
             _, _, node = heapq.heappop(ready)
             self.take(node)
             for following, _ in node.next_functions:
-                if following is None or type(following).__name__ == _LEAF:
+                if following is None or leaf_of(following) is not None:
                     continue
                 waiting[following] -= 1
                 if not waiting[following]:
@@ -191,7 +191,7 @@ class _Backward:
             for following, number in node.next_functions:
                 if following is not None:
                     self.defined.add(self.found.slot(following, number))
-        elif type(node).__name__ != _LEAF:
+        elif leaf_of(node) is None:
             self.take_eager(node)
 
     def take_eager(self, node: Any) -> None:

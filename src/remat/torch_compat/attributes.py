@@ -190,6 +190,12 @@ def gradient_shapes(node: Any) -> list[tuple[Any, torch.dtype, torch.device]]:
     return [(each.shape, each.dtype, each.device) for each in node._input_metadata]
 
 
+def leaf_of(node: Any) -> torch.Tensor | None:
+    """Return the leaf whose gradients a node of autograd adds up, ``None`` of others."""
+    is_of_python = isinstance(node, torch.autograd.function.BackwardCFunction)
+    return None if is_of_python else getattr(node, "variable", None)
+
+
 def saved_tensors(node: Any) -> list[torch.Tensor]:
     """Return the tensors that a node of autograd keeps for its backward pass."""
     kept = [name for name in dir(node) if name.startswith("_saved_")]
