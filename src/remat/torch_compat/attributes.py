@@ -191,7 +191,7 @@ def gradient_shapes(node: Any) -> list[tuple[Any, torch.dtype, torch.device]]:
 
 
 def leaf_of(node: Any) -> torch.Tensor | None:
-    """Return the leaf whose gradients a node of autograd adds up, ``None`` of others."""
+    """Return the leaf whose gradients a node of autograd adds up, or ``None``."""
     is_of_python = isinstance(node, torch.autograd.function.BackwardCFunction)
     return None if is_of_python else getattr(node, "variable", None)
 

@@ -256,6 +256,7 @@ NAMES: dict[str, Private] = {
 }
 """Public name in :mod:`remat.torch_compat.names` -> what torch has."""
 
+_NODE = "torch.autograd.graph:Node"
 _MODULE = "torch.nn:Module"
 _GLOBAL = "torch.nn.modules.module"
 _OPERATOR = "torch:ops.aten.add.Tensor"
@@ -301,6 +302,10 @@ ATTRIBUTES: dict[str, Private] = {
     "_base": Private("torch:Tensor()._base", "outputs that are views"),
     "_view_func_unsafe": Private(
         "torch:Tensor()._view_func_unsafe", "outputs that are views"
+    ),
+    "_sequence_nr": Private(f"{_NODE}._sequence_nr", "the order of autograd's nodes"),
+    "_input_metadata": Private(
+        f"{_NODE}._input_metadata", "measuring operators between graphs"
     ),
     "_version": Private(
         "torch:Tensor()._version", "seeing writes to the caller's state"

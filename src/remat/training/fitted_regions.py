@@ -117,6 +117,7 @@ class FittedRegions(FittedModel):
             # The model's own code runs, which may raise anything.
             except Exception as error:
                 raise example_error(error) from error
+            gathering.end_step()
         return gathering, outputs, not found.has_new_hooks
 
     def _recorded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recording:

@@ -143,7 +143,6 @@ class RegionPlanner(Planner):
                 "breaks it into a function of its own that these call"
             )
             raise CaptureError(msg)
-        gathering.end_step()
         with outside_of_tracing():
             self._outputs = outputs
             try:
@@ -193,8 +192,10 @@ class RegionPlanner(Planner):
             backward = backward_order(gathering, self._outputs)
         if not any(isinstance(each, int) for each in backward.order):
             msg = (
-                "the model does not train: no output depends on a parameter that "
-                "requires a gradient; check requires_grad and torch.no_grad"
+                f"the model does not train: no tensor in the {type(self._outputs).__name__} "
+                "that it returns depends on a parameter that requires a gradient; check "
+                "requires_grad and torch.no_grad, and return tensors alone or in tuples, "
+                "lists and dicts"
             )
             raise CaptureError(msg)
         count = len(gathering.seen)
