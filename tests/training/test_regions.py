@@ -3,6 +3,7 @@
 import logging
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +231,7 @@ def test_a_graph_that_was_not_planned_keeps_nothing_and_is_said_once(
 ) -> None:
     model, plain = pair(Branching)
     x = X - X.mean() + 0.1
-    plan = remat.fit(model, x, budget="100%", **BREAK)
+    plan = remat.fit(model, x, budget="110%", **BREAK)
     batches = [x, -x, x, -x]
     for one, other in zip(
         trained(model, batches), trained(plain, batches), strict=True
@@ -240,9 +241,12 @@ def test_a_graph_that_was_not_planned_keeps_nothing_and_is_said_once(
     assert len(said) == 1
     assert "at graph 1" in said[0]
     model.zero_grad()
-    measured = remat.measure(
-        lambda: model(-x), warmup=1, repeats=0, resident=[model, x]
-    )
+
+    def step() -> None:
+        model.zero_grad()
+        model(-x).backward()
+
+    measured = remat.measure(step, warmup=1, repeats=0, resident=[model, x])
     assert measured.peak_bytes <= (plan.budget_bytes or 0)
 
 
@@ -404,7 +408,29 @@ class Drawing(Layers):
         return self.blocks[1](x).pow(2).mean()
 
 
-@pytest.mark.parametrize("kind", [Selecting, Tagger])
+class Residual(Tagger):
+    """Operators in no graph whose one input is made of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rest = nn.GRU(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.features(x)[:, None]
+        outer, _ = self.rest(inner)
+        return self.scores(inner + outer).pow(2).mean()
+
+
+class Keeping(Tied):
+    """Keeps a value on itself that backward needs as well."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = torch.tanh(self.inside(x))
+        torch._dynamo.graph_break()
+        return (self.kept * torch.tanh(self.outside(x))).pow(2).mean()
+
+
+@pytest.mark.parametrize("kind", [Selecting, Tagger, Residual, Keeping])
 @pytest.mark.parametrize("share", [1.0, 0.0])
 def test_operators_in_no_graph_run_as_they_are_and_count(
     kind: Callable[[], nn.Module], share: float
@@ -453,6 +479,71 @@ def test_ways_that_are_drawn_are_taken_as_without_remat() -> None:
         np.random.seed(3)  # noqa: NPY002
         found.append(trained(each, [X] * 6))
     assert all(torch.equal(*tensors) for tensors in zip(*found, strict=True))
+
+
+def test_modes_and_frozen_parameters_are_kinds_of_their_own(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, plain = pair(Layers)
+    remat.fit(model, X, budget="150%", **BREAK)
+    for each in (model, plain):
+        torch.manual_seed(1)
+        for number in range(4):
+            each.get_submodule("norm").train(number % 2 == 0)
+            each.get_submodule("blocks.0").requires_grad_(number % 2 == 0)
+            each.zero_grad()
+            each(X).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None) is (other.grad is None)
+        if one.grad is not None and other.grad is not None:
+            assert torch.equal(one.grad, other.grad)
+    assert not [r for r in caplog.records if "another way" in r.getMessage()]
+
+
+def test_what_is_in_attributes_is_put_back() -> None:
+    class Noting(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counts, self.losses = {"calls": 0}, [1.0]
+            self.average = torch.zeros(())
+            self.generator = torch.Generator().manual_seed(3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.note()
+            return super().forward(x)
+
+        @in_no_graph
+        def note(self) -> None:
+            self.counts["calls"] += 1
+            self.losses.append(torch.rand((), generator=self.generator).item())
+            self.average.add_(1)
+
+    model = Noting()
+    state = model.generator.get_state()
+    remat.plan(model, X, budget="100%", **BREAK)
+    assert model.counts == {"calls": 0}
+    assert model.losses == [1.0]
+    assert model.average == 0
+    assert torch.equal(model.generator.get_state(), state)
+
+
+def test_a_new_kind_of_call_in_a_profiler_runs_without_a_plan() -> None:
+    model, plain = pair(Layers)
+    remat.fit(model, X, budget="300%", **BREAK)
+    with torch.profiler.profile():
+        found = trained(model, [X[:100]])
+    for one, other in zip(found, trained(plain, [X[:100]]), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_two_threads_may_call_one_model() -> None:
+    model, plain = Tied(), Tied()
+    plain.load_state_dict(model.state_dict())
+    remat.fit(model, X, budget="300%", **BREAK)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(model, [X[: 10 * n] for n in range(1, 9)]))
+    for loss, n in zip(found, range(1, 9), strict=True):
+        assert torch.equal(loss, plain(X[: 10 * n]))
 
 
 def test_random_generators_of_python_and_numpy_stay() -> None:
@@ -522,14 +613,6 @@ def test_outputs_in_objects_that_hide_them_are_named() -> None:
 
 
 def test_what_the_model_keeps_on_itself_counts() -> None:
-    class Keeping(Tied):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            inside = torch.tanh(self.inside(x))
-            torch._dynamo.graph_break()
-            self.kept = torch.tanh(self.outside(x))
-            torch._dynamo.graph_break()
-            return (inside * self.kept).pow(2).mean()
-
     plan = remat.plan(Keeping(), X, budget="100%", **BREAK)
     names = [plan.graph.storages[s].name for s in plan.graph.forward_outputs]
     assert "tanh" in names
@@ -583,7 +666,7 @@ def test_a_number_that_changes_costs_a_trace_and_is_said() -> None:
     # It explains each .item() on its own.
     logging.getLogger("torch._dynamo.variables.tensor").setLevel(logging.ERROR)
     model, plain = pair(Number)
-    remat.fit(model, X, budget="100%", **BREAK)
+    remat.fit(model, X, budget="150%", **BREAK)
     batches = [X + step for step in range(12)]
     with pytest.warns(RuntimeWarning, match=r"or a number from \.item\(\)"):
         found = trained(model, batches)
@@ -602,6 +685,6 @@ def test_tracing_again_and_again_is_said() -> None:
             return self.blocks[1](x).pow(2).mean()
 
     model = Counting()
-    remat.fit(model, X, budget="100%", **BREAK)
+    remat.fit(model, X, budget="150%", **BREAK)
     with pytest.warns(RuntimeWarning, match=r"such as a counter in Python"):
         trained(model, [X] * 12)

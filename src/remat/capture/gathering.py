@@ -68,6 +68,8 @@ class Gathering:
         Per block, the last region that ended while something held it.
     eager
         Per block that operators in no graph made, the region that was given it first.
+    stay
+        The blocks that the model keeps as attributes when it has returned.
     """
 
     def __init__(self, resident: Iterable[torch.Tensor]) -> None:
@@ -75,6 +77,7 @@ class Gathering:
         self.held: dict[int, int] = {}
         self.eager: dict[int, int] = {}
         self.sizes_bytes: dict[int, int] = {}
+        self.stay: set[int] = set()
         # While a reference to a storage exists, weak or not, no other has its identity.
         self._storages: dict[int, StorageWeakRef] = {}
         self._known = {self.note(tensor) for tensor in resident}

@@ -239,6 +239,33 @@ class ComposedStep:
         resident = (s.size_bytes for s in self.graph.storages if s.is_resident)
         return (sum(resident), *ends[: len(self.storages)])
 
+    def backward_bytes(self, schedule: Schedule, platform: Platform) -> tuple[int, ...]:
+        """Return most bytes in backward of the regions before each one, and of all.
+
+        Less the gradients that later regions have left by then.
+        """
+        timeline = simulate(self.graph, platform, schedule).timeline_bytes[0]
+        boundary = schedule.steps.index(Boundary())
+        final = set(self.graph.final_outputs)
+        count = len(self.storages)
+        peaks, left = [0] * count, [0] * count
+        for position, step in enumerate(schedule.steps):
+            if not isinstance(step, Compute):
+                continue
+            origin = self.origins[step.op]
+            if origin is None or position < boundary:
+                continue
+            region = origin[0]
+            peaks[region] = max(peaks[region], timeline[position])
+            left[region] += sum(
+                self.graph.storages[storage].size_bytes
+                for storage in final.intersection(self.graph.ops[step.op].writes)
+            )
+        return tuple(
+            max([0, *(peak - sum(left[before:]) for peak in peaks[:before])])
+            for before in range(count + 1)
+        )
+
     def region_orders(
         self, schedule: Schedule, platform: Platform
     ) -> list[RegionOrder]:

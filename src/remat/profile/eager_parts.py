@@ -219,17 +219,29 @@ class _Backward:
             if value is not None
         ]
 
-        def run() -> object:
+        def run_alone() -> object:
+            made = getattr(node, "apply", node)(*given)
+            found = made if isinstance(made, tuple) else (made,)
+            results.extend(
+                value
+                for value, edge in zip(found, node.next_functions, strict=False)
+                if edge[0] is not None
+            )
+            return results
+
+        def run_last() -> object:
             edges, values = zip(*outputs, strict=True)
-            # Some keep more where they may be asked again.
             made = torch.autograd.grad(edges, inputs, values, allow_unused=True)
             results.extend(made)
             return results
 
         try:
             # The first call of some kernels makes more than others do.
-            getattr(node, "apply", node)(*given)
-            growth = memory_growth(run)
+            run_alone()
+            results.clear()
+            # Some keep more where they may be asked again. The engine would go on from
+            # one input to another that it depends on.
+            growth = memory_growth(run_alone if _are_dependent(node) else run_last)
         # Whatever an operator's backward, or the user's own, raises.
         except Exception as error:
             msg = (
@@ -284,6 +296,22 @@ class _Backward:
         found = [b for b in dict.fromkeys(blocks) if not self.gathering.is_resident(b)]
         self.found.saved.update(found)
         return found
+
+
+def _are_dependent(node: Any) -> bool:
+    """Return whether one input of a node was computed from another one."""
+    inputs = {
+        following for following, _ in node.next_functions if following is not None
+    }
+    waiting, known = list(inputs), set[Any]()
+    while waiting:
+        for following, _ in waiting.pop().next_functions:
+            if following in inputs:
+                return True
+            if following is not None and following not in known:
+                known.add(following)
+                waiting.append(following)
+    return False
 
 
 def _roots(outputs: Any) -> list[tuple[Any, int]]:

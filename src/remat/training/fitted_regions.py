@@ -19,6 +19,7 @@ from remat.planning.plan import Plan
 from remat.profile.allocations import AllocationRecorder, Recording
 from remat.torch_compat.attributes import MODULE_STATE, own_buffers
 from remat.torch_compat.names import profiler_enabled, tree_flatten
+from remat.torch_compat.patches import alone
 from remat.training.caller_state import host_random_state, set_host_random_state
 from remat.training.fitted_model import FittedModel, logger
 from remat.training.region_backend import RegionBackend
@@ -88,6 +89,20 @@ class FittedRegions(FittedModel):
             self._steps_by_kind[self._kind] = step
         return self.latest_plan()
 
+    def run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        runs_hooks: bool = True,
+    ) -> Any:
+        """Run the forward pass by its plan; trace and plan it first if it is new.
+
+        In one thread at a time: which graph comes next is counted, and others trace.
+        """
+        with alone():
+            return super().run(args, kwargs, runs_hooks=runs_hooks)
+
     def _gathered(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Gathering, Any]:
@@ -118,6 +133,7 @@ class FittedRegions(FittedModel):
             except Exception as error:
                 raise example_error(error) from error
             gathering.end_step()
+            gathering.stay.update(map(gathering.note, plain_tensors(self.model)))
         return gathering, outputs, not found.has_new_hooks
 
     def _recorded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recording:
@@ -142,12 +158,17 @@ class FittedRegions(FittedModel):
         self._kind = kind
         if planner.gathering is not None:
             return
+        known = self._steps_by_kind
+        is_new = kind not in known or kind in self._stale
         # A second profiler could not measure what there is between the graphs.
-        is_stale = kind in self._stale and not profiler_enabled()
-        if is_stale or kind not in self._steps_by_kind:
+        if is_new and not (profiler_enabled() and known):
             self._stale.discard(kind)
             self.plan_step(args, kwargs, gradient_bytes)
-        planner.begin_step(self._steps_by_kind[kind])
+        if kind in known:
+            planner.begin_step(known[kind])
+        else:
+            other = next(reversed(known.values()))
+            planner.begin_step(other.without_plan(gradient_bytes))
 
     def after_call(self) -> None:
         """Say, once, that a step took a way that was not planned.
@@ -178,7 +199,8 @@ def _kind_of(
     return (
         *map(_described, leaves),
         str(structure),
-        model.training,
+        tuple(module.training for module in model.modules()),
+        tuple(parameter.requires_grad for parameter in model.parameters()),
         autocast_now(),
     )
 
@@ -207,12 +229,25 @@ class Kept:
 def kept(model: nn.Module) -> Generator[Kept]:
     """Let a forward pass run inside, and put back what it changes of the model.
 
-    Buffers are copies meanwhile. Random generators, those of Python and NumPy too, the
-    attributes of the modules and their hooks are put back.
+    Buffers, and tensors that are attributes, are copies meanwhile. Random generators,
+    those of Python and NumPy too, the attributes of the modules, what is in lists and
+    mappings among them, and hooks are put back.
     """
     found = Kept()
     modules = list(model.modules())
     attributes = [dict(vars(module)) for module in modules]
+    contents = [
+        (value, value.copy())
+        for before in attributes
+        for value in before.values()
+        if isinstance(value, list | dict | set)
+    ]
+    generators = [
+        (value, value.get_state())
+        for before in attributes
+        for value in before.values()
+        if isinstance(value, torch.Generator)
+    ]
     held = [
         {kind: dict(getattr(module, kind)) for kind in MODULE_STATE}
         for module in modules
@@ -223,6 +258,10 @@ def kept(model: nn.Module) -> Generator[Kept]:
             if buffer is not None:
                 copy = copies.setdefault(id(buffer), buffer.clone())
                 own_buffers(module)[name] = copy
+        for name, value in list(vars(module).items()):
+            if isinstance(value, torch.Tensor):
+                copy = copies.setdefault(id(value), value.detach().clone())
+                vars(module)[name] = copy.requires_grad_(value.requires_grad)
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     host = host_random_state()
     try:
@@ -230,11 +269,25 @@ def kept(model: nn.Module) -> Generator[Kept]:
             yield found
     finally:
         set_host_random_state(host)
+        for generator, state in generators:
+            generator.set_state(state)
+        found.has_new_hooks = any(
+            getattr(module, kind) != entries
+            for module, kinds in zip(modules, held, strict=True)
+            for kind, entries in kinds.items()
+            if kind.endswith("hooks")
+        )
+        for value, before in contents:
+            _refill(value, before)
         for module, before, kinds in zip(modules, attributes, held, strict=True):
             vars(module).clear()
             vars(module).update(before)
             for kind, entries in kinds.items():
                 now = getattr(module, kind)
-                found.has_new_hooks |= kind.endswith("hooks") and now != entries
                 now.clear()
                 now.update(entries)
+
+
+def _refill(value: Any, before: Any) -> None:
+    value.clear()
+    (value.extend if isinstance(value, list) else value.update)(before)

@@ -16,7 +16,7 @@ from remat.capture.outputs import FakeOutputs, fakes_like
 from remat.capture.returned import is_loss, loss_in
 from remat.capture.surroundings import FREES_TANGENTS, add_surroundings, tensors_in
 from remat.core.errors import BudgetError, CaptureError
-from remat.core.graph import TrainingGraph
+from remat.core.graph import Role, TrainingGraph
 from remat.core.liveness import BOUNDARY
 from remat.core.problem import Objective
 from remat.core.units import format_bytes
@@ -57,11 +57,28 @@ class RegionChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStep:
-    """The regions of one kind of step in order, with what is held before each."""
+    """The regions of one kind of step in order.
+
+    Parameters
+    ----------
+    plan, choices
+        The plan, and how each region runs by it.
+    held_bytes
+        What is live before each region's forward, and after the last.
+    backward_bytes
+        Most bytes in the backward passes of the regions before each, and of all, less
+        the gradients that later ones have left by then.
+    """
 
     plan: Plan
     choices: tuple[RegionChoice, ...]
     held_bytes: tuple[int, ...]
+    backward_bytes: tuple[int, ...]
+
+    def without_plan(self, gradient_bytes: int) -> "PlannedStep":
+        """Return a step of which no region is planned, onto so many gradients."""
+        before = self.held_bytes[0] + gradient_bytes
+        return replace(self, choices=(), held_bytes=(before,), backward_bytes=(0,))
 
 
 @dataclass
@@ -73,6 +90,7 @@ class _Running:
     # The first region without a plan, and what is held before the next one then.
     unplanned: int | None = None
     held_bytes: int = 0
+    backward_bytes: int = 0
 
 
 class RegionPlanner(Planner):
@@ -203,7 +221,7 @@ class RegionPlanner(Planner):
             gathering.note_eager(tensor, count) for tensor in tensors_in(self._outputs)
         }
         # What autograd keeps as well is held no longer than that, if not returned.
-        held = dict.fromkeys(outputs, count)
+        held = dict.fromkeys([*outputs, *gathering.stay], count)
         for block, last in gathering.held.items():
             held.setdefault(block, -1 if block in backward.saved else last)
         return Parts(
@@ -320,6 +338,7 @@ class RegionPlanner(Planner):
             plan=plan,
             choices=tuple(choices),
             held_bytes=composed.held_bytes(plan.schedule, plan.platform),
+            backward_bytes=composed.backward_bytes(plan.schedule, plan.platform),
         )
 
     # --- running -----------------------------------------------------------------
@@ -362,10 +381,19 @@ class RegionPlanner(Planner):
         """Count a region that has no plan, which keeps as little as it can."""
         step = running.step
         if running.unplanned is None:
+            before = min(position, len(step.choices))
             running.unplanned = position
-            running.held_bytes = step.held_bytes[min(position, len(step.choices))]
-        peak_bytes, held_bytes = frugal_needs(self._costed(self.programs[code]))
-        needed_bytes = running.held_bytes + peak_bytes
+            running.held_bytes = step.held_bytes[before]
+            running.backward_bytes = step.backward_bytes[before]
+        graph = self._costed(self.programs[code])
+        peak_bytes, held_bytes = frugal_needs(graph)
+        # They are there while the regions before run backward.
+        running.backward_bytes += sum(
+            graph.storages[storage].size_bytes
+            for storage in graph.final_outputs
+            if graph.storages[storage].role is Role.GRADIENT
+        )
+        needed_bytes = max(running.held_bytes + peak_bytes, running.backward_bytes)
         budget_bytes = step.plan.budget_bytes or 0
         if needed_bytes > budget_bytes:
             msg = (
