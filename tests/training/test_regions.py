@@ -421,6 +421,17 @@ class Residual(Tagger):
         return self.scores(inner + outer).pow(2).mean()
 
 
+class Viewing(Tied):
+    """A graph that makes nothing but views of what it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = torch.tanh(self.inside(x))
+        torch._dynamo.graph_break()
+        rows = inside.view(-1, 4, 32)
+        torch._dynamo.graph_break()
+        return (rows.exp().sum(1) * self.outside(x).mean()).pow(2).mean()
+
+
 class Keeping(Tied):
     """Keeps a value on itself that backward needs as well."""
 
@@ -430,7 +441,7 @@ class Keeping(Tied):
         return (self.kept * torch.tanh(self.outside(x))).pow(2).mean()
 
 
-@pytest.mark.parametrize("kind", [Selecting, Tagger, Residual, Keeping])
+@pytest.mark.parametrize("kind", [Selecting, Tagger, Residual, Viewing, Keeping])
 @pytest.mark.parametrize("share", [1.0, 0.0])
 def test_operators_in_no_graph_run_as_they_are_and_count(
     kind: Callable[[], nn.Module], share: float

@@ -145,7 +145,8 @@ class Gathering:
             # Outputs that are views are made again behind it.
             while node is not None and not is_compiled_step(node):
                 node = node.next_functions[0][0] if node.next_functions else None
-            if node is not None:
+            # A view of an input is made behind the region that made the input.
+            if node is not None and all(node is not seen.node for seen in self.seen):
                 self.seen[-1].node = node
                 return
 

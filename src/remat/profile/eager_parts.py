@@ -94,19 +94,34 @@ def eager_forwards(
     for block, before in gathering.eager.items():
         made.setdefault(before, {})[block] = gathering.sizes_bytes[block]
     found: dict[int, EagerForward] = {}
-    for before, peak_bytes in enumerate(_growths(gathering, recording)):
+    for before, (peak_bytes, stayed) in enumerate(_growths(gathering, recording)):
         blocks = made.pop(before, {})
+        for size_bytes in blocks.values():
+            # The same block, of which the recording knows the address alone.
+            same = [each for each in stayed if each[0] == size_bytes]
+            if same:
+                stayed.remove(max(same))
+        for size_bytes, last in stayed:
+            block = -1 - len(gathering.sizes_bytes)
+            gathering.sizes_bytes[block] = blocks[block] = size_bytes
+            gathering.held[block] = last
         workspace_bytes = max(0, peak_bytes - sum(blocks.values()))
         if blocks or workspace_bytes:
             found[before] = EagerForward(made=blocks, workspace_bytes=workspace_bytes)
     return found
 
 
-def _growths(gathering: Gathering, recording: Recording | None) -> Iterator[int]:
-    """Yield the most bytes that are added before each region, and after the last."""
+def _growths(
+    gathering: Gathering, recording: Recording | None
+) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """Yield what is allocated before each region, and after the last.
+
+    That is the most bytes that are added, and the sizes of the blocks that stay, each
+    with the last region that ends before it is released.
+    """
     count = len(gathering.seen)
     if recording is None:
-        yield from [0] * (count + 1)
+        yield from [(0, list[tuple[int, int]]()) for _ in range(count + 1)]
         return
     if len(recording.marks) != 2 * count:
         msg = (
@@ -115,15 +130,23 @@ def _growths(gathering: Gathering, recording: Recording | None) -> Iterator[int]
             "Python code does changes between calls, so no plan holds for it"
         )
         raise CaptureError(msg)
-    times = [recording.start_ns, *(mark[0] for mark in recording.marks)]
-    times.append(recording.end_ns)
-    for begin_ns, end_ns in zip(times[::2], times[1::2], strict=True):
-        used = peak = 0
-        for allocation in recording.inside:
-            if begin_ns <= allocation.time_ns <= end_ns:
-                used += allocation.change_bytes
-                peak = max(peak, used)
-        yield peak
+    # Even sections are between regions, odd ones are regions.
+    times = [mark[0] for mark in recording.marks]
+    used, peaks = [0] * (2 * count + 1), [0] * (2 * count + 1)
+    live: dict[int, tuple[int, int]] = {}
+    stayed: list[list[tuple[int, int]]] = [[] for _ in peaks]
+    for allocation in recording.inside:
+        section = bisect_left(times, allocation.time_ns)
+        used[section] += allocation.change_bytes
+        peaks[section] = max(peaks[section], used[section])
+        size_bytes, born = live.pop(allocation.address, (0, section))
+        if born < section:
+            stayed[born].append((size_bytes, (section - 1) // 2))
+        if allocation.change_bytes > 0:
+            live[allocation.address] = (allocation.change_bytes, section)
+    for size_bytes, born in live.values():
+        stayed[born].append((size_bytes, count))
+    yield from zip(peaks[::2], stayed[::2], strict=True)
 
 
 class _Backward:

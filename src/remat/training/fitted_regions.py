@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -107,15 +107,20 @@ class FittedRegions(FittedModel):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Gathering, Any]:
         """Run a forward pass that keeps nothing; return what it showed."""
-        gathering, outputs, is_prepared = self._gathered_once(args, kwargs)
+        gathering, outputs, is_prepared = self._gathered_once(
+            args, kwargs, nullcontext()
+        )
         if not is_prepared:
             # Libraries install hooks in the first call, which stay.
             prepare(self.model, args, kwargs)
-            gathering, outputs, _ = self._gathered_once(args, kwargs)
+            gathering, outputs, _ = self._gathered_once(args, kwargs, nullcontext())
         return gathering, outputs
 
     def _gathered_once(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        around: AbstractContextManager[None],
     ) -> tuple[Gathering, Any, bool]:
         with kept(self.model) as found:
             resident = [
@@ -126,7 +131,8 @@ class FittedRegions(FittedModel):
             ]
             gathering = self.planner.gathering = Gathering(resident)
             try:
-                outputs = self.run(args, kwargs)
+                with around:
+                    outputs = self.run(args, kwargs)
             except (RematError, *TRACE_ERRORS):
                 raise
             # The model's own code runs, which may raise anything.
@@ -139,8 +145,8 @@ class FittedRegions(FittedModel):
     def _recorded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recording:
         """Run the same once more and return what was allocated between the regions."""
         recorder = AllocationRecorder(self.planner.device_type, mark_prefix=MARK)
-        with recorder, recorder.region():
-            self._gathered(args, kwargs)
+        with recorder:
+            self._gathered_once(args, kwargs, recorder.region())
         return recorder.recording
 
     def before_call(

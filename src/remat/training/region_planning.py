@@ -220,13 +220,14 @@ class RegionPlanner(Planner):
         outputs = {
             gathering.note_eager(tensor, count) for tensor in tensors_in(self._outputs)
         }
+        between = eager_forwards(gathering, recording)
         # What autograd keeps as well is held no longer than that, if not returned.
         held = dict.fromkeys([*outputs, *gathering.stay], count)
         for block, last in gathering.held.items():
             held.setdefault(block, -1 if block in backward.saved else last)
         return Parts(
             regions=[self._region(seen, backward) for seen in gathering.seen],
-            between=eager_forwards(gathering, recording),
+            between=between,
             backward=backward.order,
             held=held,
             returned=backward.returned,
