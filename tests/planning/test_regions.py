@@ -184,8 +184,8 @@ def test_what_is_taken_apart_runs_in_each_region(
     step = composed(parts)
     schedule = schedule_from_order(step.graph, chain_order(step, again))
     assert step.by_regions(schedule) == schedule
-    orders = step.region_orders(schedule, single_device())
     trace = simulate(step.graph, single_device(), schedule)
+    orders = step.region_orders(schedule, trace)
     fullest = {
         origin
         for position, each in enumerate(schedule.steps)
@@ -213,7 +213,8 @@ def test_what_is_held_before_each_region(
     parts, again = case
     step = composed(parts)
     schedule = schedule_from_order(step.graph, chain_order(step, again))
-    held = step.held_bytes(schedule, single_device())
+    trace = simulate(step.graph, single_device(), schedule)
+    held = step.held_bytes(schedule, trace)
     resident = sum(s.size_bytes for s in step.graph.storages if s.is_resident)
     assert held[0] == resident
     assert len(held) == len(parts.regions) + 1
@@ -271,8 +272,9 @@ def test_a_region_that_backward_does_not_come_to_has_no_backward() -> None:
     )
     step = composed(parts)
     schedule = schedule_from_order(step.graph, store_all_order(step.graph))
-    assert simulate(step.graph, single_device(), schedule).violation is None
-    orders = step.region_orders(schedule, single_device())
+    trace = simulate(step.graph, single_device(), schedule)
+    assert trace.violation is None
+    orders = step.region_orders(schedule, trace)
     assert [order.order for order in orders] == [
         (F1, F2, BOUNDARY, B2, B1),
         (F1, F2, BOUNDARY),

@@ -226,9 +226,9 @@ class ComposedStep:
             order += [part] if isinstance(part, int) else runs[part]
         return schedule_from_order(self.graph, order)
 
-    def held_bytes(self, schedule: Schedule, platform: Platform) -> tuple[int, ...]:
+    def held_bytes(self, schedule: Schedule, trace: Trace) -> tuple[int, ...]:
         """Return what is live before each region's forward, and after all, in bytes."""
-        timeline = simulate(self.graph, platform, schedule).timeline_bytes[0]
+        timeline = trace.timeline_bytes[0]
         ends = [
             timeline[position]
             for position, step in enumerate(schedule.steps)
@@ -239,12 +239,12 @@ class ComposedStep:
         resident = (s.size_bytes for s in self.graph.storages if s.is_resident)
         return (sum(resident), *ends[: len(self.storages)])
 
-    def backward_bytes(self, schedule: Schedule, platform: Platform) -> tuple[int, ...]:
+    def backward_bytes(self, schedule: Schedule, trace: Trace) -> tuple[int, ...]:
         """Return most bytes in backward of the regions before each one, and of all.
 
         Less the gradients that later regions have left by then.
         """
-        timeline = simulate(self.graph, platform, schedule).timeline_bytes[0]
+        timeline = trace.timeline_bytes[0]
         boundary = schedule.steps.index(Boundary())
         final = set(self.graph.final_outputs)
         count = len(self.storages)
@@ -266,11 +266,8 @@ class ComposedStep:
             for before in range(count + 1)
         )
 
-    def region_orders(
-        self, schedule: Schedule, platform: Platform
-    ) -> list[RegionOrder]:
+    def region_orders(self, schedule: Schedule, trace: Trace) -> list[RegionOrder]:
         """Take a schedule of the step, ordered by regions, apart."""
-        trace = simulate(self.graph, platform, schedule)
         orders: list[list[int]] = [[] for _ in self.storages]
         fullest: list[set[int]] = [set() for _ in self.storages]
         for position, step in enumerate(schedule.steps):

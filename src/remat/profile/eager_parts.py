@@ -79,7 +79,7 @@ def backward_order(gathering: Gathering, outputs: Any) -> BackwardOrder:
 
 
 def eager_forwards(
-    gathering: Gathering, recording: Recording | None
+    gathering: Gathering, recording: Recording
 ) -> dict[int, EagerForward]:
     """Return what operators in no graph do before each region, and after the last.
 
@@ -112,7 +112,7 @@ def eager_forwards(
 
 
 def _growths(
-    gathering: Gathering, recording: Recording | None
+    gathering: Gathering, recording: Recording
 ) -> Iterator[tuple[int, list[tuple[int, int]]]]:
     """Yield what is allocated before each region, and after the last.
 
@@ -120,9 +120,6 @@ def _growths(
     with the last region that ends before it is released.
     """
     count = len(gathering.seen)
-    if recording is None:
-        yield from [(0, list[tuple[int, int]]()) for _ in range(count + 1)]
-        return
     if len(recording.marks) != 2 * count:
         msg = (
             f"the model ran {count} graphs in one forward pass and "

@@ -81,7 +81,7 @@ class FittedRegions(FittedModel):
         with self.planning(gradient_bytes):
             try:
                 gathering, outputs = self._gathered(args, kwargs)
-                recording = self._recorded(args, kwargs) if gathering.seen else None
+                recording = self._recorded(args, kwargs)
                 planner.gathering, planner.batch = gathering, (args, kwargs)
                 step = planner.plan_seen(outputs, recording)
             finally:
@@ -242,10 +242,11 @@ def kept(model: nn.Module) -> Generator[Kept]:
     found = Kept()
     modules = list(model.modules())
     attributes = [dict(vars(module)) for module in modules]
+    # Among them what a module keeps of its own: parameters, buffers, hooks.
     contents = [
-        (value, value.copy())
+        (name, value, value.copy())
         for before in attributes
-        for value in before.values()
+        for name, value in before.items()
         if isinstance(value, list | dict | set)
     ]
     generators = [
@@ -253,10 +254,6 @@ def kept(model: nn.Module) -> Generator[Kept]:
         for before in attributes
         for value in before.values()
         if isinstance(value, torch.Generator)
-    ]
-    held = [
-        {kind: dict(getattr(module, kind)) for kind in MODULE_STATE}
-        for module in modules
     ]
     copies: dict[int, torch.Tensor] = {}
     for module in modules:
@@ -278,20 +275,14 @@ def kept(model: nn.Module) -> Generator[Kept]:
         for generator, state in generators:
             generator.set_state(state)
         found.has_new_hooks = any(
-            getattr(module, kind) != entries
-            for module, kinds in zip(modules, held, strict=True)
-            for kind, entries in kinds.items()
-            if kind.endswith("hooks")
+            name in MODULE_STATE and name.endswith("hooks") and value != before
+            for name, value, before in contents
         )
-        for value, before in contents:
+        for _, value, before in contents:
             _refill(value, before)
-        for module, before, kinds in zip(modules, attributes, held, strict=True):
+        for module, before in zip(modules, attributes, strict=True):
             vars(module).clear()
             vars(module).update(before)
-            for kind, entries in kinds.items():
-                now = getattr(module, kind)
-                now.clear()
-                now.update(entries)
 
 
 def _refill(value: Any, before: Any) -> None:

@@ -136,7 +136,7 @@ class RegionPlanner(Planner):
         parameters = () if self.model is None else self.model.parameters()
         return next((p.device.type for p in parameters), "cpu")
 
-    def plan_seen(self, outputs: Any, recording: Recording | None) -> PlannedStep:
+    def plan_seen(self, outputs: Any, recording: Recording) -> PlannedStep:
         """Plan the step whose forward pass was just gathered.
 
         Parameters
@@ -144,7 +144,7 @@ class RegionPlanner(Planner):
         outputs
             What the model returned.
         recording
-            Of one more forward pass, ``None`` where all of the step is in one graph.
+            What one more forward pass allocated, with marks at the borders of regions.
 
         Raises
         ------
@@ -175,9 +175,7 @@ class RegionPlanner(Planner):
                 self._outputs = None
         return self._chosen(gathering, plan)
 
-    def _compose(
-        self, gathering: Gathering, recording: Recording | None
-    ) -> JointProgram:
+    def _compose(self, gathering: Gathering, recording: Recording) -> JointProgram:
         """Return the whole step as far as planning needs it, surroundings included."""
         name = "step" if self.model is None else type(self.model).__name__
         parts = self._parts(gathering, recording)
@@ -205,7 +203,7 @@ class RegionPlanner(Planner):
         self._composed = composed.surrounded(program.graph)
         return program
 
-    def _parts(self, gathering: Gathering, recording: Recording | None) -> Parts:
+    def _parts(self, gathering: Gathering, recording: Recording) -> Parts:
         with torch.enable_grad():
             backward = backward_order(gathering, self._outputs)
         if not any(isinstance(each, int) for each in backward.order):
@@ -320,7 +318,7 @@ class RegionPlanner(Planner):
     def _chosen(self, gathering: Gathering, plan: Plan) -> PlannedStep:
         """Return how each region runs by a plan of the whole step."""
         composed = replace(self._composed, graph=plan.graph)
-        orders = composed.region_orders(plan.schedule, plan.platform)
+        orders = composed.region_orders(plan.schedule, plan.trace)
         choices: list[RegionChoice] = []
         for seen, order in zip(gathering.seen, orders, strict=True):
             backward_count = (
@@ -338,8 +336,8 @@ class RegionPlanner(Planner):
         return PlannedStep(
             plan=plan,
             choices=tuple(choices),
-            held_bytes=composed.held_bytes(plan.schedule, plan.platform),
-            backward_bytes=composed.backward_bytes(plan.schedule, plan.platform),
+            held_bytes=composed.held_bytes(plan.schedule, plan.trace),
+            backward_bytes=composed.backward_bytes(plan.schedule, plan.trace),
         )
 
     # --- running -----------------------------------------------------------------
