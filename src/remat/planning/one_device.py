@@ -40,9 +40,13 @@ from remat.planning.several_devices import (
     check_budgets,
     plan_on_devices,
 )
-from remat.planning.smallest_budget import Floor, smallest_budget
+from remat.planning.smallest_budget import FLOOR_SOLVERS, Floor, smallest_budget
 from remat.solvers.base import ProgressCallback, Solver, ignore_progress
 from remat.solvers.registry import QUICK, chosen_solvers
+
+
+_LARGE_OPS = 1500
+"""From where on solvers of the whole graph take seconds."""
 
 
 def plain_peak_bytes(graph: TrainingGraph) -> int:
@@ -64,6 +68,7 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
     progress: ProgressCallback = ignore_progress,
     has_assumed_loss: bool = False,
     settings: Mapping[str, Any] | None = None,
+    leading: Solver | None = None,
 ) -> Plan:
     """Solve and judge: return a plan for ``graph`` within the budget.
 
@@ -88,6 +93,9 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
         help where nothing fits.
     settings
         What else the plan was made with, for people.
+    leading
+        A solver made for this graph, asked before those of ``"auto"``; where the graph
+        is large, its answer will do.
 
     Raises
     ------
@@ -138,11 +146,22 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
     solvers = chosen_solvers(
         solver, objective=objective, is_timed=time_limit is not None
     )
-    result = solve_alone(graph, budget_bytes, solvers, limits, progress)
+    leading_solvers = [] if leading is None or solver != "auto" else [leading]
+    result = None
+    if leading_solvers and len(graph.ops) > _LARGE_OPS:
+        result = solve_alone(graph, budget_bytes, leading_solvers, limits, progress)
+    if result is None or result.schedule is None:
+        solvers = [*leading_solvers, *solvers]
+        result = solve_alone(graph, budget_bytes, solvers, limits, progress)
     schedule, trace, floor_bytes = result.schedule, result.trace, None
     if schedule is None:
         progress("looking for the smallest budget", 0.0)
-        floor = smallest_budget(graph, kind=graph.device_kinds[0], limits=limits)
+        floor = smallest_budget(
+            graph,
+            kind=graph.device_kinds[0],
+            solvers=[*leading_solvers, *FLOOR_SOLVERS],
+            limits=limits,
+        )
         floor_bytes = floor.budget_bytes
         if budget_bytes < floor_bytes or solver != "auto":
             raise_budget_error(

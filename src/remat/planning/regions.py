@@ -181,11 +181,14 @@ class ComposedStep:
         between regions.
     storages
         Per region and storage there, the storage of ``graph``.
+    regions
+        What it was put together from.
     """
 
     graph: TrainingGraph
     origins: tuple[tuple[int, int] | None, ...]
     storages: tuple[Mapping[int, int], ...]
+    regions: tuple[Region, ...]
 
     def surrounded(self, graph: TrainingGraph) -> "ComposedStep":
         """Return the step with a last forward op and a last backward op added."""
@@ -221,6 +224,30 @@ class ComposedStep:
                 origin = self.origins[step.op]
                 if origin is not None:
                     runs[phase, origin[0]].append(step.op)
+        order: list[int] = []
+        for part in self._layout:
+            order += [part] if isinstance(part, int) else runs[part]
+        return schedule_from_order(self.graph, order)
+
+    def schedule_of(self, orders: Sequence[Sequence[int]]) -> Schedule:
+        """Return the schedule in which each region runs in an order of its own.
+
+        Parameters
+        ----------
+        orders
+            Per region ops of its graph, with the boundary among them.
+        """
+        numbers = {
+            origin: number
+            for number, origin in enumerate(self.origins)
+            if origin is not None
+        }
+        runs: dict[tuple[Phase, int], list[int]] = {}
+        for region, order in enumerate(orders):
+            turn = list(order).index(BOUNDARY)
+            found = [numbers[region, op] for op in order if op != BOUNDARY]
+            runs[Phase.FORWARD, region] = found[:turn]
+            runs[Phase.BACKWARD, region] = found[turn:]
         order: list[int] = []
         for part in self._layout:
             order += [part] if isinstance(part, int) else runs[part]
@@ -362,7 +389,10 @@ class _Composition:
             device_kinds=self.regions[0].graph.device_kinds,
         )
         return ComposedStep(
-            graph=graph, origins=tuple(self.origins), storages=tuple(self.maps)
+            graph=graph,
+            origins=tuple(self.origins),
+            storages=tuple(self.maps),
+            regions=tuple(self.regions),
         )
 
     def add_storage(self, storage: Storage, block: int | None = None) -> int:

@@ -20,11 +20,12 @@ from remat.profile.allocations import AllocationRecorder, Recording
 from remat.torch_compat.attributes import MODULE_STATE, own_buffers
 from remat.torch_compat.names import profiler_enabled, tree_flatten
 from remat.torch_compat.patches import alone
+from remat.training.blocks import BlockCalls, blocks_of
 from remat.training.caller_state import host_random_state, set_host_random_state
 from remat.training.fitted_model import FittedModel, logger
 from remat.training.region_backend import RegionBackend
 from remat.training.region_planning import PlannedStep, RegionPlanner
-from remat.training.request import PlanRequest
+from remat.training.request import PlanRequest, Regions
 from remat.training.step_planning import Planner
 
 _MOST_PLANS = 2
@@ -56,6 +57,7 @@ class FittedRegions(FittedModel):
         self, model: nn.Module, request: PlanRequest, *, is_only_planned: bool = False
     ) -> None:
         super().__init__(model, request, is_only_planned=is_only_planned)
+        self._blocks = _block_calls(model, request.regions, self.backend)
         # Per kind of call: what is given, which mode, which gradients exist.
         self._steps_by_kind: dict[Any, PlannedStep] = {}
         self._kind: Any = None
@@ -100,7 +102,7 @@ class FittedRegions(FittedModel):
 
         In one thread at a time: which graph comes next is counted, and others trace.
         """
-        with alone():
+        with alone(), self._blocks.installed() if self._blocks else nullcontext():
             return super().run(args, kwargs, runs_hooks=runs_hooks)
 
     def _gathered(
@@ -196,6 +198,15 @@ class FittedRegions(FittedModel):
                 self.name,
                 position,
             )
+
+
+def _block_calls(
+    model: nn.Module, regions: Regions, backend: RegionBackend
+) -> BlockCalls | None:
+    if regions == "breaks":
+        return None
+    chosen = None if isinstance(regions, str) else regions
+    return BlockCalls(blocks_of(model, chosen), backend)
 
 
 def _kind_of(

@@ -22,6 +22,7 @@ from remat.core.problem import Objective
 from remat.core.units import format_bytes
 from remat.planning.one_device import one_budget, plan_graph
 from remat.planning.plan import Plan
+from remat.planning.region_program import Fronts, RegionProgram
 from remat.planning.regions import (
     ComposedStep,
     Parts,
@@ -126,6 +127,7 @@ class RegionPlanner(Planner):
             weakref.WeakKeyDictionary()
         )
         self._graphs: dict[str, TrainingGraph] = {}
+        self._fronts: Fronts = {}
         self._outputs: Any = None
 
     # --- planning ----------------------------------------------------------------
@@ -286,6 +288,9 @@ class RegionPlanner(Planner):
         if request.given_plan is not None:
             return accept_plan(program, request.given_plan)
 
+        own = RegionProgram(step=self._composed, fronts=self._fronts)
+        leading = own if own.repeats else None
+
         def solve(budget: Budget | None) -> Plan:
             return plan_graph(
                 program.graph,
@@ -298,6 +303,7 @@ class RegionPlanner(Planner):
                 progress=request.progress,
                 has_assumed_loss=request.loss is None and program.loss is None,
                 settings={"torch": torch.__version__, "costs": request.costs},
+                leading=leading,
             )
 
         budget = one_budget(request.budget, request.platform)

@@ -1,10 +1,18 @@
 """What a plan shall be made for, checked before anything slow is done."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Literal, SupportsIndex, TypedDict, TypeVar, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    SupportsIndex,
+    TypedDict,
+    TypeVar,
+    get_args,
+    get_type_hints,
+)
 
 import torch
 from torch import nn
@@ -22,11 +30,13 @@ from remat.planning.several_devices import Budget, budgets_bytes, check_budgets
 from remat.profile.costing import Costs
 from remat.solvers import chosen_solvers
 from remat.solvers.base import ProgressCallback, ignore_progress
+from remat.training.blocks import Chooser
 
 Loss = Callable[[Any], torch.Tensor]
 
-Regions = Literal["whole", "breaks"]
-"""Whether a model must be one graph, or may be split by graph breaks."""
+Regions = Literal["whole", "breaks", "blocks"] | Chooser
+"""Whether a model must be one graph, or may be split by graph breaks, and whether its
+blocks are graphs of their own, or modules of these names."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -106,11 +116,7 @@ class PlanRequest:
         if self.kernels not in ("eager", "fused"):
             msg = f"kernels is {self.kernels!r}; it must be 'eager' or 'fused'"
             raise ValueError(msg)
-        if self.regions not in ("whole", "breaks"):
-            msg = f"regions is {self.regions!r}; it must be 'whole' or 'breaks'"
-            raise ValueError(msg)
-        if self.regions == "breaks":
-            self._check_regions()
+        self._check_regions()
 
     @property
     def has_several_devices(self) -> bool:
@@ -122,11 +128,23 @@ class PlanRequest:
         return isinstance(self.budget, Mapping) and len(self.budget) > 1
 
     def _check_regions(self) -> None:
+        regions = self.regions
+        if isinstance(regions, str):
+            known = get_args(get_args(Regions)[0])
+            if regions not in known:
+                msg = f"regions is {regions!r}; it must be {_REGIONS}"
+                raise ValueError(msg)
+        elif not callable(regions):
+            _check("regions", regions, Sequence, _REGIONS)
+            for name in regions:
+                _check("a name in regions", name, str, "the name of a module")
+        if regions == "whole":
+            return
         if self.kernels != "eager":
-            msg = "regions='breaks' runs eager kernels; leave kernels='fused' out"
+            msg = "several regions run eager kernels; leave kernels='fused' out"
             raise ValueError(msg)
         if self.has_several_devices:
-            msg = "regions='breaks' plans for one device; give one budget"
+            msg = "several regions are planned for one device; give one budget"
             raise ValueError(msg)
 
     def _check_budget(self) -> None:
@@ -329,4 +347,8 @@ def platform_of(platform: Platform | str | PathLike[str] | None) -> Platform | N
 
 _OPTIMIZER = "a torch.optim.Optimizer, such as torch.optim.AdamW(model.parameters())"
 _LONGEST = 100
+_REGIONS = (
+    "'whole', 'breaks', 'blocks', a list of modules' names, or a function of a name and "
+    "a module"
+)
 _PLATFORM = "a remat.core.platform.Platform, or the path of its file"

@@ -1,0 +1,160 @@
+"""Blocks of a model, each a region of its own: which they are, and how they are called.
+
+Blocks that are alike are traced once: they share one compiled function, which looks at
+a block only as far as the tracer does.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.core.errors import CaptureError
+
+Chooser = Sequence[str] | Callable[[str, nn.Module], bool]
+"""Names of modules, ``*`` for any part of one, or what says for a name and a module
+whether it is a block."""
+
+_OPAQUE = "remat plans this block as a region of its own"
+_LISTED = 12
+
+
+def blocks_of(
+    model: nn.Module, chosen: Chooser | None = None
+) -> dict[str, nn.Module]:
+    """Return the blocks of a model by their names, none inside of another.
+
+    Parameters
+    ----------
+    model
+        The model.
+    chosen
+        Which modules are blocks; ``None``: those that stand beside others of the same
+        class, layers of ``torch.nn`` without modules of their own excepted.
+
+    Raises
+    ------
+    CaptureError
+        If there are none, or a name is none of the model's.
+    """
+    found: dict[str, nn.Module] = {}
+    is_block = _is_repeated(model) if chosen is None else _is_chosen(model, chosen)
+    for name, module in model.named_modules():
+        # Names of what is inside begin with those of what it is in.
+        if name and not any(name.startswith(f"{outer}.") for outer in found):
+            if is_block(name, module):
+                found[name] = module
+    if not found:
+        names = [name for name, _ in model.named_modules() if name][:_LISTED]
+        msg = (
+            f"{type(model).__name__} has no blocks: no two modules side by side are of "
+            "one class with modules inside; give their names, such as "
+            f"regions=[{names[0]!r}]"
+            if names
+            else f"{type(model).__name__} has no modules inside, so no blocks; leave "
+            "regions out"
+        )
+        raise CaptureError(msg)
+    return found
+
+
+def _is_repeated(model: nn.Module) -> Callable[[str, nn.Module], bool]:
+    repeated: set[int] = set()
+    for parent in model.modules():
+        children = list(parent.children())
+        kinds = Counter(map(type, children))
+        repeated.update(
+            id(child)
+            for child in children
+            if kinds[type(child)] > 1 and _may_be_block(child)
+        )
+    return lambda _name, module: id(module) in repeated
+
+
+def _may_be_block(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return False  # They are not called.
+    has_modules = any(True for _ in module.children())
+    return has_modules or not type(module).__module__.startswith("torch.nn.")
+
+
+def _is_chosen(
+    model: nn.Module, chosen: Chooser
+) -> Callable[[str, nn.Module], bool]:
+    if callable(chosen):
+        return chosen
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in chosen:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            msg = (
+                f"regions names {pattern!r}, which is no module of "
+                f"{type(model).__name__}; there are {', '.join(names[:_LISTED])}"
+                f"{', ...' if len(names) > _LISTED else ''}"
+            )
+            raise CaptureError(msg)
+    return lambda name, _module: any(fnmatchcase(name, p) for p in chosen)
+
+
+class BlockCalls:
+    """Blocks that are compiled by themselves while the model's forward runs.
+
+    Parameters
+    ----------
+    blocks
+        By name, as :func:`blocks_of` returns them.
+    backend
+        What compiles their graphs, as ``backend`` of ``torch.compile``.
+    """
+
+    def __init__(
+        self, blocks: Mapping[str, nn.Module], backend: Callable[..., Any]
+    ) -> None:
+        def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return type(block).forward(block, *args, **kwargs)
+
+        # A code object of its own: the tracer caches by these.
+        call.__code__ = call.__code__.replace(co_name=f"block_{id(self)}")
+        compiled = torch.compile(call, backend=backend, dynamic=False)
+        self._calls: dict[nn.Module, _BlockCall] = {}
+        for block in blocks.values():
+            own = vars(block).get("forward")
+            run = (
+                functools.partial(compiled, block)
+                if own is None
+                # Others have put their own in its place: it is not shared.
+                else torch.compile(own, backend=backend, dynamic=False)
+            )
+            self._calls[block] = _BlockCall(block, run)
+
+    @contextmanager
+    def installed(self) -> Generator[None]:
+        """Let calls of the blocks inside run what was compiled for them."""
+        before = {block: vars(block).get("forward") for block in self._calls}
+        for block, call in self._calls.items():
+            block.forward = call
+        try:
+            yield
+        finally:
+            for block, forward in before.items():
+                if forward is None:
+                    vars(block).pop("forward", None)
+                else:
+                    block.forward = forward
+
+
+class _BlockCall:
+    """The forward of one block, compiled."""
+
+    def __init__(self, block: nn.Module, run: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, block.forward, functools.WRAPPER_ASSIGNMENTS, ())
+        self._run = run
+
+    @torch.compiler.disable(reason=_OPAQUE)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block's graphs, each the next region of the step."""
+        return self._run(*args, **kwargs)
