@@ -8,6 +8,7 @@ to another, and for how long the code in between holds them.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -81,6 +82,9 @@ class Gathering:
         # While a reference to a storage exists, weak or not, no other has its identity.
         self._storages: dict[int, StorageWeakRef] = {}
         self._known = {self.note(tensor) for tensor in resident}
+        # Of others, what was there when a region ended last.
+        self._seen_count = len(self._storages)
+        self._live: dict[int, StorageWeakRef] = {}
 
     def note(self, tensor: torch.Tensor) -> int:
         """Return the number of a tensor's block."""
@@ -155,9 +159,13 @@ class Gathering:
         self._note_held(len(self.seen))
 
     def _note_held(self, last: int) -> None:
-        for block, storage in self._storages.items():
-            if not storage.expired():
-                self.held[block] = last
+        new = islice(self._storages.items(), self._seen_count, None)
+        self._seen_count = len(self._storages)
+        live = {**self._live, **dict(new)}
+        self._live = {
+            b: storage for b, storage in live.items() if not storage.expired()
+        }
+        self.held.update(dict.fromkeys(self._live, last))
 
 
 def _mark(text: str) -> None:

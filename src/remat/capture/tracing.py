@@ -91,11 +91,6 @@ def compiled_entry(
         What is traced: the model's call with its hooks, or else its bare forward.
     is_whole
         Whether a model that the tracer splits into several graphs is refused.
-
-    Notes
-    -----
-    What a library prepares in a model's first call, under a lock that the tracer
-    refuses, is prepared by a call on fake tensors, and the model is traced again.
     """
     run = plain_call(model) if traced is None else traced
 
@@ -108,6 +103,24 @@ def compiled_entry(
 
     call.__code__ = call.__code__.replace(co_name=f"call_{id(model)}")
     compiled = torch.compile(call, backend=compiler, fullgraph=is_whole, dynamic=False)
+    return traced_entry(model, compiled)
+
+
+def traced_entry(model: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a call of a model that compiles some of its code, ready to be traced.
+
+    Parameters
+    ----------
+    model
+        What is called.
+    compiled
+        Its call, compiled or in parts.
+
+    Notes
+    -----
+    What a library prepares in a model's first call, under a lock that the tracer
+    refuses, is prepared by a call on fake tensors, and the model is traced again.
+    """
 
     def entry(*args: Any, **kwargs: Any) -> Any:
         check_tracer()

@@ -60,6 +60,7 @@ _REPLAYS = 8
 _NEAR_SHARE = 500
 """It is not if less than the budget over this number is left."""
 
+
 @dataclass(frozen=True, slots=True)
 class RegionOption:
     """One way to run a region; bytes are beyond what is there during the whole step.
@@ -181,9 +182,7 @@ class RegionFront:
         graph, last = self._graph, self._graph.forward_count - 1
         load = (load_bytes,) * len(graph.device_kinds)
         loaded = replace(graph.ops[last], workspace_bytes=load)
-        return replace(
-            graph, ops=(*graph.ops[:last], loaded, *graph.ops[last + 1 :])
-        )
+        return replace(graph, ops=(*graph.ops[:last], loaded, *graph.ops[last + 1 :]))
 
     def _solved(
         self, held_bytes: int, most_bytes: int, limits: Limits
@@ -255,7 +254,9 @@ class RegionProgram:
     is_exact: ClassVar[bool] = False
 
     step: ComposedStep = field(repr=False)
-    fronts: Fronts = field(default_factory=dict[FrontKey, list[RegionOption]], repr=False)
+    fronts: Fronts = field(
+        default_factory=dict[FrontKey, list[RegionOption]], repr=False
+    )
 
     @property
     def repeats(self) -> bool:
@@ -445,7 +446,8 @@ class _Search:
             if not len(came):
                 return None
             used, cost, kept = _cheapest(
-                used[came] + stage.held_bytes[option], cost[came] + stage.cost_ns[option]
+                used[came] + stage.held_bytes[option],
+                cost[came] + stage.cost_ns[option],
             )
             ways.append((came[kept], option[kept]))
         fits = np.nonzero(used + self.end_bytes <= budget_bytes)[0]

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 
 from remat.core.errors import ProfileError
 from remat.torch_compat.names import profiler_enabled
@@ -132,17 +132,17 @@ class AllocationRecorder:
             If another torch profiler is recording in this process.
         """
         check_no_profiler()
-        self._profile = profile(
-            activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-        )
+        # Not torch.profiler.profile, which reads all events of operators at its end,
+        # or warns that it does not: of these nothing is needed here.
+        self._profile = profile(profile_memory=True)
         with _quiet_profiler():
-            self._profile.start()
+            self._profile.__enter__()
 
     def stop(self) -> None:
         """End the recording and read its events."""
         with _quiet_profiler():
-            self._profile.stop()
-        tree = self._profile.profiler.kineto_results.experimental_event_tree()
+            self._profile.__exit__(None, None, None)
+        tree = self._profile.kineto_results.experimental_event_tree()
         self._profile = None
         self.recording = _read(tree, self._device_type, self._mark_prefix)
 

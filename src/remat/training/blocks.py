@@ -20,13 +20,10 @@ Chooser = Sequence[str] | Callable[[str, nn.Module], bool]
 """Names of modules, ``*`` for any part of one, or what says for a name and a module
 whether it is a block."""
 
-_OPAQUE = "remat plans this block as a region of its own"
 _LISTED = 12
 
 
-def blocks_of(
-    model: nn.Module, chosen: Chooser | None = None
-) -> dict[str, nn.Module]:
+def blocks_of(model: nn.Module, chosen: Chooser | None = None) -> dict[str, nn.Module]:
     """Return the blocks of a model by their names, none inside of another.
 
     Parameters
@@ -83,9 +80,7 @@ def _may_be_block(module: nn.Module) -> bool:
     return has_modules or not type(module).__module__.startswith("torch.nn.")
 
 
-def _is_chosen(
-    model: nn.Module, chosen: Chooser
-) -> Callable[[str, nn.Module], bool]:
+def _is_chosen(model: nn.Module, chosen: Chooser) -> Callable[[str, nn.Module], bool]:
     if callable(chosen):
         return chosen
     names = [name for name, _ in model.named_modules() if name]
@@ -131,9 +126,17 @@ class BlockCalls:
             )
             self._calls[block] = _BlockCall(block, run)
 
+    def calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a call of the model that runs what was compiled for its blocks."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._installed():
+                return call(*args, **kwargs)
+
+        return run
+
     @contextmanager
-    def installed(self) -> Generator[None]:
-        """Let calls of the blocks inside run what was compiled for them."""
+    def _installed(self) -> Generator[None]:
         before = {block: vars(block).get("forward") for block in self._calls}
         for block, call in self._calls.items():
             block.forward = call
@@ -154,7 +157,6 @@ class _BlockCall:
         functools.update_wrapper(self, block.forward, functools.WRAPPER_ASSIGNMENTS, ())
         self._run = run
 
-    @torch.compiler.disable(reason=_OPAQUE)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's graphs, each the next region of the step."""
         return self._run(*args, **kwargs)

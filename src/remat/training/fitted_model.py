@@ -436,11 +436,15 @@ class FittedModel:
         key = (runs_hooks, self.planner.optimizer_memory)
         if key not in self._compiled:
             call = plain_call(self.model) if runs_hooks else self.forward_to_trace()
-            note = note_returned(self.backend.note_returned)
-            self._compiled[key] = compiled_entry(
-                self.model, self.backend, note, traced=call, is_whole=self.is_whole
-            )
+            self._compiled[key] = self.compiled(call)
         return self._compiled[key]
+
+    def compiled(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a call of the model whose graphs the backend compiles."""
+        note = note_returned(self.backend.note_returned)
+        return compiled_entry(
+            self.model, self.backend, note, traced=call, is_whole=self.is_whole
+        )
 
     def forward_to_trace(self) -> Callable[..., Any]:
         """Return the forward that the model had before it was fitted."""

@@ -1,7 +1,7 @@
 """A model of several graphs whose calls run by plans of the whole step."""
 
 from collections import Counter
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ from remat.capture.autocast import autocast_now
 from remat.capture.first_call import prepare
 from remat.capture.gathering import MARK, Gathering
 from remat.capture.surroundings import plain_tensors, tensors_in
-from remat.capture.tracing import TRACE_ERRORS, example_error
+from remat.capture.tracing import TRACE_ERRORS, example_error, traced_entry
 from remat.core.errors import RematError
 from remat.planning.plan import Plan
 from remat.profile.allocations import AllocationRecorder, Recording
@@ -102,8 +102,14 @@ class FittedRegions(FittedModel):
 
         In one thread at a time: which graph comes next is counted, and others trace.
         """
-        with alone(), self._blocks.installed() if self._blocks else nullcontext():
+        with alone():
             return super().run(args, kwargs, runs_hooks=runs_hooks)
+
+    def compiled(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a call of the model whose graphs, or blocks, are compiled."""
+        if self._blocks is None:
+            return super().compiled(call)
+        return traced_entry(self.model, self._blocks.calling(call))
 
     def _gathered(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
