@@ -248,10 +248,10 @@ def add_solving(parser: argparse.ArgumentParser, *, has_objective: bool = True) 
     )
     group.add_argument(
         "--regions",
-        choices=("whole", "breaks"),
+        choices=("whole", "breaks", "blocks"),
         default="whole",
-        help="plan the model as one graph (the default), or as the graphs that the "
-        "tracer splits it into, all under one budget",
+        help="plan the model as one graph (the default), as the graphs that the "
+        "tracer splits it into, or as its repeated blocks, all under one budget",
     )
 
 

@@ -44,7 +44,7 @@ from remat.solvers.min_cut_retention import MinCutRetention
 
 _HELD_LEVELS = 12
 _BACKWARD_LEVELS = 2
-"""How many limits a region is solved for: on what it holds, and on its backward peak."""
+"""How many limits a region is solved for: on what it holds, on its backward peak."""
 
 _SOLVERS: tuple[Solver, ...] = (
     GreedyEviction(candidates=CANDIDATES[:3]),
@@ -130,11 +130,10 @@ class RegionFront:
         )
         self._step = compose("a region alone", parts, frees_tangents=True)
         self._graph = self._step.graph
-        self._resident_bytes = sum(
-            storage.size_bytes
-            for storage in self._graph.storages
-            if storage.is_resident
-        )
+        storages = self._graph.storages
+        self._resident_bytes = sum(s.size_bytes for s in storages if s.is_resident)
+        # They come at the boundary.
+        self._tangent_bytes = sum(storages[t].size_bytes for t in self._graph.tangents)
 
     def find(self, limits: Limits) -> list[RegionOption]:
         """Return the options that no other one beats, quickest first.
@@ -220,7 +219,7 @@ class RegionFront:
         return RegionOption(
             order=order.order,
             cost_ns=trace.serial_ns,
-            held_bytes=timeline[boundary] - self._resident_bytes,
+            held_bytes=timeline[boundary] - self._resident_bytes - self._tangent_bytes,
             forward_bytes=max(timeline[:boundary]) - self._resident_bytes,
             backward_bytes=max(timeline[boundary:]) - self._resident_bytes,
         )
@@ -237,8 +236,8 @@ class RegionProgram:
     **Guarantee** none on cost. Of the options that it is given the program picks the
     cheapest ones, as far as sums of bytes predict the peak; the peak is judged.
 
-    **Complexity** 24 searches and a bisection for each distinct region; then O(regions x
-    options) for each of at most 8 budgets, and a replay of the step.
+    **Complexity** 24 searches and a bisection for each distinct region; then O(regions
+    x options) for each of at most 8 budgets, and a replay of the step.
 
     Parameters
     ----------
@@ -341,7 +340,7 @@ def _stage(
     backward_bytes: int,
     options: Sequence[RegionOption],
 ) -> _Stage:
-    """Return the numbers of a region, from those of its first option in the reference."""
+    """Return the numbers of a region, from those in the reference."""
     first = options[0]
     running = [
         max(

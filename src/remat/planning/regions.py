@@ -224,10 +224,7 @@ class ComposedStep:
                 origin = self.origins[step.op]
                 if origin is not None:
                     runs[phase, origin[0]].append(step.op)
-        order: list[int] = []
-        for part in self._layout:
-            order += [part] if isinstance(part, int) else runs[part]
-        return schedule_from_order(self.graph, order)
+        return self._in_layout(runs)
 
     def schedule_of(self, orders: Sequence[Sequence[int]]) -> Schedule:
         """Return the schedule in which each region runs in an order of its own.
@@ -245,9 +242,17 @@ class ComposedStep:
         runs: dict[tuple[Phase, int], list[int]] = {}
         for region, order in enumerate(orders):
             turn = list(order).index(BOUNDARY)
-            found = [numbers[region, op] for op in order if op != BOUNDARY]
-            runs[Phase.FORWARD, region] = found[:turn]
-            runs[Phase.BACKWARD, region] = found[turn:]
+            runs[Phase.FORWARD, region] = [numbers[region, op] for op in order[:turn]]
+            # Backward may not come to a region.
+            runs[Phase.BACKWARD, region] = [
+                numbers[region, op]
+                for op in order[turn + 1 :]
+                if (region, op) in numbers
+            ]
+        return self._in_layout(runs)
+
+    def _in_layout(self, runs: Mapping[tuple[Phase, int], Sequence[int]]) -> Schedule:
+        """Return the schedule in which each pass of a region runs these ops."""
         order: list[int] = []
         for part in self._layout:
             order += [part] if isinstance(part, int) else runs[part]

@@ -31,8 +31,9 @@ def blocks_of(model: nn.Module, chosen: Chooser | None = None) -> dict[str, nn.M
     model
         The model.
     chosen
-        Which modules are blocks; ``None``: those that stand beside others of the same
-        class, layers of ``torch.nn`` without modules of their own excepted.
+        Which modules are blocks; ``None``: those of one class that stand side by side,
+        if two of them have parameters of the same names, shapes and types. Layers of
+        ``torch.nn`` without modules of their own are none.
 
     Raises
     ------
@@ -43,15 +44,15 @@ def blocks_of(model: nn.Module, chosen: Chooser | None = None) -> dict[str, nn.M
     is_block = _is_repeated(model) if chosen is None else _is_chosen(model, chosen)
     for name, module in model.named_modules():
         # Names of what is inside begin with those of what it is in.
-        if name and not any(name.startswith(f"{outer}.") for outer in found):
-            if is_block(name, module):
-                found[name] = module
+        is_outside = not any(name.startswith(f"{outer}.") for outer in found)
+        if name and is_outside and is_block(name, module):
+            found[name] = module
     if not found:
         names = [name for name, _ in model.named_modules() if name][:_LISTED]
         msg = (
             f"{type(model).__name__} has no blocks: no two modules side by side are of "
-            "one class with modules inside; give their names, such as "
-            f"regions=[{names[0]!r}]"
+            "one class and of equal parameters, with modules inside; give their names, "
+            f"such as regions=[{names[0]!r}]"
             if names
             else f"{type(model).__name__} has no modules inside, so no blocks; leave "
             "regions out"
@@ -63,14 +64,19 @@ def blocks_of(model: nn.Module, chosen: Chooser | None = None) -> dict[str, nn.M
 def _is_repeated(model: nn.Module) -> Callable[[str, nn.Module], bool]:
     repeated: set[int] = set()
     for parent in model.modules():
-        children = list(parent.children())
-        kinds = Counter(map(type, children))
-        repeated.update(
-            id(child)
-            for child in children
-            if kinds[type(child)] > 1 and _may_be_block(child)
-        )
+        children = [child for child in parent.children() if _may_be_block(child)]
+        counts = Counter(map(_shape_of, children))
+        kinds = {kind for (kind, _), count in counts.items() if count > 1}
+        repeated.update(id(child) for child in children if type(child) in kinds)
     return lambda _name, module: id(module) in repeated
+
+
+def _shape_of(module: nn.Module) -> tuple[type[nn.Module], tuple[Any, ...]]:
+    """Return what is equal for modules that may be equal blocks."""
+    return type(module), tuple(
+        (name, parameter.shape, parameter.dtype)
+        for name, parameter in module.named_parameters()
+    )
 
 
 def _may_be_block(module: nn.Module) -> bool:
@@ -104,11 +110,24 @@ class BlockCalls:
         By name, as :func:`blocks_of` returns them.
     backend
         What compiles their graphs, as ``backend`` of ``torch.compile``.
+    region_count
+        Returns how many regions have run.
+
+    Attributes
+    ----------
+    untraced
+        Names of blocks that have run without a graph.
     """
 
     def __init__(
-        self, blocks: Mapping[str, nn.Module], backend: Callable[..., Any]
+        self,
+        blocks: Mapping[str, nn.Module],
+        backend: Callable[..., Any],
+        region_count: Callable[[], int],
     ) -> None:
+        self.region_count = region_count
+        self.untraced: set[str] = set()
+
         def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return type(block).forward(block, *args, **kwargs)
 
@@ -116,7 +135,7 @@ class BlockCalls:
         call.__code__ = call.__code__.replace(co_name=f"block_{id(self)}")
         compiled = torch.compile(call, backend=backend, dynamic=False)
         self._calls: dict[nn.Module, _BlockCall] = {}
-        for block in blocks.values():
+        for name, block in blocks.items():
             own = vars(block).get("forward")
             run = (
                 functools.partial(compiled, block)
@@ -124,7 +143,7 @@ class BlockCalls:
                 # Others have put their own in its place: it is not shared.
                 else torch.compile(own, backend=backend, dynamic=False)
             )
-            self._calls[block] = _BlockCall(block, run)
+            self._calls[block] = _BlockCall(self, name, run)
 
     def calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a call of the model that runs what was compiled for its blocks."""
@@ -153,10 +172,15 @@ class BlockCalls:
 class _BlockCall:
     """The forward of one block, compiled."""
 
-    def __init__(self, block: nn.Module, run: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, block.forward, functools.WRAPPER_ASSIGNMENTS, ())
+    def __init__(self, calls: BlockCalls, name: str, run: Callable[..., Any]) -> None:
+        self._calls = calls
+        self._name = name
         self._run = run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's graphs, each the next region of the step."""
-        return self._run(*args, **kwargs)
+        before = self._calls.region_count()
+        outputs = self._run(*args, **kwargs)
+        if self._calls.region_count() == before:
+            self._calls.untraced.add(self._name)
+        return outputs

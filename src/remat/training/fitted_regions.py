@@ -1,5 +1,6 @@
 """A model of several graphs whose calls run by plans of the whole step."""
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,6 +28,9 @@ from remat.training.region_backend import RegionBackend
 from remat.training.region_planning import PlannedStep, RegionPlanner
 from remat.training.request import PlanRequest, Regions
 from remat.training.step_planning import Planner
+
+_MANY_TRACES = 3
+"""How many graphs that were traced in vain are worth a word."""
 
 _MOST_PLANS = 2
 """How often a kind of call is planned again as it took another way than planned."""
@@ -57,12 +61,30 @@ class FittedRegions(FittedModel):
         self, model: nn.Module, request: PlanRequest, *, is_only_planned: bool = False
     ) -> None:
         super().__init__(model, request, is_only_planned=is_only_planned)
-        self._blocks = _block_calls(model, request.regions, self.backend)
+        self._blocks = self._block_calls(request.regions)
         # Per kind of call: what is given, which mode, which gradients exist.
         self._steps_by_kind: dict[Any, PlannedStep] = {}
         self._kind: Any = None
         self._failed_counts: Counter[Any] = Counter()
         self._stale: set[Any] = set()
+
+    @property
+    def steps(self) -> tuple[PlannedStep, ...]:
+        """The kinds of step that are planned, each with how its regions run."""
+        return tuple(self._steps_by_kind.values())
+
+    def _block_calls(self, regions: Regions) -> BlockCalls | None:
+        if regions == "breaks":
+            return None
+        chosen = None if isinstance(regions, str) else regions
+        blocks = blocks_of(self.model, chosen)
+        planner = weakref.ref(self.planner)
+
+        def region_count() -> int:
+            found = planner()
+            return 0 if found is None else found.region_count
+
+        return BlockCalls(blocks, self.backend, region_count)
 
     def make_backend(self, *, is_only_planned: bool) -> RegionBackend:
         """Return the backend that compiles the model's graphs."""
@@ -85,6 +107,7 @@ class FittedRegions(FittedModel):
                 gathering, outputs = self._gathered(args, kwargs)
                 recording = self._recorded(args, kwargs)
                 planner.gathering, planner.batch = gathering, (args, kwargs)
+                self._tell_of_blocks(gathering)
                 step = planner.plan_seen(outputs, recording)
             finally:
                 planner.gathering, planner.batch = None, ()
@@ -110,6 +133,34 @@ class FittedRegions(FittedModel):
         if self._blocks is None:
             return super().compiled(call)
         return traced_entry(self.model, self._blocks.calling(call))
+
+    def _tell_of_blocks(self, gathering: Gathering) -> None:
+        """Say, once, which blocks have no graph, and which were traced in vain."""
+        if self._blocks is None:
+            return
+        untraced = sorted(self._blocks.untraced)
+        if untraced and "untraced" not in self.told:
+            self.told.add("untraced")
+            logger.warning(
+                "%d blocks of %s have no graph, %s among them: they run as they are, and "
+                "nothing of them is computed again. The tracer leaves out functions that "
+                "break the graph in a loop or call modules such as nn.LSTM; move what "
+                "breaks it into a function of its own that these call",
+                len(untraced),
+                self.name,
+                untraced[0],
+            )
+        codes = {seen.code: seen.program.fingerprint for seen in gathering.seen}
+        again = len(codes) - len(set(codes.values()))
+        if again >= _MANY_TRACES and "traces" not in self.told:
+            self.told.add("traces")
+            logger.info(
+                "%d graphs of %s are equal to others and were traced all the same, since "
+                "the code reads numbers that differ, such as the index of a layer in a "
+                "cache. A transformers model shares them if called with use_cache=False",
+                again,
+                self.name,
+            )
 
     def _gathered(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -204,15 +255,6 @@ class FittedRegions(FittedModel):
                 self.name,
                 position,
             )
-
-
-def _block_calls(
-    model: nn.Module, regions: Regions, backend: RegionBackend
-) -> BlockCalls | None:
-    if regions == "breaks":
-        return None
-    chosen = None if isinstance(regions, str) else regions
-    return BlockCalls(blocks_of(model, chosen), backend)
 
 
 def _kind_of(

@@ -348,6 +348,13 @@ class RegionPlanner(Planner):
 
     # --- running -----------------------------------------------------------------
 
+    @property
+    def region_count(self) -> int:
+        """How many regions of the step that runs now have begun."""
+        if self.gathering is not None:
+            return len(self.gathering.seen)
+        return 0 if self.running is None else self.running.position
+
     def begin_step(self, step: PlannedStep) -> None:
         """Run the regions that are called from now on by a plan."""
         self.running = _Running(step)

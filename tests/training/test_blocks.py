@@ -1,0 +1,263 @@
+"""Blocks of a model as regions of their own: alike ones are traced and solved once."""
+
+import copy
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.training.test_regions import pair, trained
+from torch import nn
+
+import remat
+from remat.core.errors import BudgetError, CaptureError
+from remat.training.blocks import blocks_of
+from remat.training.fitted_model import fitted_on
+from remat.training.fitted_regions import FittedRegions
+
+WIDTH = 32
+X = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(0))
+BLOCKS: dict[str, Any] = {"regions": "blocks", "costs": "estimated"}
+
+
+class Block(nn.Module):
+    """A residual block with dropout and a norm that has statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, 128), nn.Linear(128, WIDTH)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        inner = nn.functional.gelu(self.wide(self.norm(x)))
+        inner = nn.functional.dropout(inner, 0.2, self.training)
+        return x + scale * self.narrow(inner)
+
+
+class Stack(nn.Module):
+    """Blocks in a loop, a branch on values, and a loss."""
+
+    def __init__(self, depth: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        if logits.sum().isnan():
+            logits = torch.nan_to_num(logits)
+        return logits.logsumexp(1).mean()
+
+
+class Shared(nn.Module):
+    """One block that is called four times, another one twice at different scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.often, self.twice = Block(), Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = self.often(x)
+        return self.twice(self.twice(x, scale=0.5)).pow(2).mean()
+
+
+def fitted(model: nn.Module) -> FittedRegions:
+    found = fitted_on(model)
+    assert isinstance(found, FittedRegions)
+    return found
+
+
+@pytest.mark.parametrize("kind", [Stack, Shared])
+def test_a_budget_over_blocks_is_kept_bit_for_bit(
+    kind: Callable[[], nn.Module],
+) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    optimizer = torch.optim.AdamW(model.parameters())
+    report = remat.verify(
+        model, X, budget="65%", optimizer=optimizer, repeats=1, regions="blocks"
+    )
+    assert report.is_exact
+    assert report.against_eager == ()
+    assert report.is_within_budget
+    assert 0 <= report.prediction_error < 0.01
+
+
+def test_blocks_that_are_alike_are_traced_once_and_run_in_few_orders() -> None:
+    model, plain = pair(lambda: Stack(12))
+    remat.fit(model, X, budget="60%", **BLOCKS)
+    planner = fitted(model).planner
+    assert len(planner.programs) == 2  # The first block's input takes no gradient.
+    (step,) = fitted(model).steps
+    orders = {(choice.code, choice.number) for choice in step.choices}
+    assert len(step.choices) == 12
+    assert len(orders) <= 5
+    for one, other in zip(
+        trained(model, [X, X + 1]), trained(plain, [X, X + 1]), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_a_budget_that_is_too_small_names_one_that_works() -> None:
+    model = Stack()
+    with pytest.raises(BudgetError) as caught:
+        remat.plan(model, X, budget=1, **BLOCKS)
+    least = caught.value.required_bytes
+    report = remat.verify(model, X, budget=least, repeats=1, **BLOCKS)
+    assert report.is_exact
+    assert report.is_within_budget
+    assert report.plan.peak_bytes <= least
+
+
+def test_hooks_of_blocks_run_as_ever_also_those_for_backward() -> None:
+    seen: list[str] = []
+    model, plain = pair(Stack)
+    for each in (model, plain):
+        block = each.get_submodule("blocks.2")
+        block.register_forward_hook(lambda *_: seen.append("forward"))
+        block.register_full_backward_hook(lambda *_: seen.append("backward"))
+    remat.fit(model, X, budget="70%", **BLOCKS)
+    found: list[list[str]] = []
+    results: list[list[torch.Tensor]] = []
+    for each in (model, plain):
+        seen.clear()
+        results.append(trained(each, [X, X]))
+        found.append(list(seen))
+    assert found[0] == found[1] == ["forward", "backward"] * 2
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_calls_leave_the_blocks_as_they_were() -> None:
+    class Failing(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            if failing:
+                raise ZeroDivisionError
+            return x
+
+    failing: list[int] = []
+    model = Failing()
+    before = [dict(vars(module)) for module in model.blocks]
+    remat.fit(model, X, budget="70%", **BLOCKS)
+    model(X).backward()
+    assert [dict(vars(module)) for module in model.blocks] == before
+
+    model.zero_grad()
+    failing.append(1)
+    with pytest.raises(ZeroDivisionError):
+        model(X)
+    assert [dict(vars(module)) for module in model.blocks] == before
+    failing.clear()
+    model(X).backward()
+
+
+def test_what_is_released_is_gone() -> None:
+    model = Stack(2)
+    remat.fit(model, X, budget="90%", **BLOCKS)
+    model(X).backward()
+    remat.release(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+class Looping(Block):
+    """A block that the tracer leaves out: it breaks the graph in a loop."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            x = x + scale * torch.tanh(self.wide(x)).mean()
+        return x
+
+
+def test_blocks_without_a_graph_are_told_and_count(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    model = Stack(4)
+    model.blocks[1] = Looping()
+    report = remat.verify(
+        model, X, budget="85%", repeats=1, regions=["blocks.*"], costs="estimated"
+    )
+    said = [r.getMessage() for r in caplog.records if "have no graph" in r.getMessage()]
+    assert said
+    assert "blocks.1" in said[0]
+    assert report.is_exact
+    assert report.is_within_budget
+    assert 0 <= report.prediction_error < 0.01
+
+
+def test_blocks_that_are_traced_in_vain_are_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Numbered(Block):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            # The tracer looks at the number, and the graph does not depend on it.
+            return super().forward(x, scale) if self.number >= 0 else x
+
+    model = Stack(6)
+    for number in range(6):
+        model.blocks[number] = Numbered(number)
+    caplog.set_level(logging.INFO, "remat")
+    remat.fit(model, X, budget="80%", **BLOCKS)
+    said = [
+        r.getMessage() for r in caplog.records if "equal to others" in r.getMessage()
+    ]
+    assert len(said) == 1
+    assert said[0].startswith("4 graphs")
+
+
+def test_which_modules_are_blocks() -> None:
+    leaves = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    nested = nn.Sequential(
+        nn.Sequential(leaves, nn.Tanh()),
+        nn.Sequential(copy.deepcopy(leaves), nn.Tanh()),
+    )
+    assert list(blocks_of(nested)) == ["0", "1"]
+    assert list(blocks_of(Stack(3))) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert list(blocks_of(Shared())) == ["often", "twice"]
+    assert list(blocks_of(Stack(3), ["blocks.[12]", "head"])) == [
+        "blocks.1",
+        "blocks.2",
+        "head",
+    ]
+    chosen = blocks_of(Stack(2), lambda name, _module: "norm" in name)
+    assert list(chosen) == ["blocks.0.norm", "blocks.1.norm"]
+    layers = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 8), 2, enable_nested_tensor=False
+    )
+    assert list(blocks_of(layers)) == ["layers.0", "layers.1"]
+
+
+@pytest.mark.parametrize(
+    ("model", "chosen", "words"),
+    [
+        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), None, "has no blocks"),
+        (nn.Linear(4, 4), None, "no modules inside"),
+        (Stack(2), ["blocks.7"], "'blocks.7', which is no module of Stack"),
+        (Stack(2), lambda _name, _module: False, "has no blocks"),
+    ],
+)
+def test_a_model_without_such_blocks_is_refused(
+    model: nn.Module, chosen: Any, words: str
+) -> None:
+    with pytest.raises(CaptureError, match=words):
+        blocks_of(model, chosen)
+
+
+@pytest.mark.parametrize("regions", ["block", 3, [3], b"x"])
+def test_what_says_no_blocks_is_refused(regions: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="regions"):
+        remat.plan(Stack(2), X, budget="90%", regions=regions)
