@@ -12,7 +12,7 @@ from remat.core.platform import single_device
 from remat.core.problem import Limits, Problem, Status
 from remat.core.simulator import simulate
 from remat.planning.portfolio import solve
-from remat.planning.region_program import Fronts, RegionFront, RegionProgram
+from remat.planning.region_program import Fronts, LoneRegion, RegionProgram
 from remat.planning.regions import ComposedStep, Parts
 
 
@@ -77,7 +77,7 @@ def test_equal_regions_are_solved_once() -> None:
     result = solve(problem, program)
     # The first one's input is there all the time, as the batch is.
     assert len(fronts) == 2
-    before = {key: list(options) for key, options in fronts.items()}
+    before = dict(fronts)
     assert solve(problem, program).schedule == result.schedule
     assert fronts == before
     assert not RegionProgram(
@@ -98,7 +98,9 @@ def test_a_budget_that_no_choice_keeps_is_unknown() -> None:
 def test_a_front_has_what_a_region_holds_and_needs() -> None:
     """Kept or computed again is an inner value of 10; in and out go blocks of 4."""
     region = chain([[4, 1, 10, 4]] * 2, [1, 2]).regions[1]
-    kept, again = RegionFront(region, frozenset({X})).find(Limits())
+    front = LoneRegion(region, frozenset({X})).front(Limits())
+    kept, again = front.options
+    assert front.everything == kept
     assert [kept.cost_ns, again.cost_ns] == [20, 25]
     # Its input, which backward reads, and the inner value.
     assert [kept.held_bytes, again.held_bytes] == [14, 4]
@@ -106,8 +108,8 @@ def test_a_front_has_what_a_region_holds_and_needs() -> None:
     assert kept.forward_bytes == 4 + 10 + 4 + 3
     # Inner value, tangent and the inner value's gradient; then three gradients.
     assert kept.backward_bytes == again.backward_bytes == 4 + 10 + 4 + 10 + 3
-    (alone, _) = RegionFront(region, frozenset()).find(Limits())
-    assert alone.held_bytes == 10
+    alone = LoneRegion(region, frozenset()).front(Limits())
+    assert alone.everything.held_bytes == 10
 
 
 def test_regions_without_backward_run_once() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 _NOT_THE_USERS = ("torch", "builtins", "functools", "numpy")
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 _Names = frozenset[str]
 
 
@@ -24,6 +25,8 @@ def plain_tensors(model: nn.Module) -> list[torch.Tensor]:
         waiting = list(vars(module).values())
         while waiting:
             item = waiting.pop()
+            if type(item) in _PLAIN:
+                continue
             if isinstance(item, torch.Tensor):
                 found.append(item)
             elif isinstance(item, Mapping | list | tuple | set | frozenset):

@@ -43,7 +43,6 @@ from remat.planning.several_devices import (
 from remat.planning.smallest_budget import FLOOR_SOLVERS, Floor, smallest_budget
 from remat.solvers.base import ProgressCallback, Solver, ignore_progress
 from remat.solvers.registry import QUICK, chosen_solvers
-from remat.solvers.store_all import StoreAll
 
 _LARGE_OPS = 1500
 """From where on solvers of the whole graph take seconds."""
@@ -146,9 +145,7 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
     solvers = chosen_solvers(
         solver, objective=objective, is_timed=time_limit is not None
     )
-    leading_solvers: list[Solver] = []
-    if leading is not None and solver == "auto":
-        leading_solvers = [StoreAll(), leading]
+    leading_solvers = [] if leading is None or solver != "auto" else [leading]
     result = None
     if leading_solvers and len(graph.ops) > _LARGE_OPS:
         result = solve_alone(graph, budget_bytes, leading_solvers, limits, progress)
@@ -161,7 +158,7 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
         floor = smallest_budget(
             graph,
             kind=graph.device_kinds[0],
-            solvers=[*leading_solvers[1:], *FLOOR_SOLVERS],
+            solvers=[*leading_solvers, *FLOOR_SOLVERS],
             limits=limits,
         )
         floor_bytes = floor.budget_bytes

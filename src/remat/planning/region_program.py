@@ -51,7 +51,7 @@ _SOLVERS: tuple[Solver, ...] = (
     MinCutRetention(effort_ops=100_000),
 )
 
-_STATES = 2000
+_STATES = 1000
 """How many sums of differences the program keeps apart."""
 
 _REPLAYS = 8
@@ -93,8 +93,24 @@ class RegionOption:
         )
 
 
+@dataclass(frozen=True, slots=True)
 class RegionFront:
-    """The ways to run one region alone.
+    """The ways to run a region: keeping everything, and those that none beats.
+
+    Parameters
+    ----------
+    everything
+        What others are compared with.
+    options
+        At least one, quickest first.
+    """
+
+    everything: RegionOption
+    options: tuple[RegionOption, ...]
+
+
+class LoneRegion:
+    """A region as a step of its own, while others run between its passes.
 
     Parameters
     ----------
@@ -135,15 +151,12 @@ class RegionFront:
         # They come at the boundary.
         self._tangent_bytes = sum(storages[t].size_bytes for t in self._graph.tangents)
 
-    def find(self, limits: Limits) -> list[RegionOption]:
-        """Return the options that no other one beats, quickest first.
-
-        Where time is over the list is shorter. It holds one that keeps everything, if
-        none is nowhere worse.
-        """
+    def front(self, limits: Limits) -> RegionFront:
+        """Return the ways to run it that are found; fewer where time is over."""
         graph = self._graph
         if len(graph.ops) == graph.forward_count:
-            return [self._forward_only()]
+            only = self._forward_only()
+            return RegionFront(only, (only,))
         everything = self._measured(store_all_order(graph))
         least = self._measured(frugal_order(graph))
         found = [everything, least]
@@ -154,7 +167,8 @@ class RegionFront:
             if not any(other.beats(option) for other in kept):
                 kept = [other for other in kept if not option.beats(other)]
                 kept.append(option)
-        return sorted(kept, key=lambda option: option.cost_ns)
+        kept.sort(key=lambda option: option.cost_ns)
+        return RegionFront(everything, tuple(kept))
 
     def _between(
         self, least: RegionOption, everything: RegionOption, limits: Limits
@@ -226,7 +240,7 @@ class RegionFront:
 
 
 FrontKey: TypeAlias = tuple[int, frozenset[int]]
-Fronts: TypeAlias = dict[FrontKey, list[RegionOption]]
+Fronts: TypeAlias = dict[FrontKey, RegionFront]
 
 
 @dataclass(frozen=True)
@@ -253,9 +267,7 @@ class RegionProgram:
     is_exact: ClassVar[bool] = False
 
     step: ComposedStep = field(repr=False)
-    fronts: Fronts = field(
-        default_factory=dict[FrontKey, list[RegionOption]], repr=False
-    )
+    fronts: Fronts = field(default_factory=dict[FrontKey, RegionFront], repr=False)
 
     @property
     def repeats(self) -> bool:
@@ -267,21 +279,27 @@ class RegionProgram:
         self, problem: Problem, limits: Limits, on_progress: ProgressCallback
     ) -> Proposal:
         """Return the cheapest schedule found, or UNKNOWN if none fits."""
-        options = self._options(limits, on_progress)
-        on_progress("choosing a plan for each region", 0.9)
-        schedule = _Search(self.step, options).run(problem.budget_bytes)
+        graph, budget_bytes = self.step.graph, problem.budget_bytes
+        schedule = schedule_from_order(graph, store_all_order(graph))
+        trace = simulate(graph, single_device(kind=graph.device_kinds[0]), schedule)
+        if budget_bytes is not None and trace.peak_bytes[0] > budget_bytes:
+            fronts = self._fronts(limits, on_progress)
+            on_progress("choosing a plan for each region", 0.9)
+            search = _Search(self.step, fronts, schedule, trace)
+            schedule = search.run(budget_bytes)
+        keys = self._keys()
         return Proposal(
             status=Status.UNKNOWN if schedule is None else Status.FEASIBLE,
             stop_reason=(
                 StopReason.TIME_LIMIT if limits.is_over else StopReason.COMPLETED
             ),
             schedule=schedule,
-            message=f"{len(set(self._keys()))} of {len(options)} graphs are distinct",
+            message=f"{len(set(keys))} of {len(keys)} graphs are distinct",
         )
 
-    def _options(
+    def _fronts(
         self, limits: Limits, on_progress: ProgressCallback
-    ) -> list[list[RegionOption]]:
+    ) -> list[RegionFront]:
         keys = self._keys()
         missing = [key for key in dict.fromkeys(keys) if key not in self.fronts]
         for done, key in enumerate(missing):
@@ -291,7 +309,7 @@ class RegionProgram:
             )
             region = self.step.regions[keys.index(key)]
             part = limits.share(1 / (len(missing) - done + 1))
-            self.fronts[key] = RegionFront(region, key[1]).find(part)
+            self.fronts[key] = LoneRegion(region, key[1]).front(part)
         return [self.fronts[key] for key in keys]
 
     def _keys(self) -> list[FrontKey]:
@@ -338,10 +356,10 @@ def _stage(
     between_bytes: int,
     forward_bytes: int,
     backward_bytes: int,
-    options: Sequence[RegionOption],
+    front: RegionFront,
 ) -> _Stage:
     """Return the numbers of a region, from those in the reference."""
-    first = options[0]
+    first, options = front.everything, front.options
     running = [
         max(
             forward_bytes + option.forward_bytes - first.forward_bytes,
@@ -361,24 +379,28 @@ class _Search:
     """Budgets that the program is asked for, and what the judge says of its answers."""
 
     def __init__(
-        self, step: ComposedStep, options: Sequence[Sequence[RegionOption]]
+        self,
+        step: ComposedStep,
+        fronts: Sequence[RegionFront],
+        everything: Schedule,
+        trace: Trace,
     ) -> None:
         self.step = step
-        self.options = options
-        self.reference = self._judged([0] * len(options))
-        self.stages, self.end_bytes = self._stages(*self.reference)
+        self.fronts = fronts
+        self.stages, self.end_bytes = self._stages(everything, trace)
 
     def _judged(self, choice: Sequence[int]) -> tuple[Schedule, Trace]:
         graph = self.step.graph
-        pairs = zip(self.options, choice, strict=True)
-        schedule = self.step.schedule_of([found[index].order for found, index in pairs])
+        pairs = zip(self.fronts, choice, strict=True)
+        orders = [front.options[index].order for front, index in pairs]
+        schedule = self.step.schedule_of(orders)
         return schedule, simulate(
             graph, single_device(kind=graph.device_kinds[0]), schedule
         )
 
     def _stages(self, schedule: Schedule, trace: Trace) -> tuple[list[_Stage], int]:
         """Return the program's numbers, and most bytes when all regions are held."""
-        count = len(self.options)
+        count = len(self.fronts)
         between, forward, backward = [0] * (count + 1), [0] * count, [0] * count
         # Where nothing runs, as many regions hold something as ran last.
         place, is_forward = 0, True
@@ -397,16 +419,13 @@ class _Search:
         stages = [
             _stage(*numbers)
             for numbers in zip(
-                between[:-1], forward, backward, self.options, strict=True
+                between[:-1], forward, backward, self.fronts, strict=True
             )
         ]
         return stages, between[count]
 
-    def run(self, budget_bytes: int | None) -> Schedule | None:
+    def run(self, budget_bytes: int) -> Schedule | None:
         """Return the cheapest schedule found within the budget."""
-        schedule, trace = self.reference
-        if budget_bytes is None or trace.peak_bytes[0] <= budget_bytes:
-            return schedule
         near_bytes = budget_bytes // _NEAR_SHARE
         found: dict[int, Schedule] = {}
         asked, fits, exceeds = budget_bytes, 0, 2 * budget_bytes
