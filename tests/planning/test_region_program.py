@@ -12,7 +12,12 @@ from remat.core.platform import single_device
 from remat.core.problem import Limits, Problem, Status
 from remat.core.simulator import simulate
 from remat.planning.portfolio import solve
-from remat.planning.region_program import Fronts, LoneRegion, RegionProgram
+from remat.planning.region_program import (
+    Fronts,
+    LoneRegion,
+    RegionProgram,
+    RegionSearch,
+)
 from remat.planning.regions import ComposedStep, Parts
 
 
@@ -134,3 +139,27 @@ def test_regions_without_backward_run_once() -> None:
     orders = step.region_orders(result.schedule, result.trace)
     assert orders[1].order[-1] == BOUNDARY
     assert result.trace.serial_ns == 5 * (4 + 2 + 4 + 1)
+
+
+@given(stacks())
+@settings(max_examples=60)
+def test_sums_of_bytes_are_what_the_judge_finds(case: tuple[Parts, int]) -> None:
+    """Regions of a stack hold nothing together but blocks that both options hold."""
+    step = composed(case[0])
+    graph = step.graph
+    problem = Problem(graph=graph, platform=single_device(1))
+    program = RegionProgram(step=step)
+    solve(problem, program)
+    everything = schedule_from_order(graph, store_all_order(graph))
+    trace = simulate(graph, single_device(), everything)
+    fronts = program.known_fronts()
+    search = RegionSearch(step, fronts, everything, trace)
+    for choice in product(*(range(len(front.options)) for front in fronts)):
+        used = most = 0
+        for stage, option in zip(search.stages, choice, strict=True):
+            most = max(most, stage.before_bytes + used)
+            most = max(most, int(stage.running_bytes[option]) + used)
+            used += int(stage.held_bytes[option])
+        most = max(most, search.end_bytes + used)
+        _, judged = search.judged(choice)
+        assert judged.peak_bytes[0] == most

@@ -285,7 +285,7 @@ class RegionProgram:
         if budget_bytes is not None and trace.peak_bytes[0] > budget_bytes:
             fronts = self._fronts(limits, on_progress)
             on_progress("choosing a plan for each region", 0.9)
-            search = _Search(self.step, fronts, schedule, trace)
+            search = RegionSearch(self.step, fronts, schedule, trace)
             schedule = search.run(budget_bytes)
         keys = self._keys()
         return Proposal(
@@ -310,7 +310,11 @@ class RegionProgram:
             region = self.step.regions[keys.index(key)]
             part = limits.share(1 / (len(missing) - done + 1))
             self.fronts[key] = LoneRegion(region, key[1]).front(part)
-        return [self.fronts[key] for key in keys]
+        return self.known_fronts()
+
+    def known_fronts(self) -> list[RegionFront]:
+        """Return the front of each region, all of them found before."""
+        return [self.fronts[key] for key in self._keys()]
 
     def _keys(self) -> list[FrontKey]:
         """Return what is equal for regions that have the same front."""
@@ -333,7 +337,7 @@ Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class _Stage:
+class Stage:
     """A region in the program: its options as numbers, relative to the reference.
 
     Parameters
@@ -357,7 +361,7 @@ def _stage(
     forward_bytes: int,
     backward_bytes: int,
     front: RegionFront,
-) -> _Stage:
+) -> Stage:
     """Return the numbers of a region, from those in the reference."""
     first, options = front.everything, front.options
     running = [
@@ -367,7 +371,7 @@ def _stage(
         )
         for option in options
     ]
-    return _Stage(
+    return Stage(
         before_bytes=between_bytes,
         cost_ns=np.array([option.cost_ns for option in options]),
         held_bytes=np.array([o.held_bytes - first.held_bytes for o in options]),
@@ -375,8 +379,25 @@ def _stage(
     )
 
 
-class _Search:
-    """Budgets that the program is asked for, and what the judge says of its answers."""
+class RegionSearch:
+    """Budgets that the program is asked for, and what the judge says of its answers.
+
+    Parameters
+    ----------
+    step
+        The step.
+    fronts
+        Of each region.
+    everything, trace
+        The reference, in which each region keeps everything, and its replay.
+
+    Attributes
+    ----------
+    stages
+        The regions as numbers.
+    end_bytes
+        Most in the reference between the passes of the last region.
+    """
 
     def __init__(
         self,
@@ -389,7 +410,8 @@ class _Search:
         self.fronts = fronts
         self.stages, self.end_bytes = self._stages(everything, trace)
 
-    def _judged(self, choice: Sequence[int]) -> tuple[Schedule, Trace]:
+    def judged(self, choice: Sequence[int]) -> tuple[Schedule, Trace]:
+        """Return the step in which each region runs by an option, and its replay."""
         graph = self.step.graph
         pairs = zip(self.fronts, choice, strict=True)
         orders = [front.options[index].order for front, index in pairs]
@@ -398,7 +420,7 @@ class _Search:
             graph, single_device(kind=graph.device_kinds[0]), schedule
         )
 
-    def _stages(self, schedule: Schedule, trace: Trace) -> tuple[list[_Stage], int]:
+    def _stages(self, schedule: Schedule, trace: Trace) -> tuple[list[Stage], int]:
         """Return the program's numbers, and most bytes when all regions are held."""
         count = len(self.fronts)
         between, forward, backward = [0] * (count + 1), [0] * count, [0] * count
@@ -435,7 +457,7 @@ class _Search:
                 # Sums may be too high as well: what is asked for may be more.
                 fits, asked = asked, min(2 * asked - fits, (asked + exceeds) // 2)
                 continue
-            schedule, trace = self._judged(choice)
+            schedule, trace = self.judged(choice)
             left_bytes = budget_bytes - trace.peak_bytes[0]
             if left_bytes >= 0:
                 found.setdefault(trace.serial_ns, schedule)
