@@ -10,7 +10,6 @@ from torch import fx
 from remat.torch_compat.attributes import kernel_of
 from remat.torch_compat.names import disable_current_modes, unset_fake_temporarily
 
-
 _COMPILED: dict[tuple[str, torch.device], Callable[..., Any]] = {}
 """By names and devices: a step that is traced again needs the same kernels."""
 
