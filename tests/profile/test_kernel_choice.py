@@ -97,6 +97,19 @@ def test_a_saved_plan_brings_its_kernels(model: nn.Module, tmp_path: Path) -> No
         model.zero_grad()
 
 
+def test_a_kernel_is_compiled_once_in_a_process(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = remat.plan(model, X, budget="85%", kernels="fused")
+
+    def compiles(self: FusedKernel, _inputs: Sequence[torch.Tensor]) -> None:
+        pytest.fail(f"{self} is compiled again")
+
+    monkeypatch.setattr(FusedKernel, "_compile", compiles)
+    again = remat.plan(model, X, budget="85%", kernels="fused")
+    assert fused_ops(again) == fused_ops(plan) != []
+
+
 def test_kernels_that_are_not_quicker_are_left_out(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:

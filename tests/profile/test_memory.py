@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from remat.core.errors import ProfileError
 from remat.profile import Measurement, measure, memory_growth
 from remat.profile.allocations import Allocation, Recording
-from remat.profile.memory import _replay, live_storages, tensors_of
+from remat.profile.memory import GrowthRecorder, _replay, live_storages, tensors_of
 
 CPU = torch.device("cpu")
 
@@ -296,6 +296,38 @@ def test_growth_tells_what_stays():
     # The values (400) stay; the random numbers and the indices do not.
     assert growth.retained_bytes == 400
     assert growth.peak_bytes == 400 + 400 + 800 + 800
+
+
+def test_calls_of_one_recording_are_measured_each_by_itself():
+    kept: list[torch.Tensor] = []
+
+    def keeps() -> None:
+        kept.append(torch.empty(10))
+
+    def releases() -> torch.Tensor:
+        # Older than this call, so it is not seen, as with a recording of its own.
+        kept.clear()
+        return torch.empty(3)
+
+    calls = (keeps, releases, lambda: None, lambda: torch.rand(100).sort().values)
+    with GrowthRecorder() as recorder:
+        for call in calls:
+            torch.empty(1000)
+            recorder.measure(call)
+            torch.empty(1000)
+    kept.clear()
+    found = [(each.peak_bytes, each.retained_bytes) for each in recorder.growths]
+    assert found == [(40, 40), (12, 12), (0, 0), (2400, 400)]
+    assert recorder.growths == [memory_growth(call) for call in calls]
+
+
+def test_a_call_that_fails_ends_the_recording():
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), GrowthRecorder() as recorder:
+        recorder.measure(fails)
+    assert memory_growth(lambda: torch.empty(10)).peak_bytes == 40
 
 
 def test_views_and_shared_storages_count_once():

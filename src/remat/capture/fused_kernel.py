@@ -10,6 +10,9 @@ from torch import fx
 from remat.torch_compat.attributes import kernel_of
 from remat.torch_compat.names import disable_current_modes, unset_fake_temporarily
 
+_COMPILED: dict[tuple[str, torch.device], Callable[..., Any]] = {}
+"""By names and devices: a step that is traced again needs the same kernels."""
+
 
 class FusedKernel:
     """Several operators as one callable, compiled when it is first called.
@@ -41,7 +44,6 @@ class FusedKernel:
     ) -> None:
         self.module = module
         self.moot_inputs = moot_inputs
-        self._compiled: dict[torch.device, Callable[..., Any]] = {}
         shapes = [
             (str(t.dtype), tuple(t.shape), tuple(t.stride()), str(t.device))
             for t in inputs
@@ -58,10 +60,10 @@ class FusedKernel:
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
         """Return the results as a tuple."""
-        device = inputs[0].device
-        if device not in self._compiled:
-            self._compiled[device] = self._compile(inputs)
-        return self._compiled[device](*inputs)
+        key = self.__name__, inputs[0].device
+        if key not in _COMPILED:
+            _COMPILED[key] = self._compile(inputs)
+        return _COMPILED[key](*inputs)
 
     def _compile(self, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
         # The compiler takes a second to import, and most plans never need it.

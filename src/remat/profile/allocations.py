@@ -23,6 +23,9 @@ from remat.torch_compat.names import profiler_enabled
 
 _MARK = "remat: recorded region"
 
+_MEMORY = "[memory]"
+"""What torch names each change of the memory in use."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
@@ -205,11 +208,13 @@ def _read(tree: Iterable[Any], device_type: str, mark_prefix: str | None) -> Rec
     marks: list[tuple[int, str]] = []
     allocations: list[Allocation] = []
     for event in _flatten(tree):
-        if event.name == _MARK:
+        # Made anew at each access, and there are many events.
+        name = event.name
+        if name == _MARK:
             start_ns, end_ns = event.start_time_ns, event.end_time_ns
-        elif mark_prefix is not None and event.name.startswith(mark_prefix):
-            marks.append((event.start_time_ns, event.name.removeprefix(mark_prefix)))
-        elif str(event.tag).endswith("Allocation"):
+        elif mark_prefix is not None and name.startswith(mark_prefix):
+            marks.append((event.start_time_ns, name.removeprefix(mark_prefix)))
+        elif name == _MEMORY and str(event.tag).endswith("Allocation"):
             fields = event.extra_fields
             if str(fields.device).partition(":")[0] == device_type:
                 allocations.append(

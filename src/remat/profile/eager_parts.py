@@ -7,8 +7,8 @@ their backward passes one node of autograd at a time, on zeros.
 import heapq
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from remat.capture.surroundings import existing_gradient, tensors_in
 from remat.core.errors import CaptureError
 from remat.planning.regions import EagerBackward, EagerForward, Slot
 from remat.profile.allocations import Recording
-from remat.profile.memory import memory_growth
+from remat.profile.memory import GrowthRecorder, MemoryGrowth
 from remat.torch_compat.attributes import (
     gradient_shapes,
     leaf_of,
@@ -161,13 +161,25 @@ class _Backward:
         self.indices = [index for _, index in numbered]
         self.roots = _roots(outputs)
         self.defined: set[Slot] = set()
+        self.growths = GrowthRecorder()
 
     def run(self) -> BackwardOrder:
+        with self.growths:
+            self.visit()
+        growths = iter(self.growths.growths)
+        self.found.order = [
+            part if isinstance(part, int) else _with_workspace(part, next(growths))
+            for part in self.found.order
+        ]
+        return self.found
+
+    def visit(self) -> None:
         found = self.found
         roots = [found.slot(*root) for root in self.roots]
         found.returned = frozenset(roots)
         self.defined.update(roots)
         waiting = self.dependence()
+        self.dependent = _dependent_nodes(waiting)
         # As autograd: of all nodes that are ready, that which was made last.
         ready = [
             (-made_number(node), position, node)
@@ -187,10 +199,9 @@ class _Backward:
                     position += 1
                     entry = (-made_number(following), position, following)
                     heapq.heappush(ready, entry)
-        return found
 
     def dependence(self) -> Counter[Any]:
-        """Return how many gradients each node waits for."""
+        """Return how many gradients each node of the backward pass waits for."""
         waiting: Counter[Any] = Counter()
         known: set[Any] = set()
         nodes = [node for node, _ in self.roots]
@@ -199,6 +210,7 @@ class _Backward:
             if node in known:
                 continue
             known.add(node)
+            waiting[node] += 0
             for following, _ in node.next_functions:
                 if following is not None:
                     waiting[following] += 1
@@ -240,7 +252,9 @@ class _Backward:
         ]
 
         def run_alone() -> object:
-            made = getattr(node, "apply", node)(*given)
+            # As autograd does, unless it is to derive what a backward pass computes.
+            with torch.no_grad():
+                made = getattr(node, "apply", node)(*given)
             found = made if isinstance(made, tuple) else (made,)
             results.extend(
                 value
@@ -261,7 +275,7 @@ class _Backward:
             results.clear()
             # Some keep more where they may be asked again. The engine would go on from
             # one input to another that it depends on.
-            growth = memory_growth(run_alone if _are_dependent(node) else run_last)
+            self.growths.measure(run_alone if node in self.dependent else run_last)
         # Whatever an operator's backward, or the user's own, raises.
         except Exception as error:
             msg = (
@@ -271,7 +285,6 @@ class _Backward:
             )
             raise CaptureError(msg) from error
         gradients = self.gradients(node, given, results)
-        new_bytes = sum(max(0, size) for _, size in gradients)
         self.found.order.append(
             EagerBackward(
                 name=name,
@@ -282,7 +295,6 @@ class _Backward:
                 ],
                 saved=saved,
                 gradients=gradients,
-                workspace_bytes=max(0, growth.peak_bytes - new_bytes),
             )
         )
 
@@ -318,20 +330,52 @@ class _Backward:
         return found
 
 
-def _are_dependent(node: Any) -> bool:
-    """Return whether one input of a node was computed from another one."""
-    inputs = {
-        following for following, _ in node.next_functions if following is not None
-    }
-    waiting, known = list(inputs), set[Any]()
-    while waiting:
-        for following, _ in waiting.pop().next_functions:
-            if following in inputs:
-                return True
-            if following is not None and following not in known:
-                known.add(following)
-                waiting.append(following)
-    return False
+def _with_workspace(part: EagerBackward, growth: MemoryGrowth) -> EagerBackward:
+    new_bytes = sum(max(0, size) for _, size in part.gradients)
+    return replace(part, workspace_bytes=max(0, growth.peak_bytes - new_bytes))
+
+
+def _dependent_nodes(waiting: Mapping[Any, int]) -> set[Any]:
+    """Return the nodes of which one input was computed from another one.
+
+    Parameters
+    ----------
+    waiting
+        Of all nodes, how many inputs of others they are.
+    """
+    numbers = {node: number for number, node in enumerate(waiting)}
+    # For each node the set of those that it was computed from, one bit each, until the
+    # last one that was computed from it has it.
+    origins: dict[Any, int] = {}
+    unread = dict(waiting)
+    found: set[Any] = set()
+    for node in reversed(_from_the_last(waiting)):
+        inputs = sources = 0
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            inputs |= 1 << numbers[following]
+            sources |= origins[following]
+            unread[following] -= 1
+            if not unread[following]:
+                del origins[following]
+        if inputs & sources:
+            found.add(node)
+        origins[node] = inputs | sources
+    return found
+
+
+def _from_the_last(waiting: Mapping[Any, int]) -> list[Any]:
+    """Return all nodes, each one behind those that were computed from it."""
+    left = dict(waiting)
+    order = [node for node, count in left.items() if not count]
+    for node in order:
+        for following, _ in node.next_functions:
+            if following is not None:
+                left[following] -= 1
+                if not left[following]:
+                    order.append(following)
+    return order
 
 
 def _roots(outputs: Any) -> list[tuple[Any, int]]:

@@ -20,12 +20,15 @@ it.
 import gc
 import statistics
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
+from torch.autograd.profiler import record_function
 
 from remat.core.checks import checked_integer, checked_list, shown
 from remat.core.errors import ProfileError
@@ -33,7 +36,6 @@ from remat.profile.allocations import (
     Allocation,
     AllocationRecorder,
     Recording,
-    record_allocations,
 )
 from remat.torch_compat.attributes import coordinate_parts
 from remat.torch_compat.names import (
@@ -45,6 +47,8 @@ from remat.torch_compat.names import (
 
 MOST_REPEATS = 10**6
 """Most timed steps that can be asked for."""
+
+_CALL = "remat: a measured call "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,22 +192,91 @@ def memory_growth(
     The release of a tensor that is older than the call cannot be seen on the CPU: a
     function that replaces such tensors appears to add memory.
     """
-    place = _device(device)
-    if place.type == "cuda":
-        before = _cuda_stats(place, reset=True)["requested_bytes.all.current"]
+    with GrowthRecorder(device=device) as recorder:
+        recorder.measure(function)
+    return recorder.growths[0]
+
+
+class GrowthRecorder:
+    """Measure how much memory each of several calls adds, in one recording.
+
+    Use it as a context manager; after the block, :attr:`growths` holds the results. To
+    start a recording and to end it takes longer than most operators.
+
+    Parameters
+    ----------
+    device
+        As for :func:`measure`.
+    """
+
+    def __init__(self, *, device: torch.device | str | None = None) -> None:
+        self._place = _device(device)
+        self._recorder = AllocationRecorder(mark_prefix=_CALL)
+        self._open = ExitStack()
+        self.growths: list[MemoryGrowth] = []
+
+    def __enter__(self) -> "GrowthRecorder":
+        """Begin to record.
+
+        Raises
+        ------
+        ProfileError
+            If a torch profiler is already recording.
+        """
+        if self._place.type == "cpu":
+            self._open.enter_context(self._recorder)
+            self._open.enter_context(self._recorder.region())
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._open.close()
+        if self._place.type == "cpu":
+            self.growths = _growths(self._recorder.recording)
+
+    def measure(self, function: Callable[[], object]) -> None:
+        """Call a function once, and hold its result until the end is measured."""
+        if self._place.type == "cpu":
+            with record_function(f"{_CALL}begins"):
+                pass
+            result = function()
+            with record_function(f"{_CALL}ends"):
+                pass
+            del result
+            return
+        before = _cuda_stats(self._place, reset=True)["requested_bytes.all.current"]
         result = function()
-        after = _cuda_stats(place, reset=False)
+        after = _cuda_stats(self._place, reset=False)
         del result
-        return MemoryGrowth(
+        growth = MemoryGrowth(
             peak_bytes=after["requested_bytes.all.peak"] - before,
             retained_bytes=after["requested_bytes.all.current"] - before,
         )
-    recording, result = record_allocations(function)
-    del result
-    return MemoryGrowth(
-        peak_bytes=recording.peak_bytes(),
-        retained_bytes=sum(a.change_bytes for a in recording.inside),
-    )
+        self.growths.append(growth)
+
+
+def _growths(recording: Recording) -> list[MemoryGrowth]:
+    """Return what each call added, between one mark and the next."""
+    times = [time_ns for time_ns, _ in recording.marks]
+    calls: list[list[Allocation]] = [[] for _ in times[::2]]
+    for allocation in recording.inside:
+        section = bisect_right(times, allocation.time_ns)
+        if section % 2:
+            calls[section // 2].append(allocation)
+    return [_growth(call) for call in calls]
+
+
+def _growth(call: Iterable[Allocation]) -> MemoryGrowth:
+    used = peak = 0
+    made: set[int] = set()
+    for allocation in call:
+        if allocation.change_bytes > 0:
+            made.add(allocation.address)
+        elif allocation.address not in made:
+            # Older than the call, as others whose release a recording does not show.
+            continue
+        used += allocation.change_bytes
+        peak = max(peak, used)
+    return MemoryGrowth(peak_bytes=peak, retained_bytes=used)
 
 
 def tensors_of(items: Iterable[object]) -> list[torch.Tensor]:

@@ -13,9 +13,11 @@ order.
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations, count
+from typing import NamedTuple
 
 from remat.core.bounds import required_ops
 from remat.core.graph import Op, Phase, TrainingGraph
@@ -28,8 +30,7 @@ class SearchTooLargeError(Exception):
     """A graph has too many states for a search through all of them."""
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     live: tuple[frozenset[int], ...]
     run: frozenset[int]
     is_backward: bool = False
@@ -50,8 +51,36 @@ class _DeviceSearch:
     platform: Platform
     is_staged: bool
 
-    def size(self, storages: Sequence[int] | frozenset[int]) -> int:
-        return sum(self.graph.storages[s].size_bytes for s in storages)
+    # Each of these is asked for at every step of the search.
+    @cached_property
+    def sizes_bytes(self) -> tuple[int, ...]:
+        return tuple(storage.size_bytes for storage in self.graph.storages)
+
+    @cached_property
+    def resident_bytes(self) -> tuple[int, ...]:
+        return tuple(map(self.graph.resident_bytes, range(len(self.platform.devices))))
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        return tuple(self.graph.kind_index(d.kind) for d in self.platform.devices)
+
+    @cached_property
+    def required(self) -> tuple[int, ...]:
+        return tuple(sorted(required_ops(self.graph)))
+
+    @cached_property
+    def external(self) -> dict[Phase, frozenset[int]]:
+        return {
+            phase: frozenset(
+                index
+                for index, op in enumerate(self.graph.ops)
+                if op.is_external and op.phase is phase
+            )
+            for phase in Phase
+        }
+
+    def size(self, storages: Iterable[int]) -> int:
+        return sum(map(self.sizes_bytes.__getitem__, storages))
 
     def stays(self, storage: int, device: int) -> bool:
         block = self.graph.storages[storage]
@@ -75,7 +104,7 @@ class _DeviceSearch:
     ) -> Iterator[_Place]:
         """Yield ``place`` after each smallest set of discards that makes room."""
         budget = self.platform.devices[device].budget_bytes
-        held = self.graph.resident_bytes(device) + self.size(place.live[device])
+        held = self.resident_bytes[device] + self.size(place.live[device])
         excess = 0 if budget is None else held + added - budget
         if excess <= 0:
             yield place
@@ -95,17 +124,18 @@ class _DeviceSearch:
                 found.append(set(chosen))
                 live = list(place.live)
                 live[device] -= frozenset(chosen)
-                yield replace(place, live=tuple(live))
+                yield place._replace(live=tuple(live))
 
     def with_live(self, place: _Place, storages: Sequence[int], device: int) -> _Place:
-        live = list(place.live)
-        live[device] |= frozenset(storages)
-        return replace(place, live=tuple(live))
+        held = place.live[device]
+        if held.issuperset(storages):
+            return place
+        live = (*place.live[:device], held.union(storages), *place.live[device + 1 :])
+        return place._replace(live=live)
 
     def is_callers_turn(self, place: _Place) -> bool:
         phase = Phase.BACKWARD if place.is_backward else Phase.FORWARD
-        ops = self.graph.ops
-        return any(ops[r].is_external and ops[r].phase is phase for r in place.run)
+        return not self.external[phase].isdisjoint(place.run)
 
     def at_home(self, place: _Place, storages: Sequence[int]) -> bool:
         return all(
@@ -158,7 +188,7 @@ class _DeviceSearch:
             ]
         for room in places:
             # The boundary ends a stage, as the end does.
-            after = replace(room, is_backward=True, swept=(-1, -1), is_ended=False)
+            after = room._replace(is_backward=True, swept=(-1, -1), is_ended=False)
             for storage in graph.tangents:
                 home = graph.storages[storage].home
                 after = self.with_live(after, [storage], home)
@@ -198,7 +228,7 @@ class _DeviceSearch:
         self, place: _Place, index: int, device: int
     ) -> Iterator[tuple[Step, int, _Place]]:
         op = self.graph.ops[index]
-        kind = self.graph.kind_index(self.platform.devices[device].kind)
+        kind = self.kinds[device]
         cost = op.cost_ns[kind]
         if cost is None or not all(self.is_live(place, s, device) for s in op.reads):
             return
@@ -211,15 +241,16 @@ class _DeviceSearch:
         run = place.run | {index} if _matters(op) else place.run
         for room in self.rooms(place, device, added, set(op.reads)):
             after = self.with_live(room, op.writes, device)
-            yield Compute(index, device), cost, replace(after, run=run)
+            if run is not place.run:
+                after = after._replace(run=run)
+            yield Compute(index, device), cost, after
 
     def in_stage(self, place: _Place, run: tuple[int, int]) -> _Place | None:
         """Return ``place`` after a run; ``None`` where the class does not allow it."""
         op, device = run
         if op == place.frontier:
-            later = [r for r in required_ops(self.graph) if r > op]
-            return replace(
-                place,
+            later = [r for r in self.required if r > op]
+            return place._replace(
                 frontier=min(later, default=len(self.graph.ops)),
                 swept=run,
                 is_ended=True,
@@ -227,16 +258,16 @@ class _DeviceSearch:
         if place.is_ended:
             # A first run on several devices is one stage still.
             is_same = op == place.swept[0] and device > place.swept[1]
-            return replace(place, swept=run, is_ended=is_same)
-        return replace(place, swept=run) if run > place.swept else None
+            return place._replace(swept=run, is_ended=is_same)
+        return place._replace(swept=run) if run > place.swept else None
 
     def best(self, most_places: float) -> tuple[int, Schedule] | None:
         devices = range(len(self.platform.devices))
         for index, device in enumerate(self.platform.devices):
             budget = device.budget_bytes
-            if budget is not None and self.graph.resident_bytes(index) > budget:
+            if budget is not None and self.resident_bytes[index] > budget:
                 return None
-        first = min(required_ops(self.graph), default=0)
+        first = min(self.required, default=0)
         root = _Place(
             tuple(frozenset[int]() for _ in devices), frozenset(), frontier=first
         )
