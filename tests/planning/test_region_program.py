@@ -5,7 +5,15 @@ from itertools import product
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.planning.test_regions import GRAD_X, X, chain, chain_order, composed
+from tests.planning.test_regions import (
+    B2,
+    GRAD_X,
+    OUT,
+    X,
+    chain,
+    chain_order,
+    composed,
+)
 
 from remat.core.liveness import BOUNDARY, schedule_from_order, store_all_order
 from remat.core.platform import single_device
@@ -15,33 +23,61 @@ from remat.planning.portfolio import solve
 from remat.planning.region_program import (
     Fronts,
     LoneRegion,
+    RegionFront,
+    RegionOption,
     RegionProgram,
     RegionSearch,
+    stage_of,
 )
-from remat.planning.regions import ComposedStep, Parts
+from remat.planning.regions import ComposedStep, EagerForward, Parts, Region
 
 
-def stack(sizes: list[int], count: int, held: list[int]) -> Parts:
-    """Return equal regions, which share one graph, each but the first given a block."""
+def stack(
+    sizes: list[int],
+    count: int,
+    held: list[int],
+    scratch: list[int] | None = None,
+    *,
+    reads_output: bool = False,
+) -> Parts:
+    """Return equal regions, which share one graph, each but the first given a block.
+
+    Operators in no graph take ``scratch`` bytes before each region and after the last.
+    With ``reads_output`` the backward of each region reads its output as well, which
+    that of the next one reads anyway.
+    """
     x, w, a = sizes
     parts = chain([[x, w, a, x]] * count, held)
-    first = parts.regions[0]
-    return replace(
-        parts,
-        regions=[
-            first,
-            *(replace(r, graph=parts.regions[1].graph) for r in parts.regions[1:]),
-        ],
-    )
+    first, second = parts.regions[:2]
+    if reads_output:
+        first, second = _reading(first), _reading(second)
+    regions = [
+        first,
+        *(replace(region, graph=second.graph) for region in parts.regions[1:]),
+    ]
+    between = {
+        before: EagerForward(workspace_bytes=size)
+        for before, size in enumerate(scratch or [])
+    }
+    return replace(parts, regions=regions, between=between)
+
+
+def _reading(region: Region) -> Region:
+    graph = region.graph
+    ops = list(graph.ops)
+    ops[B2] = replace(ops[B2], reads=(*ops[B2].reads, OUT))
+    return replace(region, graph=replace(graph, ops=tuple(ops)))
 
 
 @st.composite
-def stacks(draw: st.DrawFn) -> tuple[Parts, int]:
+def stacks(draw: st.DrawFn, *, reads_output: bool = False) -> tuple[Parts, int]:
     count = draw(st.integers(2, 6))
     size = st.integers(0, 50)
     held = [draw(st.integers(min(r + 1, count - 1), count - 1)) for r in range(count)]
     held[-1] = count
-    parts = stack([draw(size) for _ in range(3)], count, held)
+    scratch = [draw(st.integers(0, 60)) for _ in range(count + 1)]
+    sizes = [draw(size) for _ in range(3)]
+    parts = stack(sizes, count, held, scratch, reads_output=reads_output)
     return parts, draw(st.integers(0, 100))
 
 
@@ -55,8 +91,8 @@ def all_choices(step: ComposedStep) -> list[tuple[int, int]]:
     return found
 
 
-@given(stacks())
-@settings(max_examples=60)
+@given(st.one_of(stacks(), stacks(reads_output=True)))
+@settings(max_examples=80)
 def test_the_best_choice_is_found(case: tuple[Parts, int]) -> None:
     parts, percent = case
     step = composed(parts)
@@ -163,3 +199,15 @@ def test_sums_of_bytes_are_what_the_judge_finds(case: tuple[Parts, int]) -> None
         most = max(most, search.end_bytes + used)
         _, judged = search.judged(choice)
         assert judged.peak_bytes[0] == most
+
+
+def test_an_option_changes_what_runs_by_its_own_peaks() -> None:
+    everything = RegionOption((), 10, 100, 60, 80)
+    other = RegionOption((), 12, 40, 50, 95)
+    front = RegionFront(everything, (everything, other))
+    stage = stage_of(7, 1000, 2000, front)
+    assert stage.before_bytes == 7
+    assert list(stage.cost_ns) == [10, 12]
+    assert list(stage.held_bytes) == [0, -60]
+    assert list(stage.running_bytes) == [2000, 2015]
+    assert list(stage_of(7, 3000, 2000, front).running_bytes) == [3000, 2990]

@@ -356,7 +356,7 @@ class Stage:
     running_bytes: Numbers
 
 
-def _stage(
+def stage_of(
     between_bytes: int,
     forward_bytes: int,
     backward_bytes: int,
@@ -439,7 +439,7 @@ class RegionSearch:
             most = forward if is_forward else backward
             most[region] = max(most[region], used_bytes)
         stages = [
-            _stage(*numbers)
+            stage_of(*numbers)
             for numbers in zip(
                 between[:-1], forward, backward, self.fronts, strict=True
             )
