@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from remat.training.fitting import fit as fit
     from remat.training.fitting import plan as plan
     from remat.training.fitting import release as release
+    from remat.training.largest_batch import max_batch as max_batch
     from remat.training.verification import VerifyReport as VerifyReport
     from remat.training.verification import verify as verify
 
@@ -33,6 +34,7 @@ _HOME_OF = {
     "backend": "remat.training.fitting",
     "fit": "remat.training.fitting",
     "load_plan": "remat.planning.plan",
+    "max_batch": "remat.training.largest_batch",
     "measure": "remat.profile.memory",
     "plan": "remat.training.fitting",
     "release": "remat.training.fitting",

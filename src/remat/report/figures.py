@@ -1,4 +1,4 @@
-"""Figures: memory over one training step, and time against memory.
+"""Figures: memory over one training step, time against memory, sizes of a batch.
 
 Every function draws on given axes, or on new ones, and returns them; nothing is shown
 or kept open. The numbers are computed in :mod:`remat.report.timelines` and by
@@ -20,6 +20,7 @@ from remat.core.platform import Platform
 from remat.core.schedule import Schedule
 from remat.core.units import format_bytes
 from remat.files.documents import write_bytes
+from remat.planning.batch_sizes import BatchSizes
 from remat.planning.plan import Plan
 from remat.report.timelines import (
     Timeline,
@@ -247,6 +248,60 @@ def trade_off_curve(plans: Sequence[Plan], ax: Axes | None = None) -> Axes:
     ax.set_xlabel(f"peak memory {where} ({unit})")
     ax.set_ylabel("time of operators / without remat")
     ax.set_title(f"{baseline.graph.name}: time against memory")
+    _legend_below(ax)
+    return ax
+
+
+def batch_curve(sizes: BatchSizes, ax: Axes | None = None) -> Axes:
+    """Draw time for each unit and memory against the size of the batch.
+
+    Parameters
+    ----------
+    sizes
+        What :func:`remat.max_batch` returned.
+    ax
+        Where to draw; by default on a new figure.
+    """
+    ax = ax or _new_axes()
+    factor, unit = _memory_unit(sizes.budget_bytes)
+    fitting = [(each.size, each.plan) for each in sizes.tried if each.plan is not None]
+    largest = [size for size, _ in fitting]
+    plain = [plan.baseline_peak_bytes / factor for _, plan in fitting]
+    needed = [plan.peak_bytes / factor for _, plan in fitting]
+    ax.plot(largest, plain, "s-", color=_GREY, label="without remat")
+    ax.plot(largest, needed, "o-", color=_BLUE, label="planned")
+    beyond = [each for each in sizes.tried if not each.fits]
+    if beyond:
+        ax.plot(
+            [each.size for each in beyond],
+            [each.needed_bytes / factor for each in beyond],
+            "x",
+            color=_RED,
+            label="smallest known, does not fit",
+        )
+    ax.axhline(
+        sizes.budget_bytes / factor,
+        color=_RED,
+        linestyle=(0, (6, 2)),
+        label=f"budget: {format_bytes(sizes.budget_bytes)}",
+    )
+    slow = ax.twinx()
+    slow.spines[["top"]].set_visible(False)
+    times = [plan.cost_ns / size for size, plan in fitting]
+    time_factor, time_unit = _time_unit(round(max(times)))
+    slow.plot(
+        largest,
+        [time / time_factor for time in times],
+        "^--",
+        color=_GREEN,
+        label="time a unit",
+    )
+    slow.set_ylabel(f"time of operators / size ({time_unit})", color=_GREEN)
+    slow.set_ylim(bottom=0)
+    ax.set_ylim(bottom=0, top=1.6 * sizes.budget_bytes / factor)
+    ax.set_xlabel("size of the batch")
+    ax.set_ylabel(f"peak memory of the whole step ({unit})")
+    ax.set_title(f"{sizes.plan.graph.name}: the largest size that fits is {sizes.size}")
     _legend_below(ax)
     return ax
 
