@@ -263,6 +263,64 @@ def test_gradients_of_one_block_are_added_up() -> None:
     assert kept == ["grad w", "out"]
 
 
+def passing(
+    slots: Sequence[int], size: int, gradients: Sequence[tuple[int, int]]
+) -> EagerBackward:
+    """An operator in no graph that makes gradients, or hands them on."""
+    sized = [(slot, size) for slot in slots]
+    return EagerBackward(name="eager", slots=sized, gradients=gradients)
+
+
+def users(backward: Sequence[EagerBackward], returned: int) -> Parts:
+    """A region whose output of 100 bytes others use, in no graph, behind it."""
+    parts = chain([[4, 1, 10, 100]], [0])
+    return replace(
+        parts, backward=[*backward, 0], returned=frozenset({returned}), held={101: 1}
+    )
+
+
+def sums(step: ComposedStep) -> list[tuple[list[int], list[int]]]:
+    """Return the sizes of what each sum of gradients reads, and of what it makes."""
+    return [
+        (
+            [step.graph.storages[s].size_bytes for s in each.reads],
+            [step.graph.storages[s].size_bytes for s in each.writes],
+        )
+        for each in step.graph.ops
+        if each.name.startswith("the sum for")
+    ]
+
+
+def test_gradients_are_added_up_as_they_come() -> None:
+    """Four slices of one value: no more than two gradients of it exist at a time."""
+    slices = [passing([50 + n], 25, [(0, 100)]) for n in range(4)]
+    cut = passing([70], 100, [(50 + n, 25) for n in range(4)])
+    step = composed(users([cut, *slices], 70))
+    assert sums(step) == [([100, 100], [])] * 3
+    schedule = schedule_from_order(step.graph, store_all_order(step.graph))
+    trace = simulate(step.graph, single_device(), schedule)
+    assert trace.violation is None
+    # Input, weight, what the region keeps, its output; two gradients of that, and
+    # those of the slices that are still to come.
+    assert trace.peak_bytes[0] == 4 + 1 + 10 + 100 + 200 + 3 * 25
+
+
+def test_nothing_is_added_to_a_gradient_that_waits_elsewhere() -> None:
+    """A sum of two values hands one block to both: the first to get more copies it."""
+    both = passing([70], 100, [(0, -1), (60, -1)])
+    other = passing([60], 100, [(0, 100)])
+    more = passing([80], 100, [(70, 100), (60, 100)])
+    step = composed(users([more, both, other], 80))
+    # The second value has a gradient of its own already, and adds the block to it.
+    assert sums(step) == [([100, 100], []), ([100, 100], [])]
+    step = composed(users([both, passing([60], 100, [(0, 100)])], 70))
+    assert sums(step) == [([100, 100], [])]
+    last = passing([61], 100, [(60, 100)])
+    twice = passing([70], 100, [(60, -1), (0, -1), (61, 100)])
+    step = composed(users([twice, last, other], 70))
+    assert sums(step) == [([100, 100], [100]), ([100, 100], [])]
+
+
 def test_a_region_that_backward_does_not_come_to_has_no_backward() -> None:
     parts = chain([[4, 1, 10, 4]] * 3, [1, 2, 3])
     aside = replace(parts.regions[1], given={X: 101, W: 201})

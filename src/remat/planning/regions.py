@@ -359,6 +359,9 @@ class _Composition:
         self.held: dict[int, int] = {}
         # Per slot the gradients that it has got, and how many a leaf will get.
         self.gradients: defaultdict[Slot, list[int]] = defaultdict(list)
+        # Per storage, in how many slots it waits as a gradient.
+        self.waiting: Counter[int] = Counter()
+        self.slot_blocks = _slot_blocks(parts)
         self.gradient_counts = Counter(
             slot
             for each in parts.backward
@@ -513,8 +516,7 @@ class _Composition:
     def add_eager_backward(self, eager: EagerBackward) -> None:
         got: list[int | None] = []
         for slot, size_bytes in eager.slots:
-            name = f"gradient for {eager.name}"
-            block = Storage(name=name, size_bytes=size_bytes, role=Role.TANGENT)
+            block = _gradient_for(eager, size_bytes)
             got.append(self.gradient_at(slot, block))
         reads = [storage for storage in got if storage is not None]
         reads += [self.blocks[block] for block in eager.saved]
@@ -550,12 +552,17 @@ class _Composition:
     def hand_over(self, slot: Slot, gradient: int) -> dict[int, None]:
         """Hand a gradient over to a slot, and return what is read once more for it.
 
-        Of a leaf autograd adds later ones to the first, and the sum, once all are
-        there, to a gradient of earlier steps.
+        Autograd adds each to the one that is there as it comes. That of a leaf is added,
+        once all are there, to a gradient of earlier steps.
         """
         found = self.gradients[slot]
         found.append(gradient)
         if slot not in self.parts.leaves:
+            self.waiting[gradient] += 1
+            if len(found) == 2 and slot in self.slot_blocks:
+                total = self.added(found, self.slot_blocks[slot])
+                found[:] = [total]
+                self.waiting[total] += 1
             return {}
         dropped: list[int] = []
         if len(found) > 1:
@@ -572,15 +579,23 @@ class _Composition:
         found = self.gradients[slot]
         if slot in self.parts.returned:
             self.tangents.append(self.add_storage(block))
+            self.waiting[self.tangents[-1]] += 1
             found = [*found, self.tangents[-1]]
         if len(found) < 2:
+            self.waiting.subtract(found)
             return found[0] if found else None
+        return self.added(found, block)
+
+    def added(self, found: Sequence[int], block: Storage) -> int:
+        """Return the sum of gradients that come together."""
+        self.waiting.subtract(found)
         name, reads = f"the sum for {block.name}", tuple(dict.fromkeys(found))
-        if len(reads) < len(found) or found[0] in self.final:
+        first = found[0]
+        if len(reads) < len(found) or first in self.final or self.waiting[first] > 0:
             return self.made_between(name, block, reads)
         # Autograd adds to the first where nobody else has it.
         self.add_between(name, Phase.BACKWARD, reads)
-        return found[0]
+        return first
 
     def made_between(self, name: str, block: Storage, reads: tuple[int, ...]) -> int:
         made = self.add_storage(
@@ -588,6 +603,24 @@ class _Composition:
         )
         self.add_between(name, Phase.BACKWARD, reads, (made,))
         return made
+
+
+def _slot_blocks(parts: Parts) -> dict[Slot, Storage]:
+    """Return what a gradient is that has come together, per slot of an output."""
+    found = {
+        slot: region.graph.storages[tangent]
+        for region in parts.regions
+        for tangent, slot in region.slots.items()
+    }
+    for each in parts.backward:
+        if not isinstance(each, int):
+            found |= {slot: _gradient_for(each, size) for slot, size in each.slots}
+    return found
+
+
+def _gradient_for(eager: EagerBackward, size_bytes: int) -> Storage:
+    name = f"gradient for {eager.name}"
+    return Storage(name=name, size_bytes=size_bytes, role=Role.TANGENT)
 
 
 def frugal_order(graph: TrainingGraph) -> list[int]:
