@@ -347,7 +347,7 @@ def check_sizes(module: fx.GraphModule) -> None:
                 continue
             msg = (
                 f"{node.name} {found}, and a plan is for one size of everything; at "
-                f"{user_source_line(node) or _UNKNOWN_LINE}. {_FIXED_SIZES}"
+                f"{user_source_line(node) or _UNKNOWN_LINE}. {_FIXED_SIZES}; {_SPLIT}"
             )
             raise CaptureError(msg)
 
@@ -394,7 +394,7 @@ def raise_capture_error(error: Exception, failure: RematError | None) -> NoRetur
             "nn.RNN, nn.GRU and nn.LSTM cannot be traced: their loop over time is one "
             f"operator that the tracer refuses; at {where}. Write the loop with "
             "nn.RNNCell, nn.GRUCell or nn.LSTMCell, or fit the part of the model without "
-            "it"
+            f"it; {_SPLIT}"
         )
     elif messages.FAKE_CALL in text:
         what = _what_failed(text)
@@ -402,8 +402,7 @@ def raise_capture_error(error: Exception, failure: RematError | None) -> NoRetur
     else:
         msg = (
             f"the model cannot be traced as one graph: {what}; at {where}. "
-            f'{_remedy(text, library)}; or give regions="breaks", which plans the '
-            "graphs on both sides of it"
+            f"{_remedy(text, library)}; {_SPLIT}"
         )
     raise CaptureError(msg) from error
 
@@ -417,6 +416,7 @@ def example_error(error: Exception) -> CaptureError:
 
 
 _UNKNOWN_LINE = "a line that is not known"
+_SPLIT = 'or give regions="breaks", which plans the graphs on both sides of it'
 _FIXED_SIZES = (
     "Write it with sizes and numbers that do not depend on values (torch.where, "
     "products with a mask, topk of a fixed count), or leave that part out of the model"
