@@ -11,7 +11,7 @@ from remat.core.errors import BudgetError
 from remat.core.graph import Op, Phase, Storage, TrainingGraph
 from remat.core.liveness import BOUNDARY, schedule_from_order, store_all_order
 from remat.core.platform import single_device
-from remat.core.schedule import Compute
+from remat.core.schedule import Compute, Schedule
 from remat.core.simulator import simulate
 from remat.planning.one_device import plan_graph
 from remat.planning.plan import Plan
@@ -477,6 +477,32 @@ def test_the_error_names_a_budget_that_whole_regions_fit(
         assert caught.value.required_bytes == peak_bytes
         assert caught.value.budget_bytes == budget
     assert plan_regions(step, solver_of(step, []), peak_bytes).peak_bytes == peak_bytes
+
+
+def test_the_budget_that_an_error_names_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Plans for larger budgets that no longer fit do not hide the smallest one."""
+    step = composed(chain([[4, 1, 10, 4]] * 3, [1, 2, 3]))
+    plain = schedule_from_order(step.graph, store_all_order(step.graph))
+    plain_bytes = simulate(step.graph, single_device(), plain).peak_bytes[0]
+    with pytest.raises(BudgetError) as caught:
+        plan_graph(step.graph, budget=1)
+    smallest = plan_graph(step.graph, budget=caught.value.required_bytes).schedule
+    by_regions = ComposedStep.by_regions
+
+    def fits_only_at_the_smallest(self: ComposedStep, schedule: Schedule) -> Schedule:
+        return by_regions(self, schedule) if schedule == smallest else plain
+
+    monkeypatch.setattr(ComposedStep, "by_regions", fits_only_at_the_smallest)
+    with pytest.raises(BudgetError) as refused:
+        plan_regions(step, solver_of(step, []), 1)
+    named_bytes = refused.value.required_bytes
+    assert named_bytes < plain_bytes - 1
+    for budget in (named_bytes, plain_bytes - 1):
+        plan = plan_regions(step, solver_of(step, []), budget)
+        assert plan.peak_bytes == named_bytes
+        assert plan.budget_bytes == budget
 
 
 def test_the_frugal_order_keeps_what_it_must() -> None:

@@ -680,36 +680,51 @@ def plan_regions(
     -----
     Solvers know nothing of regions. An op of theirs that runs among those of another
     region runs with its own instead, and where that takes more than the budget, they
-    are asked again for as much less. Raises what ``solve`` raises, too.
+    are asked again for as much less. The plan for the smallest budget comes last, and
+    an error names what that takes: so the budget that it names works. Raises what
+    ``solve`` raises, too.
     """
     try:
         plan = solve(budget)
     except BudgetError as error:
         raise _true_error(step, error, solve(error.required_bytes)) from None
     budget_bytes = asked_bytes = plan.budget_bytes or 0
-    needed_bytes: list[int] = []
     for _ in range(_ATTEMPTS):
-        schedule = step.by_regions(plan.schedule)
-        is_as_planned = schedule == plan.schedule and asked_bytes == budget_bytes
-        trace = plan.trace if is_as_planned else _judged(step, schedule, budget_bytes)
-        if trace.violation is None:
-            return replace(
-                plan,
-                platform=_platform(step, budget_bytes),
-                schedule=schedule,
-                status=plan.status if asked_bytes == budget_bytes else Status.FEASIBLE,
-                _judged=trace,
-            )
-        needed_bytes.append(trace.peak_bytes[0])
-        asked_bytes -= max(1, trace.peak_bytes[0] - budget_bytes)
+        found = _by_regions(step, plan, budget_bytes)
+        if isinstance(found, Plan):
+            is_as_asked = asked_bytes == budget_bytes
+            return found if is_as_asked else replace(found, status=Status.FEASIBLE)
+        asked_bytes -= max(1, found - budget_bytes)
         try:
             plan = solve(asked_bytes)
         except BudgetError:
             break
-    raise _budget_error(step, budget_bytes, min(needed_bytes))
+    found = _by_regions(step, _smallest_plan(solve), budget_bytes)
+    if isinstance(found, Plan):
+        return replace(found, status=Status.FEASIBLE)
+    raise _budget_error(step, budget_bytes, found)
 
 
 _ATTEMPTS = 4
+
+
+def _by_regions(step: ComposedStep, plan: Plan, budget_bytes: int) -> Plan | int:
+    """Return a plan as the regions run it, or the bytes that it needs, if more."""
+    schedule = step.by_regions(plan.schedule)
+    is_as_planned = schedule == plan.schedule and plan.budget_bytes == budget_bytes
+    trace = plan.trace if is_as_planned else _judged(step, schedule, budget_bytes)
+    if trace.violation is not None:
+        return trace.peak_bytes[0]
+    platform = _platform(step, budget_bytes)
+    return replace(plan, platform=platform, schedule=schedule, _judged=trace)
+
+
+def _smallest_plan(solve: Callable[[Budget | None], Plan]) -> Plan:
+    """Return the plan for the smallest budget for which solvers know one."""
+    try:
+        return solve(1)
+    except BudgetError as error:
+        return solve(error.required_bytes)
 
 
 def _platform(step: ComposedStep, budget_bytes: int | None) -> Platform:
