@@ -208,3 +208,43 @@ def test_checks_inside_operators_are_measured_on_values_that_pass():
     report = remat.verify(OneHot(), torch.randint(8, (320,)), budget="1 GiB", repeats=1)
     assert report.is_exact
     assert not report.against_eager
+
+
+class Pair(nn.Module):
+    """A network for two batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        return self.net(one).mean() + self.net(other).square().mean()
+
+
+@pytest.mark.parametrize("regions", ["whole", "breaks"])
+def test_parts_of_one_tensor_count_it_once(regions: Any) -> None:
+    model = Pair()
+    halves = torch.randn(2, 512, 64)
+    report = remat.verify(
+        model, tuple(halves), budget="90%", repeats=1, regions=regions
+    )
+    assert report.is_within_budget
+    assert 0 <= report.prediction_error < 0.01
+    # What else the tensor holds counts, too.
+    more = torch.randn(8, 512, 64)
+    ends = more[0], more[7]
+    report = remat.verify(model, ends, budget="100%", repeats=1, regions=regions)
+    assert 0 <= report.prediction_error < 0.01
+
+
+def test_a_plan_for_parts_of_one_tensor_holds_for_tensors_of_their_own() -> None:
+    model = Pair()
+    plan = remat.fit(model, tuple(torch.randn(2, 512, 64)), budget="90%")
+    one, other = torch.randn(512, 64), torch.randn(512, 64)
+
+    def step() -> None:
+        model.zero_grad()
+        model(one, other).backward()
+
+    measured = remat.measure(step, repeats=0, resident=[model, one, other])
+    assert measured.peak_bytes <= plan.peak_bytes

@@ -552,8 +552,8 @@ class _Composition:
     def hand_over(self, slot: Slot, gradient: int) -> dict[int, None]:
         """Hand a gradient over to a slot, and return what is read once more for it.
 
-        Autograd adds each to the one that is there as it comes. That of a leaf is added,
-        once all are there, to a gradient of earlier steps.
+        Autograd adds each to the one that is there as it comes. That of a leaf is
+        added, once all are there, to a gradient of earlier steps.
         """
         found = self.gradients[slot]
         found.append(gradient)
