@@ -699,3 +699,35 @@ def test_tracing_again_and_again_is_said() -> None:
     remat.fit(model, X, budget="150%", **BREAK)
     with pytest.warns(RuntimeWarning, match=r"such as a counter in Python"):
         trained(model, [X] * 12)
+
+
+class Penalised(Tied):
+    """A penalty on a gradient that is taken in forward."""
+
+    def penalty(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        found = torch.tanh(self.inside(x)).sum()
+        (gradient,) = torch.autograd.grad(found, x, create_graph=True)
+        return (gradient.norm(dim=1) - 1).pow(2).mean()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.penalty(x) + super().forward(x)
+
+
+class Apart(Penalised):
+    @torch.compiler.disable
+    def penalty(self, x: torch.Tensor) -> torch.Tensor:
+        return super().penalty(x)
+
+
+def test_double_backward_is_refused_by_name_and_runs_where_it_is_told_to() -> None:
+    for regions in ("whole", "breaks"):
+        with pytest.raises(CaptureError, match=r"gradient inside .*compiler\.disable"):
+            remat.fit(Penalised(), X, budget="90%", **BREAK | {"regions": regions})
+    torch.manual_seed(0)
+    model = Apart()
+    report = remat.verify(model, X, budget="90%", repeats=1, regions="breaks")
+    assert report.is_exact
+    assert report.against_eager == ()
+    assert report.is_within_budget
+    assert 0 <= report.prediction_error < 0.01

@@ -389,6 +389,8 @@ def raise_capture_error(error: Exception, failure: RematError | None) -> NoRetur
         msg = f"the example raises inside the model: AssertionError; at {where}"
     elif isinstance(error, InternalTorchDynamoError):
         msg = f"the tracer itself failed: {what}; at {where}"
+    elif messages.GRADIENT_INSIDE.search(text):
+        msg = f"{GRADIENT_INSIDE}; at {where}"
     elif messages.RECURRENT in text:
         msg = (
             "nn.RNN, nn.GRU and nn.LSTM cannot be traced: their loop over time is one "
@@ -414,6 +416,14 @@ def example_error(error: Exception) -> CaptureError:
         f"{_first_sentence(str(error))}; at {_line_behind(error) or _UNKNOWN_LINE}"
     )
 
+
+GRADIENT_INSIDE = (
+    "the model takes a gradient inside its forward (torch.autograd.grad, backward), and a "
+    "planned graph has one backward pass, after forward. Compute that outside the model; "
+    "or put it, with all that it differentiates, into a function under "
+    '@torch.compiler.disable, which runs as it is, and give regions="breaks"'
+)
+"""What is said of double backward, in one graph and between several."""
 
 _UNKNOWN_LINE = "a line that is not known"
 _SPLIT = 'or give regions="breaks", which plans the graphs on both sides of it'
