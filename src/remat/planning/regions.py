@@ -298,6 +298,32 @@ class ComposedStep:
             for before in range(count + 1)
         )
 
+    def resized(
+        self, region: int, known: TrainingGraph, found: TrainingGraph
+    ) -> "ComposedStep | None":
+        """Return the step with another graph in the place of a region's, if it can be.
+
+        Parameters
+        ----------
+        region
+            The region.
+        known, found
+            Its graph, and the one to put there: of the same ops on blocks of other
+            sizes, or else the answer is ``None``.
+        """
+        if _structure(known) != _structure(found):
+            return None
+        storages, ops = list(self.graph.storages), list(self.graph.ops)
+        for number, mapped in self.storages[region].items():
+            size_bytes = found.storages[number].size_bytes
+            storages[mapped] = replace(storages[mapped], size_bytes=size_bytes)
+        for index, origin in enumerate(self.origins):
+            if origin is not None and origin[0] == region:
+                workspace_bytes = found.ops[origin[1]].workspace_bytes
+                ops[index] = replace(ops[index], workspace_bytes=workspace_bytes)
+        graph = replace(self.graph, storages=tuple(storages), ops=tuple(ops))
+        return replace(self, graph=graph)
+
     def region_orders(self, schedule: Schedule, trace: Trace) -> list[RegionOrder]:
         """Take a schedule of the step, ordered by regions, apart."""
         orders: list[list[int]] = [[] for _ in self.storages]
@@ -603,6 +629,15 @@ class _Composition:
         )
         self.add_between(name, Phase.BACKWARD, reads, (made,))
         return made
+
+
+def _structure(graph: TrainingGraph) -> tuple[object, ...]:
+    """Return what is equal for graphs that differ in nothing but sizes and times."""
+    return (
+        [(s.role, s.is_resident) for s in graph.storages],
+        [(op.name, op.reads, op.writes, op.is_recomputable) for op in graph.ops],
+        (graph.forward_outputs, graph.tangents, graph.final_outputs),
+    )
 
 
 def _slot_blocks(parts: Parts) -> dict[Slot, Storage]:
