@@ -117,7 +117,6 @@ def torchvision() -> Any:
             torch.library.define(f"torchvision::{name}", schema)
         import torchvision as found  # noqa: PLC0415
     import torchvision.models.detection  # noqa: PLC0415
-    import torchvision.ops.boxes  # noqa: PLC0415
 
     if not found.extension._has_ops():  # noqa: SLF001
         found.ops.boxes.nms = suppressed

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from studies.definitions import (
     Example,
@@ -35,7 +35,7 @@ class Denoised(nn.Module):
         self.denoiser = denoiser
 
     def forward(self, noisy: Tensor, noise: Tensor, **conditions: Any) -> Tensor:
-        return F.mse_loss(self.denoiser(noisy, **conditions).sample, noise)
+        return functional.mse_loss(self.denoiser(noisy, **conditions).sample, noise)
 
 
 def denoised(model: Any, shape: tuple[int, ...], **conditions: Any) -> Example:
@@ -183,7 +183,7 @@ class Autoencoded(nn.Module):
     def forward(self, images: Tensor) -> dict[str, Any]:
         posterior = self.autoencoder.encode(images).latent_dist
         decoded = self.autoencoder.decode(posterior.sample()).sample
-        loss = F.mse_loss(decoded, images) + 1e-3 * posterior.kl().mean()
+        loss = functional.mse_loss(decoded, images) + 1e-3 * posterior.kl().mean()
         return {"loss": loss, "decoded": decoded}
 
 
@@ -209,7 +209,7 @@ class Quantised(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         found = self.autoencoder(images)
-        return F.mse_loss(found.sample, images) + found.commit_loss.mean()
+        return functional.mse_loss(found.sample, images) + found.commit_loss.mean()
 
 
 @define("van den Oord et al. 2017; nearest codes")
@@ -235,9 +235,13 @@ def controlnet() -> Example:
         "cross_attention_dim": 32,
         "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
     }
-    control = made("ControlNetModel", conditioning_embedding_out_channels=(16, 32), **sizes)
+    control = made(
+        "ControlNetModel", conditioning_embedding_out_channels=(16, 32), **sizes
+    )
     unet = made(
-        "UNet2DConditionModel", up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), **sizes
+        "UNet2DConditionModel",
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        **sizes,
     )
 
     class Controlled(nn.Module):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -27,7 +27,7 @@ def words(batch: int = 16, length: int = 32) -> Tensor:
     return torch.randint(1, WORDS, (batch, length))
 
 
-# --- recurrent -----------------------------------------------------------------------
+# --- recurrent ---------------------------------------------------------------------
 
 
 def feed_forward() -> nn.Module:
@@ -56,7 +56,7 @@ class LstmTagger(nn.Module):
     def decode(self, x: Tensor, tags: Tensor) -> Tensor:
         for block in self.after:
             x = x + block(x)
-        return F.cross_entropy(self.tags(x).flatten(0, 1), tags.flatten())
+        return functional.cross_entropy(self.tags(x).flatten(0, 1), tags.flatten())
 
     def forward(self, ids: Tensor, tags: Tensor) -> Tensor:
         found, _ = self.recurrent(self.encode(ids))
@@ -81,7 +81,9 @@ class PackedGru(nn.Module):
         self.head = nn.Sequential(nn.Linear(WIDTH, 256), nn.ReLU(), nn.Linear(256, 5))
 
     def forward(self, ids: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.states(self.embed(ids), lengths)), labels)
+        return functional.cross_entropy(
+            self.head(self.states(self.embed(ids), lengths)), labels
+        )
 
     def states(self, embedded: Tensor, lengths: Tensor) -> Tensor:
         packed = pack_padded_sequence(
@@ -114,7 +116,9 @@ class CellLoop(nn.Module):
             state = self.cell(step, state)
             found.append(state[0])
         scores = self.head(torch.stack(found, 1))
-        return F.cross_entropy(scores[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        return functional.cross_entropy(
+            scores[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        )
 
 
 @define("Hochreiter and Schmidhuber 1997; nn.LSTMCell in a loop over time")
@@ -137,7 +141,10 @@ class Attended(nn.Module):
         return self.encoder(self.embed(ids))[0]
 
     def decode(self, memory: Tensor, target: Tensor) -> Tensor:
-        state = memory.new_zeros(len(memory), WIDTH), memory.new_zeros(len(memory), WIDTH)
+        state = (
+            memory.new_zeros(len(memory), WIDTH),
+            memory.new_zeros(len(memory), WIDTH),
+        )
         losses = []
         for position in range(target.shape[1] - 1):
             query = state[0].unsqueeze(1).expand_as(memory)
@@ -145,7 +152,9 @@ class Attended(nn.Module):
             seen = (weights * memory).sum(1)
             word = self.embed(target[:, position])
             state = self.cell(torch.cat([word, seen], 1), state)
-            losses.append(F.cross_entropy(self.head(state[0]), target[:, position + 1]))
+            losses.append(
+                functional.cross_entropy(self.head(state[0]), target[:, position + 1])
+            )
         return torch.stack(losses).mean()
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
@@ -157,7 +166,7 @@ def attention_translator() -> Example:
     return example(Attended(), words(), words(16, 12))
 
 
-# --- values decide ---------------------------------------------------------------------
+# --- values decide -----------------------------------------------------------------
 
 
 class Watched(nn.Module):
@@ -188,7 +197,7 @@ class Watched(nn.Module):
         x = self.body(self.stem(x), 0)
         self.watch(x)
         x = self.body(x, 2)
-        return F.cross_entropy(self.head(x), labels)
+        return functional.cross_entropy(self.head(x), labels)
 
 
 @define("He et al. 2016; .item(), a print and a branch between blocks")
@@ -219,12 +228,14 @@ class Equilibrium(nn.Module):
             z = after
             if moved.item() < 1e-2:
                 break
-        return F.cross_entropy(self.head(z), labels)
+        return functional.cross_entropy(self.head(z), labels)
 
 
 @define("Bai et al. 2019; iterated until it converges, by .item() in a loop")
 def equilibrium() -> Example:
-    return example(Equilibrium(), torch.randn(512, WIDTH), torch.randint(0, TAGS, (512,)))
+    return example(
+        Equilibrium(), torch.randn(512, WIDTH), torch.randint(0, TAGS, (512,))
+    )
 
 
 class Detector(nn.Module):
@@ -273,7 +284,7 @@ class MaskedLoss(nn.Module):
 
     def forward(self, ids: Tensor, hidden: Tensor) -> Tensor:
         found = self.encoder(self.embed(ids.masked_fill(hidden, 0)))
-        return F.cross_entropy(self.head(found[hidden]), ids[hidden])
+        return functional.cross_entropy(self.head(found[hidden]), ids[hidden])
 
 
 @define("Devlin et al. 2019; scores of hidden words only, x[mask]")
@@ -300,7 +311,7 @@ class EarlyExit(nn.Module):
         loss = torch.zeros(())
         for position in range(4):
             x, scores = self.stage(x, position)
-            loss = loss + F.cross_entropy(scores, labels)
+            loss = loss + functional.cross_entropy(scores, labels)
             if scores.softmax(1).max(1).values.mean() > 0.9:
                 break
         return loss
@@ -311,7 +322,7 @@ def early_exit() -> Example:
     return example(EarlyExit(), torch.randn(512, 128), torch.randint(0, 5, (512,)))
 
 
-# --- experts, state spaces ---------------------------------------------------------------
+# --- experts, state spaces ---------------------------------------------------------
 
 
 class Experts(nn.Module):
@@ -332,14 +343,24 @@ class Experts(nn.Module):
         x = self.embed(ids).flatten(0, 1)
         shares = self.router(x).softmax(-1)
         weights, chosen = shares.topk(2, -1)
-        out = self.dense(x, weights, chosen) if self.is_dense else self.sent(x, weights, chosen)
-        loss = F.cross_entropy(self.head(x + out), ids.flatten())
+        out = (
+            self.dense(x, weights, chosen)
+            if self.is_dense
+            else self.sent(x, weights, chosen)
+        )
+        loss = functional.cross_entropy(self.head(x + out), ids.flatten())
         balance = (shares.mean(0) * 4).square().mean()
-        return {"loss": loss + 0.01 * balance, "router": {"shares": shares, "bias": None}}
+        return {
+            "loss": loss + 0.01 * balance,
+            "router": {"shares": shares, "bias": None},
+        }
 
     def dense(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         gates = torch.zeros(len(x), 4).scatter(1, chosen, weights)
-        parts = [gate.unsqueeze(1) * e(x) for gate, e in zip(gates.unbind(1), self.experts)]
+        parts = [
+            gate.unsqueeze(1) * e(x)
+            for gate, e in zip(gates.unbind(1), self.experts, strict=True)
+        ]
         return torch.stack(parts).sum(0)
 
     def sent(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -373,7 +394,7 @@ class Selective(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
-        step = F.softplus(self.step(x))
+        step = functional.softplus(self.step(x))
         into, out = self.maps(x).chunk(2, -1)
         decay = torch.exp(-step.unsqueeze(-1) * self.rate)
         fed = (step * x).unsqueeze(-1) * into.unsqueeze(2)
@@ -383,7 +404,9 @@ class Selective(nn.Module):
             state = decay[:, position] * state + fed[:, position]
             found.append((state * out[:, position, None]).sum(-1))
         scores = self.head(torch.stack(found, 1) + x)
-        return F.cross_entropy(scores[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        return functional.cross_entropy(
+            scores[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        )
 
 
 @define("Gu and Dao 2023; a state space in a loop over time")
@@ -391,7 +414,7 @@ def state_space() -> Example:
     return example(Selective(), words(8, 24))
 
 
-# --- speech ----------------------------------------------------------------------------
+# --- speech ------------------------------------------------------------------------
 
 
 class Conformer(nn.Module):
@@ -404,7 +427,9 @@ class Conformer(nn.Module):
         self.attend = nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True)
         self.depth = nn.Conv1d(WIDTH, WIDTH, 7, padding=3, groups=WIDTH)
         self.batch_norm = nn.BatchNorm1d(WIDTH)
-        self.feed = nn.Sequential(nn.Linear(WIDTH, 256), nn.SiLU(), nn.Linear(256, WIDTH))
+        self.feed = nn.Sequential(
+            nn.Linear(WIDTH, 256), nn.SiLU(), nn.Linear(256, WIDTH)
+        )
         self.head = nn.Linear(WIDTH, 20)
 
     def scores(self, sound: Tensor, lengths: Tensor) -> Tensor:
@@ -412,7 +437,9 @@ class Conformer(nn.Module):
         is_padding = torch.arange(x.shape[1]) >= lengths[:, None]
         query = self.norm(x)
         x = x + self.attend(query, query, query, key_padding_mask=is_padding)[0]
-        y = F.silu(self.batch_norm(self.depth(x.transpose(1, 2)))).transpose(1, 2)
+        y = functional.silu(self.batch_norm(self.depth(x.transpose(1, 2)))).transpose(
+            1, 2
+        )
         x = x + y + self.feed(x)
         return self.head(x).log_softmax(-1).transpose(0, 1)
 
@@ -420,7 +447,7 @@ class Conformer(nn.Module):
         self, sound: Tensor, lengths: Tensor, labels: Tensor, counts: Tensor
     ) -> Tensor:
         scores = self.scores(sound, lengths)
-        return F.ctc_loss(scores, labels, lengths, counts, zero_infinity=True)
+        return functional.ctc_loss(scores, labels, lengths, counts, zero_infinity=True)
 
 
 @define("Gulati et al. 2020; padding mask, CTC")
@@ -448,11 +475,11 @@ class WaveNet(nn.Module):
 
     def forward(self, sound: Tensor, labels: Tensor) -> Tensor:
         x, total = self.stem(sound), torch.zeros(())
-        for power, (gate, skip) in enumerate(zip(self.gates, self.skips)):
-            a, b = gate(F.pad(x, (2**power, 0))).chunk(2, 1)
+        for power, (gate, skip) in enumerate(zip(self.gates, self.skips, strict=True)):
+            a, b = gate(functional.pad(x, (2**power, 0))).chunk(2, 1)
             y = skip(torch.tanh(a) * torch.sigmoid(b))
             x, total = x + y, total + y
-        return F.cross_entropy(self.head(F.relu(total)), labels)
+        return functional.cross_entropy(self.head(functional.relu(total)), labels)
 
 
 @define("van den Oord et al. 2016; dilated convolutions, parametrised weights")
@@ -460,7 +487,7 @@ def wavenet() -> Example:
     return example(WaveNet(), torch.randn(4, 1, 512), torch.randint(0, 64, (4, 512)))
 
 
-# --- diffusion, generation ---------------------------------------------------------------
+# --- diffusion, generation ---------------------------------------------------------
 
 
 class Diffusion(nn.Module):
@@ -481,9 +508,11 @@ class Diffusion(nn.Module):
         noise = torch.randn_like(images)
         share = self.kept[moment].view(-1, 1, 1, 1)
         x = share.sqrt() * images + (1 - share).sqrt() * noise
-        first = F.silu(self.down(x) + self.embed(moment)[:, :, None, None])
-        second = F.silu(self.norm(self.middle(first)))
-        return F.mse_loss(self.out(torch.cat([first, self.up(second)], 1)), noise)
+        first = functional.silu(self.down(x) + self.embed(moment)[:, :, None, None])
+        second = functional.silu(self.norm(self.middle(first)))
+        return functional.mse_loss(
+            self.out(torch.cat([first, self.up(second)], 1)), noise
+        )
 
 
 @define("Ho et al. 2020; draws moments and noise in forward")
@@ -541,7 +570,7 @@ class Variational(nn.Module):
         code = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
         decoded = self.decoder(code)
         spread = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).mean()
-        return Coded(F.mse_loss(decoded, x) + spread, decoded)
+        return Coded(functional.mse_loss(decoded, x) + spread, decoded)
 
 
 @define("Kingma and Welling 2014; returns a dataclass of its own with a None")
@@ -590,7 +619,7 @@ def gradient_penalty() -> Example:
     return example(Critic(), torch.randn(256, 64), torch.randn(256, 64))
 
 
-# --- sets, spaces, tables ----------------------------------------------------------------
+# --- sets, spaces, tables ----------------------------------------------------------
 
 
 class PointNet(nn.Module):
@@ -604,7 +633,9 @@ class PointNet(nn.Module):
         self.head = nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 5))
 
     def forward(self, points: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.points(points).max(2).values), labels)
+        return functional.cross_entropy(
+            self.head(self.points(points).max(2).values), labels
+        )
 
 
 @define("Qi et al. 2017; maximum over points")
@@ -618,7 +649,11 @@ class Field(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(
-            nn.Linear(36, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 4)
+            nn.Linear(36, 128),
+            nn.ReLU(),
+            nn.Linear(128, 128),
+            nn.ReLU(),
+            nn.Linear(128, 4),
         )
 
     def forward(self, origins: Tensor, directions: Tensor, colours: Tensor) -> Tensor:
@@ -626,9 +661,11 @@ class Field(nn.Module):
         points = origins[:, None] + depths[..., None] * directions[:, None]
         waves = [f(points * 2.0**k) for k in range(6) for f in (torch.sin, torch.cos)]
         found = self.net(torch.cat(waves, -1))
-        alpha = 1 - torch.exp(-F.relu(found[..., 3]) / 24)
+        alpha = 1 - torch.exp(-functional.relu(found[..., 3]) / 24)
         seen = torch.cumprod(1 - alpha + 1e-6, 1)
-        return F.mse_loss(((alpha * seen)[..., None] * found[..., :3].sigmoid()).sum(1), colours)
+        return functional.mse_loss(
+            ((alpha * seen)[..., None] * found[..., :3].sigmoid()).sum(1), colours
+        )
 
 
 @define("Mildenhall et al. 2020; random depths, cumulative products")
@@ -649,13 +686,13 @@ class Clicks(nn.Module):
 
     def forward(self, dense: Tensor, categories: Tensor, clicks: Tensor) -> Tensor:
         rows = [self.bottom(dense)]
-        rows += [t(c) for t, c in zip(self.tables, categories.unbind(1))]
+        rows += [t(c) for t, c in zip(self.tables, categories.unbind(1), strict=True)]
         stacked = torch.stack(rows, 1)
         products = stacked @ stacked.transpose(1, 2)
         above = torch.triu_indices(5, 5, 1)
         pairs = products[:, above[0], above[1]]
         scores = self.top(torch.cat([rows[0], pairs], 1)).squeeze(1)
-        return F.binary_cross_entropy_with_logits(scores, clicks)
+        return functional.binary_cross_entropy_with_logits(scores, clicks)
 
 
 def _clicks() -> tuple[Tensor, Tensor, Tensor]:
@@ -683,7 +720,7 @@ class SkipGram(nn.Module):
 
     def forward(self, centre: Tensor, others: Tensor) -> Tensor:
         scores = self.outside(others) @ self.inside(centre).unsqueeze(2)
-        return F.softplus(-scores).mean()
+        return functional.softplus(-scores).mean()
 
 
 @define("Mikolov et al. 2013; embeddings with sparse gradients")
@@ -704,9 +741,9 @@ class Sampled(nn.Module):
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         theta = self.find(images).view(-1, 2, 3)
-        grid = F.affine_grid(theta, list(images.shape), align_corners=False)
-        seen = self.look(F.grid_sample(images, grid, align_corners=False))
-        return F.cross_entropy(self.head(seen.mean((2, 3))), labels)
+        grid = functional.affine_grid(theta, list(images.shape), align_corners=False)
+        seen = self.look(functional.grid_sample(images, grid, align_corners=False))
+        return functional.cross_entropy(self.head(seen.mean((2, 3))), labels)
 
 
 @define("Jaderberg et al. 2015; affine grids")
@@ -727,11 +764,13 @@ class Fourier(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = self.lift(x).transpose(1, 2)
-        for weight, local in zip(self.weights, self.local):
+        for weight, local in zip(self.weights, self.local, strict=True):
             waves = torch.fft.rfft(x)[..., :12]
             mixed = torch.einsum("bim,iom->bom", waves, weight)
-            x = F.gelu(torch.fft.irfft(F.pad(mixed, (0, 21)), n=64) + local(x))
-        return F.mse_loss(self.head(x.transpose(1, 2)), y)
+            x = functional.gelu(
+                torch.fft.irfft(functional.pad(mixed, (0, 21)), n=64) + local(x)
+            )
+        return functional.mse_loss(self.head(x.transpose(1, 2)), y)
 
 
 @define("Li et al. 2021; complex weights, Fourier transforms")
@@ -745,7 +784,9 @@ class Recomputed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 128))
+            nn.Sequential(
+                nn.Linear(128, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 128)
+            )
             for _ in range(4)
         )
 
@@ -784,7 +825,7 @@ class Binary(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         found = Straight.apply(self.norm(self.first(x)))
-        return F.cross_entropy(self.last(found), labels)
+        return functional.cross_entropy(self.last(found), labels)
 
 
 @define("Courbariaux et al. 2016; an autograd.Function of its own")
@@ -859,11 +900,11 @@ class Siamese(nn.Module):
         self.head = nn.Linear(32, 16)
 
     def embed(self, images: Tensor) -> Tensor:
-        return F.normalize(self.head(self.net(images).mean((2, 3))), dim=1)
+        return functional.normalize(self.head(self.net(images).mean((2, 3))), dim=1)
 
     def forward(self, anchor: Tensor, same: Tensor, other: Tensor) -> dict[str, Any]:
         found = [self.embed(images) for images in (anchor, same, other)]
-        loss = F.triplet_margin_loss(*found)
+        loss = functional.triplet_margin_loss(*found)
         return {"loss": loss, "found": {"list": found, "tuple": (found[0], None)}}
 
 
@@ -878,7 +919,9 @@ class Tree(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.join = nn.Sequential(nn.Linear(2 * WIDTH, 128), nn.Tanh(), nn.Linear(128, WIDTH))
+        self.join = nn.Sequential(
+            nn.Linear(2 * WIDTH, 128), nn.Tanh(), nn.Linear(128, WIDTH)
+        )
 
     def node(self, tree: Any, ids: Tensor) -> Tensor:
         if isinstance(tree, int):
@@ -962,7 +1005,7 @@ class Translator(nn.Module):
             tgt_is_causal=True,
         )
         scores = self.head(found)[:, :-1].flatten(0, 1)
-        return F.cross_entropy(scores, target[:, 1:].flatten(), ignore_index=0)
+        return functional.cross_entropy(scores, target[:, 1:].flatten(), ignore_index=0)
 
 
 @define("Vaswani et al. 2017; nn.Transformer, padding and causal masks")
@@ -979,7 +1022,10 @@ class Spectral(nn.Module):
         super().__init__()
         norm = nn.utils.parametrizations.spectral_norm
         self.net = nn.Sequential(
-            norm(nn.Conv2d(3, 32, 3)), nn.LeakyReLU(), norm(nn.Conv2d(32, 32, 3)), nn.LeakyReLU()
+            norm(nn.Conv2d(3, 32, 3)),
+            nn.LeakyReLU(),
+            norm(nn.Conv2d(32, 32, 3)),
+            nn.LeakyReLU(),
         )
 
     def forward(self, images: Tensor) -> Tensor:
@@ -1040,7 +1086,7 @@ def slot_attention() -> Example:
     return example(Slots(), torch.randn(16, 64, 32))
 
 
-# --- graphs ------------------------------------------------------------------------------
+# --- graphs ------------------------------------------------------------------------
 
 
 class Messages(nn.Module):
@@ -1049,7 +1095,9 @@ class Messages(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(16, WIDTH)
-        self.message = nn.Sequential(nn.Linear(2 * WIDTH, 128), nn.ReLU(), nn.Linear(128, WIDTH))
+        self.message = nn.Sequential(
+            nn.Linear(2 * WIDTH, 128), nn.ReLU(), nn.Linear(128, WIDTH)
+        )
         self.update = nn.GRUCell(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, 5)
 
@@ -1058,7 +1106,7 @@ class Messages(nn.Module):
         for _ in range(3):
             sent = self.message(torch.cat([x[edges[0]], x[edges[1]]], 1))
             x = self.update(torch.zeros_like(x).index_add(0, edges[1], sent), x)
-        return F.cross_entropy(self.head(x), labels)
+        return functional.cross_entropy(self.head(x), labels)
 
 
 def graph() -> tuple[Tensor, Tensor, Tensor]:
@@ -1080,8 +1128,10 @@ class Nodes(nn.Module):
         self.first, self.last, self.head = first, last, head
 
     def forward(self, nodes: Tensor, edges: Tensor, labels: Tensor) -> Tensor:
-        x = F.dropout(F.elu(self.first(nodes, edges)), 0.2, self.training)
-        return F.cross_entropy(self.head(self.last(x, edges)), labels)
+        x = functional.dropout(
+            functional.elu(self.first(nodes, edges)), 0.2, self.training
+        )
+        return functional.cross_entropy(self.head(self.last(x, edges)), labels)
 
 
 def _layers(kind: str, **settings: Any) -> Example:
@@ -1121,7 +1171,7 @@ def graph_isomorphism() -> Example:
             self, nodes: Tensor, edges: Tensor, graphs: Tensor, labels: Tensor
         ) -> Tensor:
             found = layers.global_add_pool(self.layer(nodes, edges), graphs)
-            return F.cross_entropy(self.head(found), labels)
+            return functional.cross_entropy(self.head(found), labels)
 
     nodes, edges, _ = graph()
     graphs = torch.arange(100) // 25
@@ -1140,7 +1190,9 @@ class Pairs(nn.Module):
 
     def forward(self, nodes: Tensor, distances: Tensor) -> Tensor:
         x = self.embed(nodes)
-        q, k, v = self.projections(x).view(*x.shape[:2], 3, 4, 16).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.projections(x).view(*x.shape[:2], 3, 4, 16).permute(2, 0, 3, 1, 4)
+        )
         scores = q @ k.transpose(-1, -2) / math.sqrt(16)
         scores = scores + self.bias(distances).permute(0, 3, 1, 2)
         found = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)

@@ -254,7 +254,7 @@ def llama_padding() -> Example:
 
 
 class Continued(nn.Module):
-    """A language model that is trained on what follows a prefix, by way of its cache."""
+    """A language model trained on what follows a prefix, by way of its cache."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -351,9 +351,7 @@ def _encoder(model: str, config: str, **settings: Any) -> Any:
 
 @define("Devlin et al. 2019; masked tokens as labels, padding mask")
 def bert_padding() -> Example:
-    return labelled(
-        _encoder("BertForMaskedLM", "BertConfig"), attention_mask=padding()
-    )
+    return labelled(_encoder("BertForMaskedLM", "BertConfig"), attention_mask=padding())
 
 
 @define("Devlin et al. 2019; labels, returns every attention")
@@ -550,7 +548,9 @@ def ast_class() -> Example:
 # --- images ------------------------------------------------------------------------
 
 
-def _image_class(model: Any, side: int, n_classes: int = 5, batch: int = BATCH) -> Example:
+def _image_class(
+    model: Any, side: int, n_classes: int = 5, batch: int = BATCH
+) -> Example:
     kwargs = {
         "pixel_values": torch.randn(batch, 3, side, side),
         "labels": torch.randint(0, n_classes, (batch,)),

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from studies.definitions import (
     Definition,
@@ -28,7 +28,7 @@ class Classified(nn.Module):
         self.network = network
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.network(images), labels)
+        return functional.cross_entropy(self.network(images), labels)
 
 
 def images(batch: int, side: int) -> tuple[Tensor, Tensor]:
@@ -37,7 +37,12 @@ def images(batch: int, side: int) -> tuple[Tensor, Tensor]:
 
 
 def timm_class(
-    name: str, network: str, source: str, batch: int = 8, side: int = 64, **settings: Any
+    name: str,
+    network: str,
+    source: str,
+    batch: int = 8,
+    side: int = 64,
+    **settings: Any,
 ) -> None:
     """Define a classifier of timm."""
 
@@ -53,7 +58,9 @@ def timm_class(
     )
 
 
-timm_class("timm-resnet18d", "resnet18d", "He et al. 2019; stem of three, average pools")
+timm_class(
+    "timm-resnet18d", "resnet18d", "He et al. 2019; stem of three, average pools"
+)
 timm_class("timm-efficientnet", "efficientnet_b0", "Tan and Le 2019", batch=16)
 timm_class("timm-mobilenetv3", "mobilenetv3_small_100", "Howard et al. 2019", batch=16)
 timm_class("timm-regnet", "regnety_002", "Radosavovic et al. 2020", batch=16)
@@ -94,20 +101,33 @@ timm_class(
     num_blocks=4,
 )
 timm_class("timm-poolformer", "poolformer_s12", "Yu et al. 2022; random depth")
-timm_class("timm-edgenext", "edgenext_xx_small", "Maaz et al. 2022; transposed attention")
+timm_class(
+    "timm-edgenext", "edgenext_xx_small", "Maaz et al. 2022; transposed attention"
+)
 timm_class("timm-ghostnet", "ghostnet_050", "Han et al. 2020", batch=16)
-timm_class("timm-coatnet", "coatnet_nano_rw_224", "Dai et al. 2021", img_size=64, batch=4)
-timm_class("timm-levit", "levit_128s", "Graham et al. 2021; a list of two heads", side=224, batch=2)
+timm_class(
+    "timm-coatnet", "coatnet_nano_rw_224", "Dai et al. 2021", img_size=64, batch=4
+)
+timm_class(
+    "timm-levit",
+    "levit_128s",
+    "Graham et al. 2021; a list of two heads",
+    side=224,
+    batch=2,
+)
 timm_class("timm-nfnet", "nfnet_l0", "Brock et al. 2021; normalised weights", batch=4)
 
 
-# --- torchvision: classes, pixels, films ---------------------------------------------
+# --- torchvision: classes, pixels, films -------------------------------------------
 
 
 @define("Huang et al. 2017; its own checkpoints off")
 def tv_densenet() -> Example:
     found = torchvision().models.DenseNet(
-        growth_rate=8, block_config=(3, 4, 3), num_init_features=16, num_classes=N_CLASSES
+        growth_rate=8,
+        block_config=(3, 4, 3),
+        num_init_features=16,
+        num_classes=N_CLASSES,
     )
     return Example(model=Classified(found).train(), args=images(8, 64))
 
@@ -139,9 +159,9 @@ class Auxiliary(nn.Module):
 
     def forward(self, images: Tensor, labels: Tensor) -> dict[str, Any]:
         heads = self.network(images)
-        loss = F.cross_entropy(heads.logits, labels)
+        loss = functional.cross_entropy(heads.logits, labels)
         for head in (heads.aux_logits1, heads.aux_logits2):
-            loss = loss + 0.3 * F.cross_entropy(head, labels)
+            loss = loss + 0.3 * functional.cross_entropy(head, labels)
         return {"loss": loss, "heads": heads, "nothing": None}
 
 
@@ -159,7 +179,7 @@ class Pixels(nn.Module):
         self.network = network
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.network(images)["out"], labels)
+        return functional.cross_entropy(self.network(images)["out"], labels)
 
 
 @define("Chen et al. 2017; pixel scores in an ordered mapping")
@@ -168,7 +188,9 @@ def tv_deeplab() -> Example:
         weights=None, weights_backbone=None, num_classes=N_CLASSES
     )
     labels = torch.randint(0, N_CLASSES, (2, 96, 96))
-    return Example(model=Pixels(found).train(), args=(torch.randn(2, 3, 96, 96), labels))
+    return Example(
+        model=Pixels(found).train(), args=(torch.randn(2, 3, 96, 96), labels)
+    )
 
 
 @define("Tran et al. 2018; films of 8 images")
@@ -197,7 +219,7 @@ def tv_raft() -> Example:
     return Example(model=Flow().train(), args=args)
 
 
-# --- torchvision: detection ---------------------------------------------------------
+# --- torchvision: detection --------------------------------------------------------
 
 
 class Detected(nn.Module):
@@ -207,9 +229,7 @@ class Detected(nn.Module):
         super().__init__()
         self.detector = detector
 
-    def forward(
-        self, images: list[Tensor], targets: list[dict[str, Tensor]]
-    ) -> Tensor:
+    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]]) -> Tensor:
         losses = self.detector(images, targets)
         return torch.stack(list(losses.values())).sum()
 
@@ -251,7 +271,10 @@ def tv_retinanet() -> Example:
     )
 
     backbone = resnet_fpn_backbone(
-        backbone_name="resnet18", weights=None, trainable_layers=5, returned_layers=[2, 3, 4]
+        backbone_name="resnet18",
+        weights=None,
+        trainable_layers=5,
+        returned_layers=[2, 3, 4],
     )
     detector = found.models.detection.RetinaNet(
         backbone,
@@ -264,7 +287,8 @@ def tv_retinanet() -> Example:
     )
     pictures = [torch.rand(3, 128, 128) for _ in range(2)]
     return Example(
-        model=Detected(detector).train(), args=(pictures, [boxes(2, 128), boxes(3, 128)])
+        model=Detected(detector).train(),
+        args=(pictures, [boxes(2, 128), boxes(3, 128)]),
     )
 
 

@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -153,7 +152,11 @@ def smallest(example: Example, regions: str, required_bytes: int) -> dict[str, A
     """Return whether the smallest budget that an error named works."""
     line = attempt(example, regions, required_bytes)
     works = line["status"] == TRAINED
-    return {**line, "status": SMALLEST if works else UNTRUE, "at_smallest": line["status"]}
+    return {
+        **line,
+        "status": SMALLEST if works else UNTRUE,
+        "at_smallest": line["status"],
+    }
 
 
 def missing(definition: Definition) -> str:
@@ -212,14 +215,6 @@ def brief(line: Mapping[str, Any]) -> str:
     return text + (f"\n    {message[-600:]}" if message else "")
 
 
-def newest(results: Path) -> list[dict[str, Any]]:
-    """Return the last line of each definition, in the order of the definitions."""
-    from studies.record import read  # noqa: PLC0415
-
-    found = {line["name"]: line for line in read(results / f"{STUDY}.jsonl")}
-    return [found[name] for name in definitions() if name in found]
-
-
 def parser() -> argparse.ArgumentParser:
     from studies.record import RESULTS  # noqa: PLC0415
 
@@ -242,10 +237,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run_child(options.child, options.results)
         return 0
     if options.tables:
+        from studies.breaks_tables import fill_page  # noqa: PLC0415
+
+        fill_page(options.results)
         return 0
     unknown = [name for name in options.names if name not in definitions()]
     if unknown:
-        given.error(f"there is no definition {unknown[0]}; see studies/definitions_*.py")
+        given.error(
+            f"there is no definition {unknown[0]}; see studies/definitions_*.py"
+        )
     run(options.names or list(definitions()), options.results, options.limit)
     return 0
 
