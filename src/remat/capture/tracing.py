@@ -56,6 +56,13 @@ TRACE_ERRORS = (
 )
 """What a trace may raise; all else that a planned call raises is of the call itself."""
 
+_BY_VALUE = (
+    GuardOnDataDependentSymNode,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+"""What is raised where a size or a branch depends on values."""
+
 _WITH_CACHE = type(cache(abs))
 """The class of functions with a cache in front."""
 
@@ -369,11 +376,12 @@ def raise_capture_error(error: Exception, failure: RematError | None) -> NoRetur
     if inner is not None or not isinstance(error, TorchDynamoException):
         inner = inner or error
         line = _line_behind(inner)
-        remedy = (
-            "Leave that operation out of the model, or compute it with others"
-            if line
-            else "If that is not of code of yours, such as a hook, please report it"
-        )
+        if isinstance(inner, _BY_VALUE):
+            remedy = f"{_FIXED_SIZES}; {_SPLIT}"
+        elif line:
+            remedy = "Leave that operation out of the model, or compute it with others"
+        else:
+            remedy = "If that is not of code of yours, such as a hook, please report it"
         msg = (
             f"the traced step could not be compiled: {type(inner).__name__}: "
             f"{_first_sentence(str(inner))}; at {line or _UNKNOWN_LINE}. {remedy}"
