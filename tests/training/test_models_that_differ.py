@@ -248,3 +248,38 @@ def test_a_plan_for_parts_of_one_tensor_holds_for_tensors_of_their_own() -> None
 
     measured = remat.measure(step, repeats=0, resident=[model, one, other])
     assert measured.peak_bytes <= plan.peak_bytes
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.LSTM(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)[0].sum()
+
+
+class Chosen(nn.Module):
+    """Rows by value; with a size that is made of a sum, which the compiler refuses."""
+
+    def __init__(self, *, is_cut: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.is_cut = is_cut
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.is_cut:
+            return y[: int(x.abs().sum().item())].sum()
+        return y[(y > 0).nonzero()[:, 0]].sum()
+
+
+@pytest.mark.parametrize(
+    "make", [Recurrent, lambda: Chosen(is_cut=False), lambda: Chosen(is_cut=True)]
+)
+def test_what_works_between_graphs_is_refused_with_that_remedy(
+    make: Callable[[], nn.Module],
+) -> None:
+    model, x = make(), torch.randn(5, 8)
+    with pytest.raises(CaptureError, match='regions="breaks"'):
+        remat.fit(model, x, budget="100%", costs="estimated")
