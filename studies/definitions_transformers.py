@@ -47,9 +47,9 @@ def tokens(batch: int = BATCH, length: int = LENGTH) -> Tensor:
     return torch.randint(3, VOCABULARY, (batch, length))
 
 
-def labelled(model: nn.Module, **more: Any) -> Example:
+def labelled(model: nn.Module, length: int = LENGTH, **more: Any) -> Example:
     """Return a step on tokens that are their own labels."""
-    ids = tokens()
+    ids = tokens(length=length)
     kwargs = {"input_ids": ids, "labels": ids.clone(), **more}
     return Example(model=model, kwargs=kwargs)
 
@@ -60,11 +60,18 @@ def padding() -> Tensor:
     return (torch.arange(LENGTH) < lengths[:, None]).long()
 
 
-def causal(name: str, model: str, config: str, source: str, **settings: Any) -> None:
+def causal(
+    name: str,
+    model: str,
+    config: str,
+    source: str,
+    length: int = LENGTH,
+    **settings: Any,
+) -> None:
     """Define a language model that is trained on its own tokens."""
 
     def build() -> Example:
-        return labelled(made(model, config, **_SIZES | settings))
+        return labelled(made(model, config, **_SIZES | settings), length)
 
     DEFINITIONS[name] = Definition(
         name=name, library="transformers", source=source, build=build
@@ -141,6 +148,7 @@ causal(
     "RwkvForCausalLM",
     "RwkvConfig",
     "Peng et al. 2023; labels, recurrent attention in a loop over time",
+    length=16,
     attention_hidden_size=WIDTH,
     num_hidden_layers=2,
 )

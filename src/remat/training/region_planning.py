@@ -400,7 +400,9 @@ class RegionPlanner(Planner):
         self._run_unplanned(running, code, position)
         return RegionChoice(code=code, number=FRUGAL)
 
-    def _fits_in_place(self, running: _Running, code: RegionCode, position: int) -> bool:
+    def _fits_in_place(
+        self, running: _Running, code: RegionCode, position: int
+    ) -> bool:
         """Whether a graph may run as the plan says of the one in its place.
 
         It is of the same operators on the same inputs, traced again for other sizes or
