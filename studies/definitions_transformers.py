@@ -161,7 +161,7 @@ causal(
     num_key_value_heads=1,
     head_dim=16,
     attention_window_size=32,
-    num_hidden_layers=2,
+    num_hidden_layers=3,
 )
 causal(
     "jamba-router",

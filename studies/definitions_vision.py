@@ -259,7 +259,12 @@ def _detected(kind: str, side: int = 128, **settings: Any) -> Example:
 @define("Ren et al. 2015; boxes chosen by value")
 def tv_faster_rcnn() -> Example:
     return _detected(
-        "fasterrcnn_mobilenet_v3_large_320_fpn", min_size=128, max_size=128
+        "fasterrcnn_mobilenet_v3_large_320_fpn",
+        min_size=128,
+        max_size=128,
+        rpn_pre_nms_top_n_train=200,
+        rpn_post_nms_top_n_train=32,
+        box_batch_size_per_image=16,
     )
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from studies import breaks_tables, many_models
 from studies.definitions import Definition, Example, definitions
 from studies.many_models import REFUSED, SMALLEST, TRAINED, study
+
+from studies import breaks_tables, many_models
 
 
 def test_every_definition_says_where_it_is_from() -> None:
