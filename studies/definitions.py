@@ -102,6 +102,11 @@ def is_installed(library: str) -> bool:
     return importlib.util.find_spec(library) is not None
 
 
+def library(name: str) -> Any:
+    """Return a module of a package that need not be installed."""
+    return importlib.import_module(name)
+
+
 def torchvision() -> Any:
     """Return torchvision, also where its compiled operators do not fit torch.
 
@@ -110,14 +115,12 @@ def torchvision() -> Any:
     import torchvision if it is there need this to be called before.
     """
     try:
-        import torchvision as found  # noqa: PLC0415
+        found = library("torchvision")
     except RuntimeError:
         for name in ("nms", "qnms"):
             schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
             torch.library.define(f"torchvision::{name}", schema)
-        import torchvision as found  # noqa: PLC0415
-    import torchvision.models.detection  # noqa: PLC0415
-
+        found = library("torchvision")
     if not found.extension._has_ops():  # noqa: SLF001
         found.ops.boxes.nms = suppressed
     return found
@@ -125,11 +128,11 @@ def torchvision() -> Any:
 
 def suppressed(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     """Return the boxes that no better one overlaps, best first."""
-    from torchvision.ops.boxes import box_iou  # noqa: PLC0415
-
+    box_iou = library("torchvision.ops.boxes").box_iou
     order = scores.argsort(descending=True)
-    overlaps = (box_iou(boxes[order], boxes[order]) > iou_threshold).cpu().numpy()
-    is_kept = ~overlaps[:0].any(0)
+    overlaps: Any = box_iou(boxes[order], boxes[order]) > iou_threshold
+    overlaps = overlaps.cpu().numpy()
+    is_kept: Any = ~overlaps[:0].any(0)
     for position in range(len(is_kept)):
         if is_kept[position]:
             is_kept[position + 1 :] &= ~overlaps[position, position + 1 :]

@@ -10,6 +10,7 @@ from studies.definitions import (
     Example,
     Registry,
     is_installed,
+    library,
     registering,
     torchvision,
 )
@@ -22,9 +23,7 @@ def made(kind: str, **settings: Any) -> Any:
     """Return a model of diffusers with random weights."""
     if is_installed("torchvision"):
         torchvision()  # Or the import below may fail.
-    import diffusers  # noqa: PLC0415
-
-    return getattr(diffusers, kind)(**settings)
+    return getattr(library("diffusers"), kind)(**settings)
 
 
 class Denoised(nn.Module):

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
-from studies.definitions import Example, Registry, registering
+from studies.definitions import Example, Registry, library, registering
 
 DEFINITIONS: Registry = {}
 define = registering(DEFINITIONS, "torch")
@@ -501,7 +501,7 @@ class Diffusion(nn.Module):
         self.norm = nn.GroupNorm(4, 32)
         self.up = nn.ConvTranspose2d(32, 32, 4, stride=2, padding=1)
         self.out = nn.Conv2d(64, 1, 3, padding=1)
-        self.register_buffer("kept", torch.linspace(0.99, 0.01, 100))
+        self.kept = nn.Buffer(torch.linspace(0.99, 0.01, 100))
 
     def forward(self, images: Tensor) -> Tensor:
         moment = torch.randint(0, 100, (len(images),))
@@ -904,7 +904,7 @@ class Siamese(nn.Module):
 
     def forward(self, anchor: Tensor, same: Tensor, other: Tensor) -> dict[str, Any]:
         found = [self.embed(images) for images in (anchor, same, other)]
-        loss = functional.triplet_margin_loss(*found)
+        loss = functional.triplet_margin_loss(found[0], found[1], found[2])
         return {"loss": loss, "found": {"list": found, "tuple": (found[0], None)}}
 
 
@@ -1135,8 +1135,7 @@ class Nodes(nn.Module):
 
 
 def _layers(kind: str, **settings: Any) -> Example:
-    import torch_geometric.nn as layers  # noqa: PLC0415
-
+    layers = library("torch_geometric.nn")
     make = getattr(layers, kind)
     first, last = make(16, WIDTH, **settings), make(WIDTH, WIDTH, **settings)
     return example(Nodes(first, last, nn.Linear(WIDTH, 5)), *graph())
@@ -1159,7 +1158,7 @@ def graph_attention() -> Example:
 
 @define_graph("Xu et al. 2019 (GIN); pooled over graphs of a batch")
 def graph_isomorphism() -> Example:
-    import torch_geometric.nn as layers  # noqa: PLC0415
+    layers = library("torch_geometric.nn")
 
     class Pooled(nn.Module):
         def __init__(self) -> None:

@@ -10,6 +10,7 @@ from studies.definitions import (
     Definition,
     Example,
     Registry,
+    library,
     registering,
     torchvision,
 )
@@ -48,9 +49,7 @@ def timm_class(
 
     def build() -> Example:
         torchvision()
-        import timm  # noqa: PLC0415
-
-        made = timm.create_model(network, num_classes=N_CLASSES, **settings)
+        made = library("timm").create_model(network, num_classes=N_CLASSES, **settings)
         return Example(model=Classified(made).train(), args=images(batch, side))
 
     DEFINITIONS[name] = Definition(
@@ -243,38 +242,46 @@ def boxes(count: int, side: int) -> dict[str, Tensor]:
     }
 
 
-def _detected(kind: str, side: int = 128, **settings: Any) -> Example:
-    build = getattr(torchvision().models.detection, kind)
-    detector = build(
-        weights=None,
-        weights_backbone=None,
-        num_classes=N_CLASSES,
-        **settings,
+@define("Ren et al. 2015 on a small body; boxes chosen by value")
+def tv_faster_rcnn() -> Example:
+    found = torchvision()
+    body: Any = nn.Sequential(
+        nn.Conv2d(3, 32, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 32, 3, stride=2, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Conv2d(32, 32, 3, padding=1),
+        nn.ReLU(),
     )
+    body.out_channels = 32
+    anchors = found.models.detection.anchor_utils.AnchorGenerator(
+        ((16, 32, 64),), ((0.5, 1.0, 2.0),)
+    )
+    detector = found.models.detection.FasterRCNN(
+        body,
+        N_CLASSES,
+        min_size=128,
+        max_size=128,
+        rpn_anchor_generator=anchors,
+        box_roi_pool=found.ops.MultiScaleRoIAlign(["0"], 5, 2),
+        rpn_pre_nms_top_n_train=200,
+        rpn_post_nms_top_n_train=32,
+        box_batch_size_per_image=16,
+    )
+    return detected(detector, 128)
+
+
+def detected(detector: nn.Module, side: int) -> Example:
     pictures = [torch.rand(3, side, side) for _ in range(2)]
     targets = [boxes(2, side), boxes(3, side)]
     return Example(model=Detected(detector).train(), args=(pictures, targets))
 
 
-@define("Ren et al. 2015; boxes chosen by value")
-def tv_faster_rcnn() -> Example:
-    return _detected(
-        "fasterrcnn_mobilenet_v3_large_320_fpn",
-        min_size=128,
-        max_size=128,
-        rpn_pre_nms_top_n_train=200,
-        rpn_post_nms_top_n_train=32,
-        box_batch_size_per_image=16,
-    )
-
-
 @define("Lin et al. 2017; anchors matched by value")
 def tv_retinanet() -> Example:
     found = torchvision()
-    from torchvision.models.detection.backbone_utils import (  # noqa: PLC0415
-        resnet_fpn_backbone,
-    )
-
+    resnet_fpn_backbone = found.models.detection.backbone_utils.resnet_fpn_backbone
     backbone = resnet_fpn_backbone(
         backbone_name="resnet18",
         weights=None,
@@ -290,13 +297,12 @@ def tv_retinanet() -> Example:
             ((16, 24), (32, 48), (64, 96), (96, 128)), ((0.5, 1.0, 2.0),) * 4
         ),
     )
-    pictures = [torch.rand(3, 128, 128) for _ in range(2)]
-    return Example(
-        model=Detected(detector).train(),
-        args=(pictures, [boxes(2, 128), boxes(3, 128)]),
-    )
+    return detected(detector, 128)
 
 
 @define("Liu et al. 2016 with MobileNetV3; hard negatives chosen by value")
 def tv_ssdlite() -> Example:
-    return _detected("ssdlite320_mobilenet_v3_large", side=320)
+    detector = torchvision().models.detection.ssdlite320_mobilenet_v3_large(
+        weights=None, weights_backbone=None, num_classes=N_CLASSES
+    )
+    return detected(detector, 320)

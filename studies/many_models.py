@@ -68,7 +68,7 @@ def described(definition: Definition) -> dict[str, Any]:
 
 
 def attempt(
-    example: Example, regions: str, budget: str | int = BUDGET
+    example: Example, regions: Any, budget: str | int = BUDGET
 ) -> dict[str, Any]:
     """Fit, run, compare and release; return what became of it."""
     import torch  # noqa: PLC0415
