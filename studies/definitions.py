@@ -111,7 +111,8 @@ def torchvision() -> Any:
     """Return torchvision, also where its compiled operators do not fit torch.
 
     Those of the package index are made for CUDA. Without them its Python runs, with
-    :func:`suppressed` for the one operator that has no other formula. Libraries that
+    :func:`suppressed` and :func:`aligned` for two operators of which one has no other
+    formula, and the other one that ``torch.compile`` must compile. Libraries that
     import torchvision if it is there need this to be called before.
     """
     try:
@@ -123,6 +124,7 @@ def torchvision() -> Any:
         found = library("torchvision")
     if not found.extension._has_ops():  # noqa: SLF001
         found.ops.boxes.nms = suppressed
+        found.ops.poolers.roi_align = aligned
     return found
 
 
@@ -137,3 +139,26 @@ def suppressed(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
         if is_kept[position]:
             is_kept[position + 1 :] &= ~overlaps[position, position + 1 :]
     return order[torch.from_numpy(is_kept).to(order.device)]
+
+
+def aligned(
+    features: Tensor,
+    rois: Tensor,
+    output_size: tuple[int, int],
+    spatial_scale: float,
+    sampling_ratio: int,
+) -> Tensor:
+    """Return means of bilinear samples in a grid over each region of interest."""
+    height, width = features.shape[2:]
+    count = output_size[0] * sampling_ratio
+    steps = (torch.arange(count, device=rois.device) + 0.5) / count
+    corners = rois[:, 1:] * spatial_scale
+    x = corners[:, :1] + steps * (corners[:, 2:3] - corners[:, :1])
+    y = corners[:, 1:2] + steps * (corners[:, 3:] - corners[:, 1:2])
+    x, y = 2 * x / width - 1, 2 * y / height - 1
+    shape = (len(rois), count, count)
+    grid = torch.stack([x[:, None, :].expand(shape), y[:, :, None].expand(shape)], -1)
+    sampled = nn.functional.grid_sample(
+        features[rois[:, 0].long()], grid, align_corners=False
+    )
+    return nn.functional.avg_pool2d(sampled, sampling_ratio)
