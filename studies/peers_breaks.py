@@ -70,12 +70,15 @@ class Residual(nn.Module):
         self.blocks = nn.ModuleList(block() for _ in range(6))
         self.head = nn.Linear(WIDTH, 10)
 
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        for position, part in enumerate(self.blocks):
-            if position in {2, 4}:
-                x = self.looked_at(x)
+    def stage(self, x: Tensor, first: int) -> Tensor:
+        for part in self.blocks[first : first + 2]:
             x = x + part(x)
-        return functional.cross_entropy(self.head(x), labels)
+        return x
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = self.looked_at(self.stage(x, 0))
+        x = self.looked_at(self.stage(x, 2))
+        return functional.cross_entropy(self.head(self.stage(x, 4)), labels)
 
     def looked_at(self, x: Tensor) -> Tensor:
         if bool(x.isnan().any()):
