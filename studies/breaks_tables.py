@@ -61,7 +61,8 @@ def models_table(results: Path) -> str:
 
 def _model_row(line: Line) -> Sequence[str]:
     regions = {"whole": "one", "breaks": "several"}.get(line.get("regions", ""), "")
-    row = [line["name"], f"{line['library']}: {line['source']}", regions]
+    source = f"{line['library']}: {definitions()[line['name']].source}"
+    row = [line["name"], source, regions]
     if "measured_peak_bytes" not in line:
         return [*row, f"**{line['status']}**", *[""] * 6]
     peak_bytes, plain_bytes = line["measured_peak_bytes"], line["plain_peak_bytes"]

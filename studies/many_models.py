@@ -63,7 +63,7 @@ def described(definition: Definition) -> dict[str, Any]:
         "study": STUDY,
         "name": definition.name,
         "library": definition.library,
-        "source": definition.source,
+        "provenance": definition.source,
     }
 
 

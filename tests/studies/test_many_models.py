@@ -73,7 +73,6 @@ def test_the_tables_count_what_is_recorded(tmp_path: Path) -> None:
     line = {
         "name": "coupling-flow",
         "library": "torch",
-        "source": "somewhere",
         "status": REFUSED,
         "message": "it is\n refused <here>",
         "versions_of": "torch 1",
