@@ -638,7 +638,10 @@ def test_errors_of_the_model_itself_are_said() -> None:
 @pytest.mark.parametrize(
     ("option", "match"),
     [
-        ({"regions": "some"}, "regions is 'some'; it must be 'whole' or 'breaks'"),
+        (
+            {"regions": "some"},
+            "regions is 'some'; it must be 'whole', 'breaks', 'blocks'",
+        ),
         ({"regions": "breaks", "kernels": "fused"}, "leave kernels='fused' out"),
         ({"regions": "breaks", "budget": {"cpu": 1, "cpu:1": 1}}, "for one device"),
     ],
