@@ -8,7 +8,7 @@ consecutive blocks at a time, ``<backend>@<budget>`` is ``torch.compile`` with
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,14 +128,29 @@ def make_peer(case: str, model: nn.Module) -> Peer:
     if case not in CASES:
         msg = f"there is no peer {case!r}; there are {', '.join(CASES)}"
         raise ValueError(msg)
+    return compiled(model, backend, float(budget))
+
+
+def compiled(model: nn.Module, backend: str, budget: float) -> Peer:
+    """Return the model compiled with a budget for what is kept between the passes."""
     import torch._functorch.config as functorch_config  # noqa: PLC0415
     import torch._inductor.config as inductor_config  # noqa: PLC0415
 
-    functorch_config.activation_memory_budget = float(budget)
+    functorch_config.activation_memory_budget = budget
     # The same random numbers as eager, so that gradients can be compared.
     inductor_config.fallback_random = True
     call: Callable[..., Any] = getattr(model, "_call_impl")  # noqa: B009
     return Peer(torch.compile(call, backend=backend, dynamic=False))
+
+
+def checkpointed_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> Peer:
+    """Return the model with the blocks that are given checkpointed, one by one."""
+    call: Callable[..., Any] = getattr(model, "_call_impl")  # noqa: B009
+    forwards: dict[nn.Module, Callable[..., Any]] = {
+        block: functools.partial(checkpoint, block.forward, use_reentrant=False)
+        for block in blocks
+    }
+    return Peer(call, functools.partial(_switch_forwards, forwards))
 
 
 def checkpointed(model: nn.Module, count: int = 1) -> Peer:

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn import functional
 
 import remat
-from remat.capture.tracing import check_is_no_wrapper
+from remat.capture.tracing import check_is_no_wrapper, raise_capture_error
 from remat.core.errors import CaptureError
 
 assert_equal = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
@@ -382,3 +384,9 @@ def test_a_loss_that_raises_is_named_with_the_library_and_the_users_line() -> No
 
     message = refused(Forward(own))
     assert "functional.one_hot(linear(x).argmax(1))" in message
+
+
+def test_sizes_by_value_that_do_not_compile_name_the_other_way() -> None:
+    error = GuardOnDataDependentSymNode(sympy.Symbol("u0"), "no integer is known")
+    with pytest.raises(CaptureError, match='regions="breaks"'):
+        raise_capture_error(error, None)

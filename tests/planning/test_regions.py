@@ -11,7 +11,7 @@ from remat.core.errors import BudgetError
 from remat.core.graph import Op, Phase, Storage, TrainingGraph
 from remat.core.liveness import BOUNDARY, schedule_from_order, store_all_order
 from remat.core.platform import single_device
-from remat.core.schedule import Compute
+from remat.core.schedule import Compute, Schedule
 from remat.core.simulator import simulate
 from remat.planning.one_device import plan_graph
 from remat.planning.plan import Plan
@@ -263,6 +263,64 @@ def test_gradients_of_one_block_are_added_up() -> None:
     assert kept == ["grad w", "out"]
 
 
+def passing(
+    slots: Sequence[int], size: int, gradients: Sequence[tuple[int, int]]
+) -> EagerBackward:
+    """An operator in no graph that makes gradients, or hands them on."""
+    sized = [(slot, size) for slot in slots]
+    return EagerBackward(name="eager", slots=sized, gradients=gradients)
+
+
+def users(backward: Sequence[EagerBackward], returned: int) -> Parts:
+    """A region whose output of 100 bytes others use, in no graph, behind it."""
+    parts = chain([[4, 1, 10, 100]], [0])
+    return replace(
+        parts, backward=[*backward, 0], returned=frozenset({returned}), held={101: 1}
+    )
+
+
+def sums(step: ComposedStep) -> list[tuple[list[int], list[int]]]:
+    """Return the sizes of what each sum of gradients reads, and of what it makes."""
+    return [
+        (
+            [step.graph.storages[s].size_bytes for s in each.reads],
+            [step.graph.storages[s].size_bytes for s in each.writes],
+        )
+        for each in step.graph.ops
+        if each.name.startswith("the sum for")
+    ]
+
+
+def test_gradients_are_added_up_as_they_come() -> None:
+    """Four slices of one value: no more than two gradients of it exist at a time."""
+    slices = [passing([50 + n], 25, [(0, 100)]) for n in range(4)]
+    cut = passing([70], 100, [(50 + n, 25) for n in range(4)])
+    step = composed(users([cut, *slices], 70))
+    assert sums(step) == [([100, 100], [])] * 3
+    schedule = schedule_from_order(step.graph, store_all_order(step.graph))
+    trace = simulate(step.graph, single_device(), schedule)
+    assert trace.violation is None
+    # Input, weight, what the region keeps, its output; two gradients of that, and
+    # those of the slices that are still to come.
+    assert trace.peak_bytes[0] == 4 + 1 + 10 + 100 + 200 + 3 * 25
+
+
+def test_nothing_is_added_to_a_gradient_that_waits_elsewhere() -> None:
+    """A sum of two values hands one block to both: the first to get more copies it."""
+    both = passing([70], 100, [(0, -1), (60, -1)])
+    other = passing([60], 100, [(0, 100)])
+    more = passing([80], 100, [(70, 100), (60, 100)])
+    step = composed(users([more, both, other], 80))
+    # The second value has a gradient of its own already, and adds the block to it.
+    assert sums(step) == [([100, 100], []), ([100, 100], [])]
+    step = composed(users([both, passing([60], 100, [(0, 100)])], 70))
+    assert sums(step) == [([100, 100], [])]
+    last = passing([61], 100, [(60, 100)])
+    twice = passing([70], 100, [(60, -1), (0, -1), (61, 100)])
+    step = composed(users([twice, last, other], 70))
+    assert sums(step) == [([100, 100], [100]), ([100, 100], [])]
+
+
 def test_a_region_that_backward_does_not_come_to_has_no_backward() -> None:
     parts = chain([[4, 1, 10, 4]] * 3, [1, 2, 3])
     aside = replace(parts.regions[1], given={X: 101, W: 201})
@@ -419,6 +477,32 @@ def test_the_error_names_a_budget_that_whole_regions_fit(
         assert caught.value.required_bytes == peak_bytes
         assert caught.value.budget_bytes == budget
     assert plan_regions(step, solver_of(step, []), peak_bytes).peak_bytes == peak_bytes
+
+
+def test_the_budget_that_an_error_names_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Plans for larger budgets that no longer fit do not hide the smallest one."""
+    step = composed(chain([[4, 1, 10, 4]] * 3, [1, 2, 3]))
+    plain = schedule_from_order(step.graph, store_all_order(step.graph))
+    plain_bytes = simulate(step.graph, single_device(), plain).peak_bytes[0]
+    with pytest.raises(BudgetError) as caught:
+        plan_graph(step.graph, budget=1)
+    smallest = plan_graph(step.graph, budget=caught.value.required_bytes).schedule
+    by_regions = ComposedStep.by_regions
+
+    def fits_only_at_the_smallest(self: ComposedStep, schedule: Schedule) -> Schedule:
+        return by_regions(self, schedule) if schedule == smallest else plain
+
+    monkeypatch.setattr(ComposedStep, "by_regions", fits_only_at_the_smallest)
+    with pytest.raises(BudgetError) as refused:
+        plan_regions(step, solver_of(step, []), 1)
+    named_bytes = refused.value.required_bytes
+    assert named_bytes < plain_bytes - 1
+    for budget in (named_bytes, plain_bytes - 1):
+        plan = plan_regions(step, solver_of(step, []), budget)
+        assert plan.peak_bytes == named_bytes
+        assert plan.budget_bytes == budget
 
 
 def test_the_frugal_order_keeps_what_it_must() -> None:

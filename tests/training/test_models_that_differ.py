@@ -208,3 +208,78 @@ def test_checks_inside_operators_are_measured_on_values_that_pass():
     report = remat.verify(OneHot(), torch.randint(8, (320,)), budget="1 GiB", repeats=1)
     assert report.is_exact
     assert not report.against_eager
+
+
+class Pair(nn.Module):
+    """A network for two batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        return self.net(one).mean() + self.net(other).square().mean()
+
+
+@pytest.mark.parametrize("regions", ["whole", "breaks"])
+def test_parts_of_one_tensor_count_it_once(regions: Any) -> None:
+    model = Pair()
+    halves = torch.randn(2, 512, 64)
+    report = remat.verify(
+        model, tuple(halves), budget="90%", repeats=1, regions=regions
+    )
+    assert report.is_within_budget
+    assert 0 <= report.prediction_error < 0.01
+    # What else the tensor holds counts, too.
+    more = torch.randn(8, 512, 64)
+    ends = more[0], more[7]
+    report = remat.verify(model, ends, budget="100%", repeats=1, regions=regions)
+    assert 0 <= report.prediction_error < 0.01
+
+
+def test_a_plan_for_parts_of_one_tensor_holds_for_tensors_of_their_own() -> None:
+    model = Pair()
+    plan = remat.fit(model, tuple(torch.randn(2, 512, 64)), budget="90%")
+    one, other = torch.randn(512, 64), torch.randn(512, 64)
+
+    def step() -> None:
+        model.zero_grad()
+        model(one, other).backward()
+
+    measured = remat.measure(step, repeats=0, resident=[model, one, other])
+    assert measured.peak_bytes <= plan.peak_bytes
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.LSTM(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)[0].sum()
+
+
+class Chosen(nn.Module):
+    """Rows by value; with a size that is made of a sum, which the compiler refuses."""
+
+    def __init__(self, *, is_cut: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.is_cut = is_cut
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.is_cut:
+            return y[: int(x.abs().sum().item())].sum()
+        return y[(y > 0).nonzero()[:, 0]].sum()
+
+
+@pytest.mark.parametrize(
+    "make", [Recurrent, lambda: Chosen(is_cut=False), lambda: Chosen(is_cut=True)]
+)
+def test_what_works_between_graphs_is_refused_with_that_remedy(
+    make: Callable[[], nn.Module],
+) -> None:
+    model, x = make(), torch.randn(5, 8)
+    with pytest.raises(CaptureError, match='regions="breaks"'):
+        remat.fit(model, x, budget="100%", costs="estimated")

@@ -702,3 +702,97 @@ def test_tracing_again_and_again_is_said() -> None:
     remat.fit(model, X, budget="150%", **BREAK)
     with pytest.warns(RuntimeWarning, match=r"such as a counter in Python"):
         trained(model, [X] * 12)
+
+
+class Penalised(Tied):
+    """A penalty on a gradient that is taken in forward."""
+
+    def penalty(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        found = torch.tanh(self.inside(x)).sum()
+        (gradient,) = torch.autograd.grad(found, x, create_graph=True)
+        return (gradient.norm(dim=1) - 1).pow(2).mean()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.penalty(x) + super().forward(x)
+
+
+class Apart(Penalised):
+    def penalty(self, x: torch.Tensor) -> torch.Tensor:
+        apart: Any = torch.compiler.disable(super().penalty)
+        found: torch.Tensor = apart(x)
+        return found
+
+
+def test_double_backward_is_refused_by_name_and_runs_where_it_is_told_to() -> None:
+    said = r"gradient inside .*compiler\.disable"
+    with pytest.raises(CaptureError, match=said):
+        remat.fit(Penalised(), X, budget="90%", costs="estimated")
+    with pytest.raises(CaptureError, match=said):
+        remat.fit(Penalised(), X, budget="90%", **BREAK)
+    torch.manual_seed(0)
+    model = Apart()
+    report = remat.verify(model, X, budget="100%", repeats=1, regions="breaks")
+    assert report.is_exact
+    assert report.against_eager == ()
+    assert report.is_within_budget
+    assert 0 <= report.prediction_error < 0.01
+
+
+class Numbered(Layers):
+    """A number that Python hands on, other at each call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = x + self.blocks[0](x)
+        inner = self.blocks[1](inner) * (1 + 1e-3 * inner.mean().item())
+        return self.blocks[2](inner).pow(2).mean()
+
+
+class Rows(Layers):
+    """Blocks on as many rows as are positive."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.blocks[0](x)
+        x = x[x[:, 0] > 0]
+        x = x + self.blocks[1](x)
+        return (x + self.blocks[2](x)).pow(2).mean()
+
+
+@pytest.mark.filterwarnings("ignore:Numbered was traced:RuntimeWarning")
+@pytest.mark.parametrize("kind", [Numbered, Rows])
+def test_graphs_that_are_traced_again_run_by_the_plan_of_their_place(
+    kind: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("torch._dynamo.variables.tensor").setLevel(logging.ERROR)
+    model, plain = pair(kind)
+    x = X.clone()
+    x[:, 0] = x[:, 0].abs() + 1  # All rows, or nearly all.
+    least = smallest_budget(model)
+    plan = remat.fit(model, x, budget=int(1.1 * least), regions="breaks")
+    assert plan.recomputed_op_count
+    other = x - 2.5 * (torch.arange(256) % 3 == 0)[:, None]
+    batches = [x, 0.9 * x, other, 0.8 * other]
+    for one, two in zip(trained(model, batches), trained(plain, batches), strict=True):
+        assert torch.equal(one, two)
+    assert not [r for r in caplog.records if "another way" in r.getMessage()]
+    for batch in batches:
+
+        def step(batch: torch.Tensor = batch) -> None:
+            model.zero_grad()
+            model(batch).backward()
+
+        measured = remat.measure(step, warmup=1, repeats=0, resident=[model, batch])
+        assert measured.peak_bytes <= (plan.budget_bytes or 0)
+
+
+def test_more_rows_than_planned_run_by_the_plan_as_far_as_they_fit() -> None:
+    few = X.clone()
+    few[:, 0] = torch.where(torch.arange(256) < 128, 5.0, -5.0)
+    model = Rows()
+    remat.fit(model, few, budget="100%", **BREAK)
+    more = few.clone()
+    more[:200, 0] = 5.0
+    with pytest.raises(BudgetError, match="was not there when it was planned"):
+        model(more)
+    remat.fit(model, few, budget="400%", **BREAK)
+    model(more).backward()

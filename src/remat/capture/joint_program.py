@@ -111,12 +111,14 @@ class InputSpec:
     ``role`` is parameter, buffer or input; ``name`` is for people. ``storage``
     identifies the storage of the tensor that is given, while it exists, and
     ``has_gradient`` says whether it holds a gradient, which the step adds to.
+    ``size_bytes`` is what of the storage this input counts for, ``None`` for all.
     """
 
     name: str
     role: Role
     storage: int | None = field(default=None, repr=False)
     has_gradient: bool = field(default=False, repr=False)
+    size_bytes: int | None = field(default=None, repr=False)
 
     def given(self, value: torch.Tensor) -> "InputSpec":
         """Return the description with what is known of the tensor itself."""
@@ -125,6 +127,29 @@ class InputSpec:
             storage=storage_identity(value),
             has_gradient=value.is_leaf and value.grad is not None,
         )
+
+
+def counted_once(
+    specs: Sequence[InputSpec], values: Sequence[torch.Tensor]
+) -> list[InputSpec]:
+    """Return descriptions of inputs in which parts of one block do not count it again.
+
+    Each counts for what it spans, so that other inputs of the same shapes, each in a
+    block of its own, take no more; the first counts for what no other one spans, too.
+    """
+    found = list(specs)
+    groups: dict[int | None, list[int]] = {}
+    for position, spec in enumerate(specs):
+        groups.setdefault(spec.storage, []).append(position)
+    for storage, positions in groups.items():
+        if storage is None or len(positions) == 1:
+            continue
+        sizes_bytes = [spanned_bytes(values[position]) for position in positions]
+        block_bytes = values[positions[0]].untyped_storage().nbytes()
+        sizes_bytes[0] = max(sizes_bytes[0], block_bytes - sum(sizes_bytes[1:]))
+        for position, size_bytes in zip(positions, sizes_bytes, strict=True):
+            found[position] = replace(found[position], size_bytes=size_bytes)
+    return found
 
 
 @dataclass(kw_only=True)
@@ -402,6 +427,8 @@ class _Analysis:
         size_bytes = values[0].untyped_storage().nbytes()
         if position < len(self.inputs):
             spec = self.inputs[position]
+            if spec.size_bytes is not None:
+                size_bytes = spec.size_bytes
             storage = Storage(
                 name=spec.name, size_bytes=size_bytes, role=spec.role, is_resident=True
             )

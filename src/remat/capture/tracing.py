@@ -56,6 +56,13 @@ TRACE_ERRORS = (
 )
 """What a trace may raise; all else that a planned call raises is of the call itself."""
 
+_BY_VALUE = (
+    GuardOnDataDependentSymNode,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+"""What is raised where a size or a branch depends on values."""
+
 _WITH_CACHE = type(cache(abs))
 """The class of functions with a cache in front."""
 
@@ -347,7 +354,7 @@ def check_sizes(module: fx.GraphModule) -> None:
                 continue
             msg = (
                 f"{node.name} {found}, and a plan is for one size of everything; at "
-                f"{user_source_line(node) or _UNKNOWN_LINE}. {_FIXED_SIZES}"
+                f"{user_source_line(node) or _UNKNOWN_LINE}. {_FIXED_SIZES}; {_SPLIT}"
             )
             raise CaptureError(msg)
 
@@ -369,11 +376,12 @@ def raise_capture_error(error: Exception, failure: RematError | None) -> NoRetur
     if inner is not None or not isinstance(error, TorchDynamoException):
         inner = inner or error
         line = _line_behind(inner)
-        remedy = (
-            "Leave that operation out of the model, or compute it with others"
-            if line
-            else "If that is not of code of yours, such as a hook, please report it"
-        )
+        if isinstance(inner, _BY_VALUE):
+            remedy = f"{_FIXED_SIZES}; {_SPLIT}"
+        elif line:
+            remedy = "Leave that operation out of the model, or compute it with others"
+        else:
+            remedy = "If that is not of code of yours, such as a hook, please report it"
         msg = (
             f"the traced step could not be compiled: {type(inner).__name__}: "
             f"{_first_sentence(str(inner))}; at {line or _UNKNOWN_LINE}. {remedy}"
@@ -389,12 +397,14 @@ def raise_capture_error(error: Exception, failure: RematError | None) -> NoRetur
         msg = f"the example raises inside the model: AssertionError; at {where}"
     elif isinstance(error, InternalTorchDynamoError):
         msg = f"the tracer itself failed: {what}; at {where}"
+    elif messages.GRADIENT_INSIDE.search(text):
+        msg = f"{GRADIENT_INSIDE}; at {where}"
     elif messages.RECURRENT in text:
         msg = (
             "nn.RNN, nn.GRU and nn.LSTM cannot be traced: their loop over time is one "
             f"operator that the tracer refuses; at {where}. Write the loop with "
             "nn.RNNCell, nn.GRUCell or nn.LSTMCell, or fit the part of the model without "
-            "it"
+            f"it; {_SPLIT}"
         )
     elif messages.FAKE_CALL in text:
         what = _what_failed(text)
@@ -402,8 +412,7 @@ def raise_capture_error(error: Exception, failure: RematError | None) -> NoRetur
     else:
         msg = (
             f"the model cannot be traced as one graph: {what}; at {where}. "
-            f'{_remedy(text, library)}; or give regions="breaks", which plans the '
-            "graphs on both sides of it"
+            f"{_remedy(text, library)}; {_SPLIT}"
         )
     raise CaptureError(msg) from error
 
@@ -416,7 +425,16 @@ def example_error(error: Exception) -> CaptureError:
     )
 
 
+GRADIENT_INSIDE = (
+    "the model takes a gradient inside its forward (torch.autograd.grad, backward), and a "
+    "planned graph has one backward pass, after forward. Compute that outside the model; "
+    "or put it, with all that it differentiates, into a function under "
+    '@torch.compiler.disable, which runs as it is, and give regions="breaks"'
+)
+"""What is said of double backward, in one graph and between several."""
+
 _UNKNOWN_LINE = "a line that is not known"
+_SPLIT = 'or give regions="breaks", which plans the graphs on both sides of it'
 _FIXED_SIZES = (
     "Write it with sizes and numbers that do not depend on values (torch.where, "
     "products with a mask, topk of a fixed count), or leave that part out of the model"

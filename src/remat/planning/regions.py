@@ -298,6 +298,32 @@ class ComposedStep:
             for before in range(count + 1)
         )
 
+    def resized(
+        self, region: int, known: TrainingGraph, found: TrainingGraph
+    ) -> "ComposedStep | None":
+        """Return the step with another graph in the place of a region's, if it can be.
+
+        Parameters
+        ----------
+        region
+            The region.
+        known, found
+            Its graph, and the one to put there: of the same ops on blocks of other
+            sizes, or else the answer is ``None``.
+        """
+        if _structure(known) != _structure(found):
+            return None
+        storages, ops = list(self.graph.storages), list(self.graph.ops)
+        for number, mapped in self.storages[region].items():
+            size_bytes = found.storages[number].size_bytes
+            storages[mapped] = replace(storages[mapped], size_bytes=size_bytes)
+        for index, origin in enumerate(self.origins):
+            if origin is not None and origin[0] == region:
+                workspace_bytes = found.ops[origin[1]].workspace_bytes
+                ops[index] = replace(ops[index], workspace_bytes=workspace_bytes)
+        graph = replace(self.graph, storages=tuple(storages), ops=tuple(ops))
+        return replace(self, graph=graph)
+
     def region_orders(self, schedule: Schedule, trace: Trace) -> list[RegionOrder]:
         """Take a schedule of the step, ordered by regions, apart."""
         orders: list[list[int]] = [[] for _ in self.storages]
@@ -359,6 +385,9 @@ class _Composition:
         self.held: dict[int, int] = {}
         # Per slot the gradients that it has got, and how many a leaf will get.
         self.gradients: defaultdict[Slot, list[int]] = defaultdict(list)
+        # Per storage, in how many slots it waits as a gradient.
+        self.waiting: Counter[int] = Counter()
+        self.slot_blocks = _slot_blocks(parts)
         self.gradient_counts = Counter(
             slot
             for each in parts.backward
@@ -513,8 +542,7 @@ class _Composition:
     def add_eager_backward(self, eager: EagerBackward) -> None:
         got: list[int | None] = []
         for slot, size_bytes in eager.slots:
-            name = f"gradient for {eager.name}"
-            block = Storage(name=name, size_bytes=size_bytes, role=Role.TANGENT)
+            block = _gradient_for(eager, size_bytes)
             got.append(self.gradient_at(slot, block))
         reads = [storage for storage in got if storage is not None]
         reads += [self.blocks[block] for block in eager.saved]
@@ -550,12 +578,17 @@ class _Composition:
     def hand_over(self, slot: Slot, gradient: int) -> dict[int, None]:
         """Hand a gradient over to a slot, and return what is read once more for it.
 
-        Of a leaf autograd adds later ones to the first, and the sum, once all are
-        there, to a gradient of earlier steps.
+        Autograd adds each to the one that is there as it comes. That of a leaf is
+        added, once all are there, to a gradient of earlier steps.
         """
         found = self.gradients[slot]
         found.append(gradient)
         if slot not in self.parts.leaves:
+            self.waiting[gradient] += 1
+            if len(found) == 2 and slot in self.slot_blocks:
+                total = self.added(found, self.slot_blocks[slot])
+                found[:] = [total]
+                self.waiting[total] += 1
             return {}
         dropped: list[int] = []
         if len(found) > 1:
@@ -572,15 +605,23 @@ class _Composition:
         found = self.gradients[slot]
         if slot in self.parts.returned:
             self.tangents.append(self.add_storage(block))
+            self.waiting[self.tangents[-1]] += 1
             found = [*found, self.tangents[-1]]
         if len(found) < 2:
+            self.waiting.subtract(found)
             return found[0] if found else None
+        return self.added(found, block)
+
+    def added(self, found: Sequence[int], block: Storage) -> int:
+        """Return the sum of gradients that come together."""
+        self.waiting.subtract(found)
         name, reads = f"the sum for {block.name}", tuple(dict.fromkeys(found))
-        if len(reads) < len(found) or found[0] in self.final:
+        first = found[0]
+        if len(reads) < len(found) or first in self.final or self.waiting[first] > 0:
             return self.made_between(name, block, reads)
         # Autograd adds to the first where nobody else has it.
         self.add_between(name, Phase.BACKWARD, reads)
-        return found[0]
+        return first
 
     def made_between(self, name: str, block: Storage, reads: tuple[int, ...]) -> int:
         made = self.add_storage(
@@ -588,6 +629,33 @@ class _Composition:
         )
         self.add_between(name, Phase.BACKWARD, reads, (made,))
         return made
+
+
+def _structure(graph: TrainingGraph) -> tuple[object, ...]:
+    """Return what is equal for graphs that differ in nothing but sizes and times."""
+    return (
+        [(s.role, s.is_resident) for s in graph.storages],
+        [(op.name, op.reads, op.writes, op.is_recomputable) for op in graph.ops],
+        (graph.forward_outputs, graph.tangents, graph.final_outputs),
+    )
+
+
+def _slot_blocks(parts: Parts) -> dict[Slot, Storage]:
+    """Return what a gradient is that has come together, per slot of an output."""
+    found = {
+        slot: region.graph.storages[tangent]
+        for region in parts.regions
+        for tangent, slot in region.slots.items()
+    }
+    for each in parts.backward:
+        if not isinstance(each, int):
+            found |= {slot: _gradient_for(each, size) for slot, size in each.slots}
+    return found
+
+
+def _gradient_for(eager: EagerBackward, size_bytes: int) -> Storage:
+    name = f"gradient for {eager.name}"
+    return Storage(name=name, size_bytes=size_bytes, role=Role.TANGENT)
 
 
 def frugal_order(graph: TrainingGraph) -> list[int]:
@@ -647,36 +715,51 @@ def plan_regions(
     -----
     Solvers know nothing of regions. An op of theirs that runs among those of another
     region runs with its own instead, and where that takes more than the budget, they
-    are asked again for as much less. Raises what ``solve`` raises, too.
+    are asked again for as much less. The plan for the smallest budget comes last, and
+    an error names what that takes: so the budget that it names works. Raises what
+    ``solve`` raises, too.
     """
     try:
         plan = solve(budget)
     except BudgetError as error:
         raise _true_error(step, error, solve(error.required_bytes)) from None
     budget_bytes = asked_bytes = plan.budget_bytes or 0
-    needed_bytes: list[int] = []
     for _ in range(_ATTEMPTS):
-        schedule = step.by_regions(plan.schedule)
-        is_as_planned = schedule == plan.schedule and asked_bytes == budget_bytes
-        trace = plan.trace if is_as_planned else _judged(step, schedule, budget_bytes)
-        if trace.violation is None:
-            return replace(
-                plan,
-                platform=_platform(step, budget_bytes),
-                schedule=schedule,
-                status=plan.status if asked_bytes == budget_bytes else Status.FEASIBLE,
-                _judged=trace,
-            )
-        needed_bytes.append(trace.peak_bytes[0])
-        asked_bytes -= max(1, trace.peak_bytes[0] - budget_bytes)
+        found = _by_regions(step, plan, budget_bytes)
+        if isinstance(found, Plan):
+            is_as_asked = asked_bytes == budget_bytes
+            return found if is_as_asked else replace(found, status=Status.FEASIBLE)
+        asked_bytes -= max(1, found - budget_bytes)
         try:
             plan = solve(asked_bytes)
         except BudgetError:
             break
-    raise _budget_error(step, budget_bytes, min(needed_bytes))
+    found = _by_regions(step, _smallest_plan(solve), budget_bytes)
+    if isinstance(found, Plan):
+        return replace(found, status=Status.FEASIBLE)
+    raise _budget_error(step, budget_bytes, found)
 
 
 _ATTEMPTS = 4
+
+
+def _by_regions(step: ComposedStep, plan: Plan, budget_bytes: int) -> Plan | int:
+    """Return a plan as the regions run it, or the bytes that it needs, if more."""
+    schedule = step.by_regions(plan.schedule)
+    is_as_planned = schedule == plan.schedule and plan.budget_bytes == budget_bytes
+    trace = plan.trace if is_as_planned else _judged(step, schedule, budget_bytes)
+    if trace.violation is not None:
+        return trace.peak_bytes[0]
+    platform = _platform(step, budget_bytes)
+    return replace(plan, platform=platform, schedule=schedule, _judged=trace)
+
+
+def _smallest_plan(solve: Callable[[Budget | None], Plan]) -> Plan:
+    """Return the plan for the smallest budget for which solvers know one."""
+    try:
+        return solve(1)
+    except BudgetError as error:
+        return solve(error.required_bytes)
 
 
 def _platform(step: ComposedStep, budget_bytes: int | None) -> Platform:

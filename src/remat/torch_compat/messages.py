@@ -25,6 +25,7 @@ AT_A_LOCK = re.compile(
     r"Unsupported context manager[^$]*`(?:\w+\.)?r?lock`", re.IGNORECASE
 )
 ASSERTION = "assertion failed"
+GRADIENT_INSIDE = re.compile(r"torch\.autograd\.grad|Tensor\.backward|trace_autograd")
 FAKE_CALL = "making fake tensor call"
 RECURRENT = "RNN, GRU, or LSTM"
 BACKWARD_HOOKS = "Module-level backwards hooks"

@@ -10,7 +10,8 @@ from torch import fx
 
 from remat.capture.gathering import RegionCode
 from remat.capture.joint_program import InputSpec, JointProgram, analyse
-from remat.core.errors import ExecutionError
+from remat.capture.tracing import GRADIENT_INSIDE
+from remat.core.errors import CaptureError, ExecutionError
 from remat.core.schedule import Schedule
 from remat.planning.regions import RegionOrder, frugal_order
 from remat.runtime.lowering import LoweredStep, lower
@@ -92,6 +93,12 @@ class RegionBackend(PlannedBackend):
             self.planner.note_repetition(self.planner.programs[code])
         return torch.compiler.disable(run)
 
+    def given_inputs(
+        self, inputs: Sequence[InputSpec], values: Sequence[Any]
+    ) -> list[InputSpec]:
+        """Return the descriptions of inputs; their blocks are known in all regions."""
+        return [spec.given(value) for spec, value in zip(inputs, values, strict=True)]
+
     def _schedule(self, program: JointProgram) -> tuple[JointProgram, Schedule]:
         self._note(program)
         order = self._now.choice.order
@@ -117,6 +124,19 @@ class RegionBackend(PlannedBackend):
     ) -> Callable[[list[Any]], Any]:
         """Compile a forward pass, which shows what it does in a pass for planning."""
         return self._watched(self.compile_pass(module, example_inputs))
+
+    def compile_backward(
+        self, module: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[[list[Any]], Any]:
+        """Compile a backward pass, which may not run inside of forward."""
+        backward = self.compile_pass(module, example_inputs)
+
+        def run(arguments: list[Any]) -> Any:
+            if self.planner.gathering is not None:
+                raise CaptureError(GRADIENT_INSIDE)
+            return backward(arguments)
+
+        return boxed(run)
 
     def compile_inference(
         self, module: fx.GraphModule, example_inputs: Sequence[Any]

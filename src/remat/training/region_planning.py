@@ -3,7 +3,7 @@
 import hashlib
 import time
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from remat.core.errors import BudgetError, CaptureError
 from remat.core.graph import Role, TrainingGraph
 from remat.core.liveness import BOUNDARY
 from remat.core.problem import Objective
+from remat.core.simulator import simulate
 from remat.core.units import format_bytes
 from remat.planning.one_device import one_budget, plan_graph
 from remat.planning.plan import Plan
@@ -62,8 +63,8 @@ class PlannedStep:
 
     Parameters
     ----------
-    plan, choices
-        The plan, and how each region runs by it.
+    plan, choices, composed
+        The plan, how each region runs by it, and the step that it is of.
     held_bytes
         What is live before each region's forward, and after the last.
     backward_bytes
@@ -73,6 +74,7 @@ class PlannedStep:
 
     plan: Plan
     choices: tuple[RegionChoice, ...]
+    composed: ComposedStep
     held_bytes: tuple[int, ...]
     backward_bytes: tuple[int, ...]
 
@@ -88,10 +90,15 @@ class _Running:
 
     step: PlannedStep
     position: int = 0
+    # The step with the sizes that its regions have had in this call.
+    composed: ComposedStep = field(init=False)
     # The first region without a plan, and what is held before the next one then.
     unplanned: int | None = None
     held_bytes: int = 0
     backward_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.composed = self.step.composed
 
 
 class RegionPlanner(Planner):
@@ -334,17 +341,24 @@ class RegionPlanner(Planner):
                 # Autograd does not come to it.
                 choices.append(RegionChoice(code=seen.code, number=FRUGAL))
                 continue
-            known = self._orders.setdefault(seen.code, [])
-            if order not in known:
-                known.append(order)
-            number = FRUGAL + 1 + known.index(order)
-            choices.append(RegionChoice(code=seen.code, number=number, order=order))
+            choices.append(self._choice(seen.code, order))
         return PlannedStep(
             plan=plan,
             choices=tuple(choices),
+            composed=composed,
             held_bytes=composed.held_bytes(plan.schedule, plan.trace),
             backward_bytes=composed.backward_bytes(plan.schedule, plan.trace),
         )
+
+    def _choice(self, code: RegionCode, order: RegionOrder | None) -> RegionChoice:
+        """Return the choice to run a graph in an order, under that order's number."""
+        if order is None:
+            return RegionChoice(code=code, number=FRUGAL)
+        known = self._orders.setdefault(code, [])
+        if order not in known:
+            known.append(order)
+        number = FRUGAL + 1 + known.index(order)
+        return RegionChoice(code=code, number=number, order=order)
 
     # --- running -----------------------------------------------------------------
 
@@ -378,14 +392,37 @@ class RegionPlanner(Planner):
         position = running.position
         running.position += 1
         choices = running.step.choices
-        if (
-            running.unplanned is None
-            and position < len(choices)
-            and choices[position].code is code
-        ):
-            return choices[position]
+        if running.unplanned is None and position < len(choices):
+            if choices[position].code is code:
+                return choices[position]
+            if self._fits_in_place(running, code, position):
+                return self._choice(code, choices[position].order)
         self._run_unplanned(running, code, position)
         return RegionChoice(code=code, number=FRUGAL)
+
+    def _fits_in_place(
+        self, running: _Running, code: RegionCode, position: int
+    ) -> bool:
+        """Whether a graph may run as the plan says of the one in its place.
+
+        It is of the same operators on the same inputs, traced again for other sizes or
+        another number, and the plan keeps its budget with these sizes.
+        """
+        plan, planned = running.step.plan, running.step.choices[position].code
+        if planned.sources != code.sources:
+            return False
+        known, found = self.programs[planned], self.programs[code]
+        if known.fingerprint == found.fingerprint:
+            return True
+        resized = running.composed.resized(
+            position, self._costed(known), self._costed(found)
+        )
+        if resized is None:
+            return False
+        trace = simulate(resized.graph, plan.platform, plan.schedule)
+        if trace.violation is None:
+            running.composed = resized
+        return trace.violation is None
 
     def _run_unplanned(
         self, running: _Running, code: RegionCode, position: int

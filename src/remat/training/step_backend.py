@@ -9,7 +9,12 @@ import torch
 from torch import fx
 
 from remat.capture.autocast import Autocast, autocast_now
-from remat.capture.joint_program import InputSpec, JointProgram, analyse
+from remat.capture.joint_program import (
+    InputSpec,
+    JointProgram,
+    analyse,
+    counted_once,
+)
 from remat.capture.returned import Returned
 from remat.capture.rewrites import eager_tracing, rewrite
 from remat.capture.surroundings import describe_input
@@ -112,10 +117,7 @@ class PlannedBackend:
         (output,) = module.graph.find_nodes(op="output")
         names = [node.name for node in output.args[0]]
         loss = names.index(self.returned.loss) if self.returned.loss in names else None
-        inputs = [
-            spec.given(value)
-            for spec, value in zip(inputs, example_inputs, strict=True)
-        ]
+        inputs = self.given_inputs(inputs, example_inputs)
 
         def partition(
             joint: fx.GraphModule,
@@ -137,7 +139,7 @@ class PlannedBackend:
         def compile_backward(
             module: fx.GraphModule, backward_inputs: Sequence[Any]
         ) -> Callable[[list[Any]], Any]:
-            backward = self.compile_pass(module, backward_inputs)
+            backward = self.compile_backward(module, backward_inputs)
             return boxed(lambda values: defined.drop_undefined(backward(values)))
 
         defined = DefinedTangents()
@@ -180,6 +182,13 @@ class PlannedBackend:
                 )
                 self.fail(CaptureError(msg))
         return specs
+
+    def given_inputs(
+        self, inputs: Sequence[InputSpec], values: Sequence[Any]
+    ) -> list[InputSpec]:
+        """Return the descriptions of inputs with what is known of their tensors."""
+        given = [spec.given(value) for spec, value in zip(inputs, values, strict=True)]
+        return counted_once(given, values)
 
     def fail(self, error: RematError) -> None:
         """Keep ``error`` for whoever called the compiled model, and raise it."""
@@ -250,6 +259,12 @@ class PlannedBackend:
         self, module: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[[list[Any]], Any]:
         """Compile the forward pass of a training step."""
+        return self.compile_pass(module, example_inputs)
+
+    def compile_backward(
+        self, module: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[[list[Any]], Any]:
+        """Compile the backward pass of a training step."""
         return self.compile_pass(module, example_inputs)
 
     def compile_inference(
