@@ -1,6 +1,6 @@
 """One traced step: captured, planned, lowered, and handed back as code that runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ from remat.capture.returned import Returned
 from remat.capture.rewrites import eager_tracing, rewrite
 from remat.capture.surroundings import describe_input
 from remat.capture.tracing import check_sizes
+from remat.capture.varying_sizes import Range, SizeInputs, Sizes, VaryingSizes
 from remat.core.errors import CaptureError, RematError
 from remat.core.graph import Role
 from remat.core.liveness import schedule_from_order, store_all_order
@@ -84,6 +85,8 @@ class PlannedBackend:
         self.stop_before_running = False
         self.is_only_planned = is_only_planned
         self.returned = Returned()
+        # Tensors of the call that is being traced whose dimensions may vary.
+        self.asked: Sequence[tuple[torch.Tensor, Mapping[int, Range]]] = ()
 
     def note_returned(self, returned: Returned) -> None:
         """Take what the call that is being traced returns."""
@@ -101,8 +104,12 @@ class PlannedBackend:
         module: fx.GraphModule,
         example_inputs: Sequence[Any],
         inputs: list[InputSpec],
+        sizes: SizeInputs | None = None,
     ) -> Callable[..., Any]:
-        """Compile a traced function whose inputs are described by ``inputs``."""
+        """Compile a traced function whose inputs are described by ``inputs``.
+
+        ``sizes`` are those among them that are sizes, where some vary.
+        """
         if torch.is_grad_enabled():
             try:
                 check_sizes(module)
@@ -113,7 +120,7 @@ class PlannedBackend:
         names = [node.name for node in output.args[0]]
         loss = names.index(self.returned.loss) if self.returned.loss in names else None
         inputs = [
-            spec.given(value)
+            spec.given(value) if isinstance(value, torch.Tensor) else spec
             for spec, value in zip(inputs, example_inputs, strict=True)
         ]
 
@@ -132,6 +139,7 @@ class PlannedBackend:
                 tracing=tracing,
                 autocast=autocast,
                 loss=loss,
+                sizes=sizes,
             )
 
         def compile_backward(
@@ -149,7 +157,8 @@ class PlannedBackend:
         )
         with ExitStack() as tracing:
             tracing.enter_context(eager_tracing())
-            compiled = compiler(module, example_inputs)
+            # Numbers for the sizes would make it a trace of one shape.
+            compiled = compiler(module, sizes.traced if sizes else example_inputs)
 
         def run(*values: Any) -> Any:
             outputs = compiled(*values)
@@ -170,7 +179,7 @@ class PlannedBackend:
                 describe_input(source) if source else InputSpec(node.name, Role.INPUT)
             )
         for value, spec in zip(example_inputs, specs, strict=True):
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor) and not self.asked:
                 msg = (
                     f"input {spec.name!r} is a {type(value).__name__}, not a tensor: the "
                     "step was traced with dynamic shapes; compile with dynamic=False, "
@@ -196,6 +205,7 @@ class PlannedBackend:
         tracing: ExitStack,
         autocast: tuple[Autocast, ...],
         loss: int | None,
+        sizes: SizeInputs | None = None,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the forward and backward modules that run the chosen schedule.
 
@@ -206,12 +216,16 @@ class PlannedBackend:
         try:
             rewrite(joint)
             tracing.close()
+            varying = None if sizes is None else VaryingSizes(joint, sizes)
+            if varying is not None:
+                varying.set_sizes(self.choose_sizes(varying))
             self.choose_kernels(joint, forward_output_count)
             program = analyse(
                 joint,
                 forward_output_count=forward_output_count,
                 inputs=inputs,
                 name=self.name,
+                varying=varying,
             )
             program = replace(
                 program, autocast=autocast, returned=self.returned.tensor, loss=loss
@@ -230,6 +244,10 @@ class PlannedBackend:
             raise
         _allow_retaining(lowered.forward, forward_output_count)
         return lowered.forward, lowered.backward
+
+    def choose_sizes(self, varying: VaryingSizes) -> Sizes:
+        """Return the sizes for which a step is planned whose sizes vary."""
+        return varying.largest()
 
     def lower(self, program: JointProgram, schedule: Schedule) -> LoweredStep:
         """Return the forward and backward modules that run a schedule."""

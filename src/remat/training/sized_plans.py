@@ -1,0 +1,117 @@
+"""One plan for many sizes: a planned step as it is at other sizes, judged again."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from remat.capture.joint_program import JointProgram
+from remat.capture.varying_sizes import Sizes
+from remat.core.graph import Op, Storage, TrainingGraph
+from remat.core.units import round_up
+from remat.planning.plan import Plan
+from remat.profile.costing import ALLOCATION_GRANULES_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizedPlan:
+    """A plan of a step whose sizes vary, made for some of them.
+
+    Parameters
+    ----------
+    program
+        The traced step without what surrounds it, at these sizes.
+    plan
+        Its plan.
+    numbers
+        Per storage of the traced step its bytes, with symbols, ``None`` if fixed.
+    traced_bytes
+        The same at the sizes of the plan.
+    """
+
+    program: JointProgram
+    plan: Plan
+    numbers: tuple[Any, ...]
+    traced_bytes: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, program: JointProgram, plan: Plan) -> "SizedPlan":
+        """Return what is needed to judge a plan at other sizes than its own."""
+        numbers = [None if by is None else by.symbolic_bytes() for by in program.sized_by]
+        varying = program.varying
+        traced = [] if varying is None else varying.evaluated(numbers, program.sizes)
+        return cls(
+            program=program,
+            plan=plan,
+            numbers=tuple(numbers),
+            traced_bytes=tuple(traced),
+        )
+
+    def covers(self, sizes: Sizes) -> bool:
+        """Whether operators were measured for sizes at least as large."""
+        return all(a <= b for a, b in zip(sizes, self.program.sizes, strict=True))
+
+    def program_at(self, sizes: Sizes) -> JointProgram:
+        """Return the traced step at other sizes, with what its operators allocate."""
+        varying = self.program.varying
+        assert varying is not None  # noqa: S101
+        storages = list(self.program.graph.storages)
+        new_bytes = varying.evaluated(self.numbers, sizes)
+        for position, new in enumerate(new_bytes):
+            planned = self.plan.graph.storages[position].size_bytes
+            if new is not None:
+                planned = self.allocated(planned, self.traced_bytes[position], new)
+            storages[position] = replace(storages[position], size_bytes=planned)
+        graph = replace(self.program.graph, storages=tuple(storages))
+        return replace(self.program, graph=graph, sizes=sizes)
+
+    def allocated(self, planned: int, traced: int, new: int) -> int:
+        """Return the bytes that a block really takes at other sizes.
+
+        Parameters
+        ----------
+        planned, traced
+            What it takes at the plan's sizes, as measured, and what the tracer says.
+        new
+            What the tracer says of the other sizes. Where it was wrong, the block is
+            not taken to become smaller, and to grow in proportion.
+        """
+        granule = ALLOCATION_GRANULES_BYTES.get(self.program.device.type, 1)
+        if planned == round_up(traced, granule):
+            return round_up(new, granule)
+        return planned if new <= traced else math.ceil(planned * new / traced)
+
+    def with_costs(self, surrounded: TrainingGraph) -> TrainingGraph:
+        """Return a graph of other sizes with the costs at the plan's sizes.
+
+        The workspace of an operator is taken to be that at the plan's sizes, and to
+        grow with the largest of its operands where one is larger than there.
+        """
+        before = self.plan.graph.storages
+        ops = [
+            op
+            if op.is_external
+            else replace(
+                op,
+                cost_ns=planned.cost_ns,
+                workspace_bytes=_grown(planned, before, surrounded.storages),
+            )
+            for op, planned in zip(surrounded.ops, self.plan.graph.ops, strict=True)
+        ]
+        return replace(surrounded, ops=tuple(ops))
+
+
+def _grown(
+    op: Op, before: Sequence[Storage], now: Sequence[Storage]
+) -> tuple[int, ...]:
+    if not any(op.workspace_bytes):
+        return op.workspace_bytes
+    growth = max(
+        (
+            now[s].size_bytes / before[s].size_bytes
+            for s in (*op.reads, *op.writes)
+            if before[s].size_bytes
+        ),
+        default=1.0,
+    )
+    return tuple(math.ceil(size * max(1.0, growth)) for size in op.workspace_bytes)
