@@ -39,9 +39,11 @@ def gradient_format(output: torch.Tensor) -> torch.memory_format | None:
 
     ``None`` where it is the output's own strides that are expected.
     """
-    if output.layout != torch.strided or surely_equal(
-        spanned_bytes(output), output.nbytes
-    ):
+    if output.layout != torch.strided:
+        return None
+    # ``nbytes`` knows no sizes that vary.
+    dense_bytes = output.numel() * output.element_size()
+    if surely_equal(spanned_bytes(output), dense_bytes):
         return None
     return suggest_memory_format(output)
 
