@@ -41,9 +41,9 @@ def is_symbol(value: object) -> bool:
     return isinstance(value, _SYMBOL_TYPES)
 
 
-def expression_of(number: Any) -> Any:
-    """Return the expression of a number that depends on sizes, or the number."""
-    return number.node.expr if is_symbol(number) else number
+def varies(size: object) -> bool:
+    """Return whether a size may be another one in a call that is traced no more."""
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
 
 
 def surely_equal(first: Any, second: Any) -> bool:
@@ -76,6 +76,10 @@ def restore_symbols(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if _SYMBOLIC in node.meta:
             node.meta["val"] = node.meta.pop(_SYMBOLIC)
+
+
+class FixedSizesError(CaptureError):
+    """Sizes that were to vary are one number in the trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +327,16 @@ class VaryingSizes:
             elif values.get(symbol, number) != number:
                 return False
         return all(_holds(guard.expr, values) for guard in environment.guards)
+
+    def fixed(self) -> list[str]:
+        """Return what of the sizes turned out to be one number alone, in words."""
+        environment = self._environment()
+        pairs = zip(self.inputs.symbols, self.inputs.first, strict=True)
+        return [
+            f"a size that is {size} in the example"
+            for symbol, size in pairs
+            if environment.replace(symbol).is_number
+        ]
 
     def _environment(self) -> Any:
         """Return where the tracer notes what held on the way that the model took."""

@@ -28,7 +28,7 @@ from remat.capture.tracing import (
     quiet_tracer,
     raise_capture_error,
 )
-from remat.capture.varying_sizes import Sizes, VaryingSizes
+from remat.capture.varying_sizes import FixedSizesError, Sizes, VaryingSizes
 from remat.core.errors import CaptureError, ExecutionError, PlanWarning, RematError
 from remat.core.graph import Role
 from remat.core.platform import Platform
@@ -154,6 +154,7 @@ class FittedModel:
             if request.dynamic is None
             else ShapeRanges.of(model, checked_shapes(request.dynamic))
         )
+        self.is_traced_once = self.ranges is not None
         # With the model's own hooks or without, per memory of the optimizer.
         self._compiled: dict[tuple[bool, tuple[int, int]], Callable[..., Any]] = {}
         self.told: set[str] = set()
@@ -229,12 +230,37 @@ class FittedModel:
             self.ranges.check(args, kwargs)
         leaves = [*self.model.parameters(), *tensors_in((args, dict(kwargs)))]
         existing_bytes = gradient_bytes(leaves)
-        plan = self.plan_step(args, kwargs, existing_bytes)
+        plan = self._plan_varying(args, kwargs, existing_bytes)
         self.set_budget(plan)
+        if self.ranges is not None and not self.is_traced_once:
+            args, kwargs = self.ranges.largest(args, kwargs)
         if existing_bytes:
             self.plan_step(args, kwargs, 0)
         elif accumulate:
             self.plan_step(args, kwargs, made_gradient_bytes(plan))
+        return plan
+
+    def _plan_varying(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], gradient_bytes: int
+    ) -> Plan:
+        """Plan the step, or where sizes cannot vary in one trace, that of the largest."""
+        if self.ranges is None:
+            return self.plan_step(args, kwargs, gradient_bytes)
+        try:
+            return self.plan_step(args, kwargs, gradient_bytes)
+        except CaptureError as error:
+            reason = error
+        self.is_traced_once = False
+        args, kwargs = self.ranges.largest(args, kwargs)
+        plan = self.plan_step(args, kwargs, gradient_bytes)
+        logger.warning(
+            "%s cannot be traced once for all sizes (%s): %s. Planned is the largest "
+            "step; each other shape is traced at its first call, and runs the same "
+            "schedule where it is the same step and fits, else a plan of its own",
+            self.name,
+            self.ranges.words(),
+            f"the model fixes {reason}" if isinstance(reason, FixedSizesError) else reason,
+        )
         return plan
 
     def set_budget(self, plan: Plan) -> None:
@@ -370,7 +396,7 @@ class FittedModel:
         # A described loss has the model's call traced again for what it returns.
         is_called = runs_hooks or planner.loss is not None
         args, kwargs = _without_repetition(args, kwargs)
-        if self.ranges is not None:
+        if self.ranges is not None and self.is_traced_once:
             (args, kwargs), asked = self.ranges.marked(args, kwargs)
             self.backend.asked = planner.asked = asked
         planner.batch = (args, kwargs)

@@ -39,7 +39,9 @@ class SizedPlan:
         """Return what is needed to judge a plan at other sizes than its own."""
         numbers = [None if by is None else by.symbolic_bytes() for by in program.sized_by]
         varying = program.varying
-        traced = [] if varying is None else varying.evaluated(numbers, program.sizes)
+        traced = (
+            numbers if varying is None else varying.evaluated(numbers, program.sizes)
+        )
         return cls(
             program=program,
             plan=plan,
@@ -55,15 +57,33 @@ class SizedPlan:
         """Return the traced step at other sizes, with what its operators allocate."""
         varying = self.program.varying
         assert varying is not None  # noqa: S101
-        storages = list(self.program.graph.storages)
         new_bytes = varying.evaluated(self.numbers, sizes)
+        return replace(self._with_bytes(self.program, new_bytes), sizes=sizes)
+
+    def program_like(self, other: JointProgram) -> JointProgram | None:
+        """Return another trace of the step, with what its operators allocate.
+
+        ``None`` if it is not the same step, op for op, or is larger anywhere.
+        """
+        if not _have_same_ops(self.program.graph, other.graph):
+            return None
+        new_bytes = [None if by is None else by.symbolic_bytes() for by in other.sized_by]
+        pairs = zip(new_bytes, self.traced_bytes, strict=True)
+        if any(new is not None and new > traced for new, traced in pairs):
+            return None
+        return self._with_bytes(other, new_bytes)
+
+    def _with_bytes(
+        self, program: JointProgram, new_bytes: Sequence[Any]
+    ) -> JointProgram:
+        storages = list(program.graph.storages)
         for position, new in enumerate(new_bytes):
             planned = self.plan.graph.storages[position].size_bytes
             if new is not None:
                 planned = self.allocated(planned, self.traced_bytes[position], new)
             storages[position] = replace(storages[position], size_bytes=planned)
-        graph = replace(self.program.graph, storages=tuple(storages))
-        return replace(self.program, graph=graph, sizes=sizes)
+        graph = replace(program.graph, storages=tuple(storages))
+        return replace(program, graph=graph)
 
     def allocated(self, planned: int, traced: int, new: int) -> int:
         """Return the bytes that a block really takes at other sizes.
@@ -99,6 +119,17 @@ class SizedPlan:
             for op, planned in zip(surrounded.ops, self.plan.graph.ops, strict=True)
         ]
         return replace(surrounded, ops=tuple(ops))
+
+
+def _have_same_ops(first: TrainingGraph, second: TrainingGraph) -> bool:
+    """Return whether two graphs differ in sizes alone."""
+    if len(first.storages) != len(second.storages):
+        return False
+    one, other = (
+        [(op.name, op.reads, op.writes, op.phase) for op in graph.ops]
+        for graph in (first, second)
+    )
+    return one == other
 
 
 def _grown(

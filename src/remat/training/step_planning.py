@@ -23,7 +23,13 @@ from remat.capture.surroundings import (
     resident_bytes,
     tensors_in,
 )
-from remat.capture.varying_sizes import Range, Sizes, VaryingSizes, at_largest
+from remat.capture.varying_sizes import (
+    FixedSizesError,
+    Range,
+    Sizes,
+    VaryingSizes,
+    at_largest,
+)
 from remat.core.device_graph import arrange, home_of, place_of
 from remat.core.errors import (
     CaptureError,
@@ -152,6 +158,8 @@ class Planner:
         self._sized: weakref.WeakKeyDictionary[TracedCall, dict[Kind, SizedPlan]] = (
             weakref.WeakKeyDictionary()
         )
+        # Steps that may vary, of which each shape is traced by itself all the same.
+        self._traced_alone: list[SizedPlan] = []
         self._asked_sizes: Sizes | None = None
         self.planned_sizes: Sizes = ()
         # Tensors of the call whose dimensions may vary, and their ranges.
@@ -208,7 +216,16 @@ class Planner:
         return self.assumed_gradient_bytes is not None
 
     def choose_sizes(self, varying: VaryingSizes) -> Sizes:
-        """Return the sizes for which the variant is planned that was begun last."""
+        """Return the sizes for which the variant is planned that was begun last.
+
+        Raises
+        ------
+        FixedSizesError
+            If a step is planned ahead for sizes that turned out to be one number each.
+        """
+        fixed = varying.fixed()
+        if fixed and self.plans_ahead:
+            raise FixedSizesError(", ".join(fixed))
         self.planned_sizes = self._asked_sizes or varying.largest()
         return self.planned_sizes
 
@@ -301,8 +318,11 @@ class Planner:
             program = add_surroundings(program, self.surroundings(program))
             key = self._key_of(program.fingerprint, self.gradient_bytes)
             if key not in self.plans:
-                self.plans[key] = self.make_plan(program)
-                self.planned_count += 1
+                plan = self._plan_of_larger(bare)
+                if plan is None:
+                    plan = self.make_plan(program)
+                    self.planned_count += 1
+                self.plans[key] = plan
             else:
                 self.note_repetition(program)
             self.latest = plan = self.plans[key]
@@ -317,11 +337,30 @@ class Planner:
         )
 
     def _remember(self, call: TracedCall, program: JointProgram, plan: Plan) -> None:
-        if program.varying is None:
+        if not program.sizes:
             self._variants.setdefault(call, {})[self.gradient_bytes] = plan
+            if self.request.dynamic is not None:
+                self._traced_alone.append(SizedPlan.of(program, plan))
         else:
             kind = program.sizes, self.gradient_bytes
             self._sized.setdefault(call, {})[kind] = SizedPlan.of(program, plan)
+
+    def _plan_of_larger(self, program: JointProgram) -> Plan | None:
+        """Return a plan made for a larger shape of a step, if its schedule holds here.
+
+        Of steps that each shape is traced for by itself, though all may vary.
+        """
+        if self.request.dynamic is None or program.sizes:
+            return None
+        for sized in self._traced_alone:
+            smaller = sized.program_like(program)
+            if smaller is None:
+                continue
+            surrounded = add_surroundings(smaller, self.surroundings(smaller))
+            plan = at_sizes(sized.plan, sized.with_costs(surrounded.graph))
+            if plan is not None:
+                return replace(plan, fingerprint=program.fingerprint)
+        return None
 
     def _key_of(self, fingerprint: str, gradient_bytes: int) -> PlanKey:
         return fingerprint, gradient_bytes, self.optimizer_memory

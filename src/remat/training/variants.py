@@ -14,7 +14,14 @@ import torch
 from torch import fx
 
 from remat.capture.joint_program import InputSpec, JointProgram
-from remat.capture.varying_sizes import SizeInputs, Sizes, VaryingSizes, size_inputs
+from remat.capture.varying_sizes import (
+    FixedSizesError,
+    SizeInputs,
+    Sizes,
+    VaryingSizes,
+    size_inputs,
+    varies,
+)
 from remat.core.errors import BudgetError, PlanWarning
 from remat.core.schedule import Schedule
 from remat.torch_compat.metadata import example_of
@@ -185,10 +192,30 @@ class _Variants:
         self.call = TracedCall(tuple(sources_of(module)), _outputs_of(module))
         self.returned = backend.returned
         self.sizes = size_inputs(module, inputs, backend.asked)
+        self.check_vary(inputs)
         self.is_traced = False
         self.compiled: dict[Kind, Callable[..., Any]] = {}
         # Per amount of gradients the largest sizes, once they are planned.
         self.largest: dict[int, Sizes] = {}
+
+    def check_vary(self, inputs: Sequence[Any]) -> None:
+        """Refuse to plan ahead for sizes that the model's code takes for one number."""
+        if not self.backend.planner.plans_ahead:
+            return
+        fixed: list[str] = []
+        for tensor, dims in self.backend.asked:
+            for node, spec, value in zip(
+                self.module.graph.find_nodes(op="placeholder"),
+                self.specs,
+                inputs,
+                strict=True,
+            ):
+                if value is tensor:
+                    shape = example_of(node).shape
+                    found = [dim for dim in dims if not varies(shape[dim])]
+                    fixed += [f"dimension {dim} of {spec.name}" for dim in found]
+        if fixed:
+            self.backend.fail(FixedSizesError(", ".join(fixed)))
 
     def of(self, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return the variant for a call, compiled if there is none that will do."""
@@ -197,12 +224,17 @@ class _Variants:
         if not torch.is_grad_enabled():
             return self.compiled.get(_NO_PLAN) or self.compile(inputs, *_NO_PLAN)
         gradient_bytes = planner.gradient_bytes_now(inputs)
-        if self.sizes is not None and planner.plans_ahead:
+        if self.has_sizes and planner.plans_ahead:
             return self.ahead(gradient_bytes, inputs)
         kind = self.sizes_of(inputs), gradient_bytes
         if kind not in self.compiled:
             self.compiled[kind] = self.found(kind, inputs)
         return self.compiled[kind]
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether some sizes vary."""
+        return self.sizes is not None and bool(self.sizes.symbols)
 
     def sizes_of(self, inputs: Sequence[Any]) -> Sizes:
         """Return the sizes that vary, as they are in a call."""
@@ -226,7 +258,7 @@ class _Variants:
         """Return a known variant that will do, or a new one."""
         sizes, gradient_bytes = kind
         known = self.backend.planner.variant_that_fits(self.call, kind, inputs)
-        if known is None and self.sizes and gradient_bytes not in self.largest:
+        if known is None and self.has_sizes and gradient_bytes not in self.largest:
             self.compile_largest(kind, inputs)
             known = self.backend.planner.variant_that_fits(self.call, kind, inputs)
         if known is not None:
