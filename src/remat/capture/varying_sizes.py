@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.proxy import GraphAppendingTracer
 
 from remat.core.errors import CaptureError
 from remat.torch_compat.attributes import storage_identity
@@ -34,11 +35,17 @@ Sizes = tuple[int, ...]
 _SYMBOLIC = "symbolic_val"
 _SYMBOL_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _MOST_TRIALS = 65_536
+_SAMPLES = 17
 
 
 def is_symbol(value: object) -> bool:
     """Return whether a value is a number that depends on sizes that vary."""
     return isinstance(value, _SYMBOL_TYPES)
+
+
+def expression_of(number: Any) -> Any:
+    """Return the expression of a number that depends on sizes, which has a hash."""
+    return number.node.expr
 
 
 def varies(size: object) -> bool:
@@ -145,15 +152,15 @@ def size_inputs(
             continue
         limits = next((found for tensor, found in asked if tensor is real), {})
         for dim, size in enumerate(fake.shape):
-            if is_symbol(size) and size.node.expr.is_Symbol:
-                symbol = size.node.expr
+            symbol = expression_of(size) if is_symbol(size) else None
+            if symbol is not None and symbol.is_Symbol:
                 values[symbol] = real.shape[dim]
                 if dim in limits:
                     ranges[symbol] = _within(ranges.get(symbol), limits[dim])
     places: dict[Any, int] = {}
     for place, value in enumerate(traced):
-        if is_symbol(value) and value.node.expr.is_Symbol:
-            places.setdefault(value.node.expr, place)
+        if is_symbol(value) and expression_of(value).is_Symbol:
+            places.setdefault(expression_of(value), place)
     symbols = tuple(symbol for symbol in places if symbol in values)
     return SizeInputs(
         symbols=symbols,
@@ -230,7 +237,7 @@ class VaryingSizes:
         graph = self.joint.graph
         known = set(graph.nodes)
         with graph.inserting_before(before):
-            tracer = fx.proxy.GraphAppendingTracer(graph)
+            tracer = GraphAppendingTracer(graph)
             proxies = {s: fx.Proxy(n, tracer) for s, n in self._sources.items()}
             try:
                 found: Any = sympy_interp(PythonReferenceAnalysis, proxies, expression)
@@ -255,9 +262,10 @@ class VaryingSizes:
     def evaluated(self, numbers: Sequence[Any], sizes: Sizes) -> list[Any]:
         """Return numbers that depend on sizes, at given sizes."""
         known: dict[Any, Any] = {}
-        return [self._number(number, sizes, known) for number in numbers]
+        return [self.number_at(number, sizes, known) for number in numbers]
 
-    def _number(self, number: Any, sizes: Sizes, known: dict[Any, Any]) -> Any:
+    def number_at(self, number: Any, sizes: Sizes, known: dict[Any, Any]) -> Any:
+        """Return a number at sizes, and remember it by its expression in ``known``."""
         if not is_symbol(number):
             return number
         expression = number.node.expr
@@ -314,6 +322,28 @@ class VaryingSizes:
         for less in range(min(longest + 1, _MOST_TRIALS)):
             yield tuple(max(low, high - less) for low, high in ranges)
 
+    def samples(self) -> list[Sizes]:
+        """Return sizes from the smallest to the largest, for which the trace is, too.
+
+        All dimensions together, and each one alone with the others at the largest.
+        """
+        largest = self.largest()
+        ranges = [
+            (asked[0] if asked else size, size)
+            for asked, size in zip(self.inputs.ranges, largest, strict=True)
+        ]
+        # Sizes of 1 and 0 are never the trace's.
+        ranges = [(max(low, min(2, high)), high) for low, high in ranges]
+        found: dict[Sizes, None] = {}
+        for step in range(_SAMPLES):
+            part = step / (_SAMPLES - 1)
+            sizes = tuple(round(low + part * (high - low)) for low, high in ranges)
+            found[sizes] = None
+            if len(sizes) > 1:
+                for place, size in enumerate(sizes):
+                    found[*largest[:place], size, *largest[place + 1 :]] = None
+        return [sizes for sizes in found if self.is_for(sizes)]
+
     def is_for(self, sizes: Sizes) -> bool:
         """Whether the model takes the path that was traced at other sizes, too."""
         environment = self._environment()
@@ -344,14 +374,14 @@ class VaryingSizes:
         return next(fakes).node.shape_env
 
 
-def _evaluated(expression: Any, values: Mapping[Any, Any]) -> Any:
+def _evaluated(expression: Any, values: dict[Any, Any]) -> Any:
     try:
         return sympy_interp(PythonReferenceAnalysis, values, expression)
     except KeyError:
         return None
 
 
-def _holds(condition: Any, values: Mapping[Any, int]) -> bool:
+def _holds(condition: Any, values: dict[Any, Any]) -> bool:
     try:
         return bool(sympy_interp(PythonReferenceAnalysis, values, condition))
     except KeyError:
@@ -378,7 +408,7 @@ class _AtSizes:
         return value
 
     def number(self, value: Any) -> Any:
-        return self.varying._number(value, self.sizes, self.known)  # noqa: SLF001
+        return self.varying.number_at(value, self.sizes, self.known)
 
     def tensor(self, value: FakeTensor) -> torch.Tensor:
         shape = [self.number(size) for size in value.shape]

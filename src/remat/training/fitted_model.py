@@ -58,9 +58,9 @@ from remat.training.callers import (
 )
 from remat.training.optimizer_steps import FittedSteps, StepWatch
 from remat.training.request import PlanRequest, check_is_plannable, check_model
+from remat.training.shape_ranges import ShapeRanges, checked_shapes
 from remat.training.step_backend import PlannedBackend, StoppedBeforeRunningError
 from remat.training.step_planning import Planner, gradient_bytes, optimizer_memory
-from remat.training.shape_ranges import ShapeRanges, checked_shapes
 from remat.training.variants import Kind, TracedCall, VariantBackend
 
 logger = logging.getLogger("remat")
@@ -243,7 +243,7 @@ class FittedModel:
     def _plan_varying(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], gradient_bytes: int
     ) -> Plan:
-        """Plan the step, or where sizes cannot vary in one trace, that of the largest."""
+        """Plan the step; where its sizes cannot vary in a trace, that of the largest."""
         if self.ranges is None:
             return self.plan_step(args, kwargs, gradient_bytes)
         try:
@@ -259,7 +259,9 @@ class FittedModel:
             "schedule where it is the same step and fits, else a plan of its own",
             self.name,
             self.ranges.words(),
-            f"the model fixes {reason}" if isinstance(reason, FixedSizesError) else reason,
+            f"the model fixes {reason}"
+            if isinstance(reason, FixedSizesError)
+            else reason,
         )
         return plan
 
@@ -398,7 +400,7 @@ class FittedModel:
         args, kwargs = _without_repetition(args, kwargs)
         if self.ranges is not None and self.is_traced_once:
             (args, kwargs), asked = self.ranges.marked(args, kwargs)
-            self.backend.asked = planner.asked = asked
+            self.backend.asked = planner.varying_inputs = asked
         planner.batch = (args, kwargs)
         known_count = planner.planned_count
         started_s = time.monotonic()
@@ -415,7 +417,7 @@ class FittedModel:
                 check_batch(self.model, args, kwargs)
             raise_capture_error(error, self.backend.failure)
         finally:
-            planner.batch = self.backend.asked = planner.asked = ()
+            planner.batch = self.backend.asked = planner.varying_inputs = ()
             self.after_call()
             # Its traceback holds the batch and the model.
             self.backend.failure = None
@@ -755,3 +757,11 @@ class _Weakly:
         self, call: TracedCall, kind: Kind, inputs: Sequence[Any]
     ) -> Kind | None:
         return self._found().variant_that_fits(call, kind, inputs)
+
+    def sizes_that_break(
+        self, call: TracedCall, gradient_bytes: int, inputs: Sequence[Any]
+    ) -> Sizes | None:
+        return self._found().sizes_that_break(call, gradient_bytes, inputs)
+
+    def settle(self, call: TracedCall, kind: Kind) -> None:
+        self._found().settle(call, kind)

@@ -83,7 +83,7 @@ def _range(name: str, limits: Any) -> Range:
             "torch.export.Dim with min and max"
         )
         raise TypeError(msg)
-    if high is None or isinstance(limits, torch.export.Dim) and not _is_int(high):
+    if high is None or (isinstance(limits, torch.export.Dim) and not _is_int(high)):
         msg = (
             f"{name} has no upper end; the step is planned for its largest size, so give "
             "one: (2, 512), or Dim(..., max=512)"
@@ -188,7 +188,9 @@ class ShapeRanges:
         for name, dims in self.by_name.items():
             value = given.get(name)
             if not isinstance(value, torch.Tensor):
-                found = "is not given" if value is None else f"is a {type(value).__name__}"
+                found = (
+                    "is not given" if value is None else f"is a {type(value).__name__}"
+                )
                 msg = (
                     f"dynamic names {name!r}, which {found} in the example; only tensors "
                     "have dimensions that vary"
@@ -275,6 +277,8 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def _zeros(like: torch.Tensor, shape: list[int]) -> torch.Tensor:
     """Return zeros of another shape, whose dimensions lie in memory as ``like``'s."""
     order = sorted(range(like.dim()), key=like.stride, reverse=True)
-    made = torch.zeros([shape[dim] for dim in order], dtype=like.dtype, device=like.device)
+    made = torch.zeros(
+        [shape[dim] for dim in order], dtype=like.dtype, device=like.device
+    )
     back = [order.index(dim) for dim in range(like.dim())]
     return made.permute(back).requires_grad_(like.requires_grad)

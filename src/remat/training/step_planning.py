@@ -163,7 +163,7 @@ class Planner:
         self._asked_sizes: Sizes | None = None
         self.planned_sizes: Sizes = ()
         # Tensors of the call whose dimensions may vary, and their ranges.
-        self.asked: Sequence[tuple[torch.Tensor, Mapping[int, Range]]] = ()
+        self.varying_inputs: Sequence[tuple[torch.Tensor, Mapping[int, Range]]] = ()
         self.repetition_count = 0
         self.is_only_planned = is_only_planned
         # Names of the fused kernels of the step that is being traced.
@@ -246,30 +246,76 @@ class Planner:
         self, call: TracedCall, kind: Kind, inputs: Sequence[Any]
     ) -> Kind | None:
         sizes, gradient_bytes = kind
+        known = self._sized.get(call, {})
+        if kind in known:
+            return kind
+        measured = [sized for sized in known.values() if sized.covers(sizes)]
+        if not measured:
+            return None
         given = frozenset(map(storage_identity, tensors_in(inputs)))
-        for known, sized in self._sized.get(call, {}).items():
-            if known == kind:
-                return known
-            _, known_bytes = known
+        found: dict[Kind, Plan] = {}
+        for other, sized in known.items():
+            _, other_bytes = other
+            if gradient_bytes == other_bytes and self._is_within(sized, sizes):
+                return other
             # With fewer gradients another plan could be faster.
-            is_frugal = gradient_bytes < known_bytes and sized.plan.recomputed_op_count
-            if is_frugal or not sized.covers(sizes):
-                continue
-            plan = self._plan_at(sized, kind, given)
-            if plan is not None:
-                self.latest = plan
-                return known
-        return None
+            if gradient_bytes >= other_bytes or not sized.plan.recomputed_op_count:
+                plan = self._plan_at(sized, kind, given, measured[0])
+                if plan is not None:
+                    found[other] = plan
+        if not found:
+            return None
+        best = min(found, key=lambda other: found[other].cost_ns)
+        self.latest = found[best]
+        return best
+
+    def _is_within(self, sized: SizedPlan, sizes: Sizes) -> bool:
+        """Whether a plan holds for a call since nothing in it is larger."""
+        return sized.is_larger(sizes) and all(
+            tensor.shape[dim] <= largest
+            for tensor, ranges in self.varying_inputs
+            for dim, (_, largest) in ranges.items()
+        )
+
+    def sizes_that_break(
+        self, call: TracedCall, gradient_bytes: int, inputs: Sequence[Any]
+    ) -> Sizes | None:
+        """Return sizes in the ranges at which no known plan of a call holds.
+
+        ``None`` if none was found. Some are looked at; each is judged before it runs.
+        From now on the budget is that of the plan for the largest.
+        """
+        known = self._sized[call]
+        first = next(iter(known.values()))
+        # A percentage is one of the largest step.
+        budget = budget_of(first.plan)
+        self.request = replace(self.request, budget=budget, given_plan=None)
+        varying, latest = first.program.varying, self.latest
+        samples = [] if varying is None else varying.samples()
+        broken = [
+            sizes
+            for sizes in samples
+            if self.variant_that_fits(call, (sizes, gradient_bytes), inputs) is None
+        ]
+        self.latest = latest
+        return max(broken, key=first.sum_bytes, default=None)
+
+    def settle(self, call: TracedCall, kind: Kind) -> None:
+        """Take the plan of a kind of call for the latest."""
+        self.latest = self._sized[call][kind].plan
 
     def _plan_at(
-        self, sized: SizedPlan, kind: Kind, given: frozenset[int]
+        self, sized: SizedPlan, kind: Kind, given: frozenset[int], measured: SizedPlan
     ) -> Plan | None:
-        """Return a plan with its step at other sizes, or ``None`` if it breaks."""
+        """Return a plan with its step at other sizes, or ``None`` if it breaks.
+
+        ``measured`` is a plan of sizes that are no smaller.
+        """
         sizes, gradient_bytes = kind
         program = replace(sized.program_at(sizes), given_storages=given)
         surroundings = self.surroundings(program, gradient_bytes)
-        graph = sized.with_costs(add_surroundings(program, surroundings).graph)
-        return at_sizes(sized.plan, graph)
+        graph = add_surroundings(program, surroundings).graph
+        return at_sizes(sized.plan, sized.with_costs(graph, measured.plan))
 
     def _variant_by_gradients(
         self, call: TracedCall, gradient_bytes: int
@@ -357,7 +403,8 @@ class Planner:
             if smaller is None:
                 continue
             surrounded = add_surroundings(smaller, self.surroundings(smaller))
-            plan = at_sizes(sized.plan, sized.with_costs(surrounded.graph))
+            graph = sized.with_costs(surrounded.graph, sized.plan)
+            plan = at_sizes(sized.plan, graph)
             if plan is not None:
                 return replace(plan, fingerprint=program.fingerprint)
         return None
@@ -409,11 +456,11 @@ class Planner:
 
         What it reads is counted in the graph, at the sizes that the graph is for.
         """
-        if program.sizes != self.planned_sizes or not self.asked:
+        if program.sizes != self.planned_sizes or not self.varying_inputs:
             return self.batch
         limits = {
             id(tensor): at_largest(tensor, ranges)
-            for tensor, ranges in self.asked
+            for tensor, ranges in self.varying_inputs
             if storage_identity(tensor) not in program.given_storages
         }
         return tree_map(lambda leaf: limits.get(id(leaf), leaf), self.batch)

@@ -97,6 +97,16 @@ class StepPlanner(Protocol):
         """Return a variant of a call that will do for another kind, or ``None``."""
         ...
 
+    def sizes_that_break(
+        self, call: TracedCall, gradient_bytes: int, inputs: Sequence[Any]
+    ) -> Sizes | None:
+        """Return sizes at which no variant of a call will do, ``None`` if none is."""
+        ...
+
+    def settle(self, call: TracedCall, kind: Kind) -> None:
+        """Be told which kind of call was planned ahead."""
+        ...
+
 
 class VariantBackend(PlannedBackend):
     """A backend that compiles a step anew when other gradients exist than before.
@@ -252,7 +262,15 @@ class _Variants:
             if known is not None:
                 self.largest[gradient_bytes] = sizes
                 return self.compiled.setdefault(kind, self.compiled[known])
-        return self.compile(inputs, None, gradient_bytes)
+        compiled = self.compile(inputs, None, gradient_bytes)
+        planner = self.backend.planner
+        for _ in range(_MOST_AHEAD):
+            broken = planner.sizes_that_break(self.call, gradient_bytes, inputs)
+            if broken is None:
+                break
+            self.compile(inputs, broken, gradient_bytes)
+        planner.settle(self.call, (self.largest[gradient_bytes], gradient_bytes))
+        return compiled
 
     def found(self, kind: Kind, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return a known variant that will do, or a new one."""
@@ -296,6 +314,8 @@ class _Variants:
 
 
 _NO_PLAN: Kind = ((), -1)
+_MOST_AHEAD = 4
+"""How many sizes are planned besides the largest before the first step."""
 
 
 def describe_tensor(tensor: torch.Tensor) -> str:
