@@ -279,7 +279,7 @@ class VaryingSizes:
         return known[expression]
 
     def words(self, number: Any) -> str:
-        """Return a number in the order of the symbols, whatever the tracer calls them."""
+        """Return a number in words, whatever the tracer calls its symbols."""
         if not is_symbol(number):
             return repr(number)
         expression = number.node.expr

@@ -243,7 +243,7 @@ class FittedModel:
     def _plan_varying(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], gradient_bytes: int
     ) -> Plan:
-        """Plan the step; where its sizes cannot vary in a trace, that of the largest."""
+        """Plan the step, or the largest one where its sizes cannot vary in a trace."""
         if self.ranges is None:
             return self.plan_step(args, kwargs, gradient_bytes)
         try:

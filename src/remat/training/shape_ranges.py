@@ -1,4 +1,4 @@
-"""Which dimensions of the batch vary, and between which sizes: the option ``dynamic``."""
+"""Which dimensions of the batch vary, between which sizes: the option ``dynamic``."""
 
 import inspect
 from collections.abc import Mapping
@@ -115,8 +115,8 @@ class ShapeRanges:
     Parameters
     ----------
     by_name
-        Name of a parameter of forward, or position beyond those with a name -> dimension
-        -> range.
+        Name of a parameter of forward, or position beyond those with a name -> the
+        dimensions that vary -> their ranges.
     names
         The names of forward's positional parameters, in order.
     """
@@ -181,21 +181,23 @@ class ShapeRanges:
 
         Raises
         ------
+        TypeError
+            If an argument is no tensor.
         ValueError
-            If an argument is missing or no tensor, or a size is out of its range.
+            If an argument is missing, or a size is out of its range.
         """
         given = {self.name_of(i): value for i, value in enumerate(args)} | dict(kwargs)
         for name, dims in self.by_name.items():
             value = given.get(name)
-            if not isinstance(value, torch.Tensor):
-                found = (
-                    "is not given" if value is None else f"is a {type(value).__name__}"
-                )
-                msg = (
-                    f"dynamic names {name!r}, which {found} in the example; only tensors "
-                    "have dimensions that vary"
-                )
+            if value is None:
+                msg = f"dynamic names {name!r}, which is not given in the example"
                 raise ValueError(msg)
+            if not isinstance(value, torch.Tensor):
+                msg = (
+                    f"dynamic names {name!r}, which is a {type(value).__name__} in the "
+                    "example; only tensors have dimensions that vary"
+                )
+                raise TypeError(msg)
             for dim, (low, high) in dims.items():
                 where = f"dimension {dim} of {name!r}"
                 if dim >= value.dim():
