@@ -1,6 +1,7 @@
 """One plan for many shapes: traced once, planned for the largest, judged at others."""
 
 import copy
+import importlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -49,7 +50,7 @@ class Encoder(nn.Module):
 
 
 class Rest(nn.Module):
-    """Works on what is left of a table behind the batch: less memory for longer ones."""
+    """Works on the rest of a table behind the batch: less memory for longer ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +204,7 @@ def test_the_caller_s_tensors_are_not_marked() -> None:
 
 
 def transformer(name: str) -> tuple[nn.Module, Callable[[int], Batch], tuple[str, ...]]:
-    import transformers
+    transformers: Any = importlib.import_module("transformers")
 
     def text(size: int) -> Batch:
         generator = torch.Generator().manual_seed(size)
@@ -569,14 +570,14 @@ def test_what_makes_no_sense_is_refused_at_the_door(
 def test_options_that_do_not_go_together_are_refused(
     options: dict[str, Any], message: str
 ) -> None:
-    how = {"budget": "90%", "dynamic": {"x": {1: (2, 64)}}, **options}
+    how: dict[str, Any] = {"budget": "90%", "dynamic": {"x": {1: (2, 64)}}, **options}
     with pytest.raises(ValueError, match=message):
         remat.fit(Layers(), batch_of(20), **how)
 
 
 def test_backend_and_verify_refuse_by_name() -> None:
     dynamic = {"x": {1: (2, 64)}}
-    with pytest.raises(ValueError, match="dynamic= is for remat.fit"):
+    with pytest.raises(ValueError, match=r"dynamic= is for remat\.fit"):
         remat.backend(budget="1 GiB", dynamic=dynamic)
     with pytest.raises(ValueError, match="verify compares steps of one shape"):
         remat.verify(Layers(), batch_of(20), budget="90%", dynamic=dynamic)

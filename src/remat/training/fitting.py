@@ -114,7 +114,7 @@ def fit(
         dimensions counted from 0, and both ends included, or a ``torch.export.Dim``
         with ``min`` and ``max``. The step is then traced once with sizes that vary and
         planned for the largest; ``args`` may have any size in the range. At each other
-        size the same schedule is judged before it runs first, and what would break the
+        size the same schedule is judged before it first runs, and what would break the
         budget is planned by itself. A percentage is one of the largest step. Where the
         model fixes a size, the log ``remat`` says so once: the largest step is planned,
         and each other shape is traced by itself, and runs the same schedule if it is

@@ -11,7 +11,11 @@ from torch import nn
 from remat.capture.varying_sizes import Range
 from remat.torch_compat.names import maybe_mark_dynamic
 
-DynamicShapes: TypeAlias = Mapping[str | int, Mapping[int, Any]]
+DynamicShapes: TypeAlias = (
+    Mapping[str, Mapping[int, Any]]
+    | Mapping[int, Mapping[int, Any]]
+    | Mapping[str | int, Mapping[int, Any]]
+)
 """Argument, by name or position -> dimension -> ``(from, to)`` or a ``Dim``."""
 
 Asked: TypeAlias = tuple[tuple[torch.Tensor, Mapping[int, Range]], ...]
