@@ -31,7 +31,7 @@ _ALPHA = 1.7580993408473766
 
 _LIBRARY = torch.library.Library("remat", "DEF")
 _LIBRARY.define(
-    "dropout_mask(int[] size, int[] stride, float keep) -> Tensor",
+    "dropout_mask(SymInt[] size, SymInt[] stride, float keep) -> Tensor",
     tags=(torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag),
 )
 

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from remat.capture.varying_sizes import surely_equal
 from remat.torch_compat.names import (
     is_traceable_wrapper_subclass,
     suggest_memory_format,
@@ -27,7 +28,7 @@ def spanned_bytes(tensor: torch.Tensor) -> int:
     >>> spanned_bytes(torch.zeros(4, 6)[:, :2])
     80
     """
-    if tensor.numel() == 0:
+    if surely_equal(tensor.numel(), 0):
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.element_size() * (1 + sum((n - 1) * step for n, step in steps))
@@ -38,7 +39,11 @@ def gradient_format(output: torch.Tensor) -> torch.memory_format | None:
 
     ``None`` where it is the output's own strides that are expected.
     """
-    if output.layout != torch.strided or spanned_bytes(output) == output.nbytes:
+    if output.layout != torch.strided:
+        return None
+    # ``nbytes`` knows no sizes that vary.
+    dense_bytes = output.numel() * output.element_size()
+    if surely_equal(spanned_bytes(output), dense_bytes):
         return None
     return suggest_memory_format(output)
 

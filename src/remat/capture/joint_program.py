@@ -10,7 +10,7 @@ import hashlib
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import fx
@@ -20,6 +20,12 @@ from remat.capture.fused_kernel import FusedKernel
 from remat.capture.gradient_layouts import spanned_bytes
 from remat.capture.layers import layer_name
 from remat.capture.returned import ReturnedTensor
+from remat.capture.varying_sizes import (
+    Sizes,
+    VaryingSizes,
+    is_symbol,
+    symbolic_value,
+)
 from remat.core.contributors import labelled
 from remat.core.errors import CaptureError
 from remat.core.graph import Op, Phase, Role, Storage, TrainingGraph
@@ -152,6 +158,26 @@ def counted_once(
     return found
 
 
+class SizedBy(NamedTuple):
+    """What the size of a storage follows from: a node, and which of its outputs.
+
+    ``is_spanned`` says whether it is the bytes from the tensor's first element to its
+    last, and not those of the block in which the tensor lies.
+    """
+
+    node: fx.Node
+    output: int = 0
+    is_spanned: bool = False
+
+    def symbolic_bytes(self) -> Any:
+        """Return the size, with symbols in the place of what varies."""
+        value = symbolic_value(self.node)
+        tensor = value if isinstance(value, torch.Tensor) else value[self.output]
+        if self.is_spanned:
+            return spanned_bytes(tensor)
+        return tensor.untyped_storage().nbytes()
+
+
 @dataclass(kw_only=True)
 class JointProgram:
     """A joint graph and its analysis.
@@ -189,6 +215,12 @@ class JointProgram:
         call returns; ``None`` if none is known, or if the caller described another.
     platform
         The devices on which the step runs, its own first; ``None`` for its own alone.
+    varying
+        The sizes that vary, ``None`` if none does.
+    sizes
+        The values of these that the graph is for.
+    sized_by
+        Per storage of the traced graph what its size follows from, as sizes vary.
     """
 
     module: fx.GraphModule
@@ -208,9 +240,19 @@ class JointProgram:
     returned: ReturnedTensor | None = None
     loss: int | None = None
     platform: Platform | None = None
+    varying: VaryingSizes | None = None
+    sizes: Sizes = ()
+    sized_by: tuple[SizedBy | None, ...] = ()
 
     def __repr__(self) -> str:
         return f"<JointProgram of {self.graph!r} on {self.device}>"
+
+    def tangent_values(self) -> list[torch.Tensor]:
+        """Return a fake tensor for the gradient of each output that takes one."""
+        nodes = [self.base_nodes[tangent][0] for tangent in self.graph.tangents]
+        if self.varying is None:
+            return [node.meta["val"] for node in nodes]
+        return [self.varying.value_at(node, self.sizes) for node in nodes]
 
     def calls(self) -> Iterator[tuple[int, fx.Node]]:
         """Yield the ops that a node runs, with that node."""
@@ -279,6 +321,7 @@ def analyse(
     forward_output_count: int,
     inputs: Sequence[InputSpec],
     name: str,
+    varying: VaryingSizes | None = None,
 ) -> JointProgram:
     """Return the training graph of a joint graph.
 
@@ -292,6 +335,8 @@ def analyse(
         One description per input, in the order of the placeholders.
     name
         Name of the training graph.
+    varying
+        The sizes that vary in the joint graph, which is taken as it is set.
 
     Raises
     ------
@@ -299,7 +344,7 @@ def analyse(
         If the graph holds an operation that cannot be treated; the message names it
         and the user's source line.
     """
-    return _Analysis(module, forward_output_count, inputs, name).run()
+    return _Analysis(module, forward_output_count, inputs, name, varying).run()
 
 
 _NOTHING = Op(
@@ -319,8 +364,11 @@ class _Analysis:
         forward_output_count: int,
         inputs: Sequence[InputSpec],
         name: str,
+        varying: VaryingSizes | None,
     ) -> None:
         self.module = module
+        self.varying = varying
+        self.sized_by: list[SizedBy | None] = []
         self.inputs = inputs
         self.name = name
         outputs = next(iter(module.graph.find_nodes(op="output")))
@@ -389,6 +437,9 @@ class _Analysis:
             ),
             device=self.device(),
             fingerprint=self.digest.hexdigest(),
+            varying=self.varying,
+            sizes=() if self.varying is None else self.varying.sizes,
+            sized_by=tuple(self.sized_by),
         )
 
     def device(self) -> torch.device:
@@ -415,12 +466,18 @@ class _Analysis:
             if changed is None
         ]
 
-    def add_storage(self, storage: Storage, *nodes: fx.Node) -> int:
+    def add_storage(
+        self, storage: Storage, *nodes: fx.Node, sized_by: SizedBy | None = None
+    ) -> int:
         self.storages.append(storage)
         self.base_nodes.append(list(nodes))
+        self.sized_by.append(sized_by)
         return len(self.storages) - 1
 
     def take_placeholder(self, node: fx.Node, position: int) -> None:
+        if self.is_size(node):
+            self.storages_of[node] = ()
+            return
         values = values_of(node)
         if not values or values[0] is None:
             self.fail(node, "an input that is not a tensor")
@@ -440,8 +497,19 @@ class _Analysis:
                 role=Role.TANGENT,
             )
             self.tangents.append(len(self.storages))
-        self.storages_of[node] = (self.add_storage(storage, node),)
-        self.note("placeholder", values)
+        sized_by = SizedBy(node, is_spanned=storage.role is Role.TANGENT)
+        self.storages_of[node] = (self.add_storage(storage, node, sized_by=sized_by),)
+        self.note("placeholder", values, self.symbolic_shape(node))
+
+    def is_size(self, node: fx.Node) -> bool:
+        """Return whether a node's value is a number that follows from sizes."""
+        return is_symbol(symbolic_value(node))
+
+    def symbolic_shape(self, node: fx.Node) -> list[str]:
+        """Return the shape of an input in words, where sizes vary."""
+        if self.varying is None:
+            return []
+        return [self.varying.words(size) for size in symbolic_value(node).shape]
 
     def take_constant(self, node: fx.Node) -> None:
         value = getattr(self.module, str(node.target))
@@ -457,6 +525,9 @@ class _Analysis:
         self.note("constant", [value])
 
     def take_call(self, node: fx.Node) -> None:
+        if self.is_size(node):
+            self.storages_of[node] = ()
+            return
         for value in values_of(node):
             if value is not None and not all(type(size) is int for size in value.shape):
                 self.fail(node, "the size of its result depends on values")
@@ -522,7 +593,8 @@ class _Analysis:
                 role=Role.ACTIVATION,
             )
             nodes = () if is_tuple else (node,)
-            outputs.append(self.add_storage(storage, *nodes))
+            sized_by = SizedBy(node, index)
+            outputs.append(self.add_storage(storage, *nodes, sized_by=sized_by))
         if is_tuple:
             self.outputs_of[node] = outputs
         writes = tuple(storage for storage in outputs if storage is not None)
@@ -699,6 +771,8 @@ class _Analysis:
 
     def describe(self, leaf: object) -> str:
         if isinstance(leaf, fx.Node):
+            if self.varying is not None and self.is_size(leaf):
+                return self.varying.words(symbolic_value(leaf))
             return f"%{self.storages_of[leaf]}"
         return repr(leaf)
 

@@ -99,9 +99,8 @@ _VIEWS = frozenset({_aten.view.default, unsafe_view})
 
 def _with_real_strides(view: Tensor, source: Tensor, size: Any) -> Tensor:
     """Return a view of a fake tensor with the strides that a view of a real one has."""
-    if 1 not in view.shape or not all(
-        isinstance(number, int) for number in (*source.shape, *size)
-    ):
+    numbers = (*source.shape, *size)
+    if not all(isinstance(n, int) for n in numbers) or 1 not in view.shape:
         return view
     # Without the formulas of the tracer, which are those of such a tensor otherwise.
     with no_dispatch(), DisablePythonDispatcher():
@@ -134,10 +133,11 @@ def _with_real_layouts(dispatch: Callable[..., Any]) -> Callable[..., Any]:
         if not (layout or is_asked):
             return results
         leaves, structure = tree_flatten(results)
-        if not all(map(_is_known, (*inputs, leaves[0]))):
+        values = (*inputs, leaves[0])
+        if not all(map(_is_ordinary, values)):
             return results
         with mode:
-            if is_asked:
+            if is_asked and all(map(_is_known, values)):
                 reals = _run_on_zeros(operator, args, kwargs)
                 leaves = [
                     _laid_out_as(*pair) for pair in zip(leaves, reals, strict=True)
@@ -177,11 +177,15 @@ def _is_ambiguous(tensor: Tensor) -> bool:
 
 def _is_known(value: Any) -> bool:
     """Return whether it is an ordinary tensor on the CPU, its sizes being numbers."""
+    return _is_ordinary(value) and all(isinstance(size, int) for size in value.shape)
+
+
+def _is_ordinary(value: Any) -> bool:
+    """Return whether it is an ordinary tensor on the CPU."""
     return (
         isinstance(value, Tensor)
         and value.device.type == "cpu"
         and value.layout == torch.strided
-        and all(isinstance(size, int) for size in value.shape)
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from remat.capture.detached import is_returned
+from remat.capture.varying_sizes import surely_at_most, surely_equal
 from remat.torch_compat.attributes import storage_identity
 
 aten = torch.ops.aten
@@ -105,6 +106,8 @@ def _piece_at(node: fx.Node) -> _Sum | None:
         return None
     dim %= len(sizes)
     size = sizes[dim]
+    if any(isinstance(number, fx.Node) for number in (size, *places)):
+        return None  # Whether pieces meet depends on a size that varies.
     if node.target is _SELECT:
         start = places[0] % size
         return _Sum(dim, [_Piece(start, start + 1, gradient, is_selected=True)])
@@ -122,7 +125,8 @@ def _adds_alike(node: fx.Node) -> bool:
     result, *values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
     return isinstance(result, torch.Tensor) and all(
         isinstance(value, torch.Tensor)
-        and (value.shape, value.dtype) == (result.shape, result.dtype)
+        and surely_equal(value.shape, result.shape)
+        and value.dtype == result.dtype
         for value in values
     )
 
@@ -153,10 +157,10 @@ def _join(
 
     gradients = [new.get(piece.gradient, piece.gradient) for piece in found.pieces]
     are_selected = [piece.is_selected for piece in found.pieces]
-    if _held_bytes(gradients) > _held_bytes([node]):
+    if not surely_at_most(_held_bytes(gradients), _held_bytes([node])):
         return
     joined = _joined(call, gradients, are_selected, found.dim)
-    if _layout(joined) == _layout(node):
+    if _have_one_layout(joined, node):
         new[node] = joined
         node.replace_all_uses_with(joined)
         _erase_unread(graph, node)
@@ -189,9 +193,13 @@ def _held_bytes(nodes: Sequence[fx.Node]) -> int:
     return sum(sizes.values())
 
 
-def _layout(node: fx.Node) -> tuple[object, ...]:
-    value = node.meta["val"]
-    return (value.shape, value.stride(), value.dtype, value.device)
+def _have_one_layout(first: fx.Node, second: fx.Node) -> bool:
+    a, b = first.meta["val"], second.meta["val"]
+    return (
+        surely_equal(a.shape, b.shape)
+        and surely_equal(a.stride(), b.stride())
+        and (a.dtype, a.device) == (b.dtype, b.device)
+    )
 
 
 def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:

@@ -12,7 +12,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
+    has_free_unbacked_symbols,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -344,14 +347,14 @@ def check_sizes(module: fx.GraphModule) -> None:
     """
     for node in module.graph.nodes:
         for value in tree_leaves(example_of(node)):
-            if isinstance(value, torch.SymInt | torch.SymBool):
-                found = "reads a whole number or a truth value from a tensor"
-            elif isinstance(value, torch.Tensor) and any(
-                not isinstance(size, int) for size in value.shape
-            ):
-                found = "makes a tensor whose size depends on values"
-            else:
+            if not isinstance(value, torch.SymInt | torch.SymBool | torch.Tensor):
                 continue
+            if not has_free_unbacked_symbols(value):
+                continue
+            if not isinstance(value, torch.Tensor):
+                found = "reads a whole number or a truth value from a tensor"
+            else:
+                found = "makes a tensor whose size depends on values"
             msg = (
                 f"{node.name} {found}, and a plan is for one size of everything; at "
                 f"{user_source_line(node) or _UNKNOWN_LINE}. {_FIXED_SIZES}; {_SPLIT}"

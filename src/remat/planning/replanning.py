@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from remat.core.bounds import cost_bound_ns
 from remat.core.graph import Role, Storage, TrainingGraph
 from remat.core.platform import single_device
 from remat.core.problem import Limits, Problem, Proposal, Status
@@ -72,6 +73,33 @@ def with_gradients(plan: Plan, known_bytes: int, gradient_bytes: int) -> Plan | 
     if simulate(graph, plan.platform, plan.schedule).violation is not None:
         return None
     return replace(plan, graph=graph)
+
+
+def at_sizes(plan: Plan, graph: TrainingGraph) -> Plan | None:
+    """Return a plan with its step at other sizes, if its schedule holds there.
+
+    Parameters
+    ----------
+    plan
+        A plan of the step.
+    graph
+        The graph of the step, op for op, at other sizes, and with other residents.
+
+    Notes
+    -----
+    Nothing is proved of other sizes but that every op runs once.
+    """
+    trace = simulate(graph, plan.platform, plan.schedule)
+    if trace.violation is not None:
+        return None
+    floor_ns = cost_bound_ns(Problem(graph=graph, platform=plan.platform))
+    return replace(
+        plan,
+        graph=graph,
+        bound_ns=min(plan.bound_ns, floor_ns),
+        status=Status.FEASIBLE if plan.recomputed_op_count else plan.status,
+        _judged=trace,
+    )
 
 
 def replan(

@@ -21,6 +21,11 @@ import torch
 from torch import fx
 
 from remat.capture.joint_program import JointProgram, map_nodes, needed_arguments
+from remat.capture.varying_sizes import (
+    is_symbol,
+    restore_symbols,
+    symbolic_value,
+)
 from remat.core.device_graph import place_of
 from remat.core.errors import ExecutionError
 from remat.core.platform import single_device
@@ -103,14 +108,20 @@ def lower(
     saved = backward.order_saved()
     forward_values = [forward.resolve_output(v) for v in program.forward_values]
     forward.end()
-    forward.graph.output(
-        (*forward_values, *(forward.saved_value(place) for place in saved))
-    )
+    # Autograd's wrapper takes sizes after tensors, and gives them back before these.
+    saved_values = [
+        *(forward.saved_value(place) for place in saved),
+        *(forward.sizes[node] for node in backward.saved_sizes),
+    ]
+    forward.graph.output((*forward_values, *saved_values))
     backward.graph.output(tuple(backward_values))
-    return LoweredStep(
+    lowered = LoweredStep(
         forward=_module(program.module, forward.graph),
         backward=_module(program.module, backward.graph),
     )
+    restore_symbols(lowered.forward)
+    restore_symbols(lowered.backward)
+    return lowered
 
 
 def torch_places(program: JointProgram) -> tuple[str, ...]:
@@ -206,10 +217,17 @@ class _Pass:
     at_boundary: frozenset[_Place] = frozenset()
     # The device that was marked last.
     marked: int = 0
+    # Numbers that follow from sizes that vary: free in both passes.
+    sizes: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
+    # Backward only: those among them that it takes from forward.
+    saved_sizes: list[fx.Node] = field(default_factory=list[fx.Node])
 
     def add_inputs(self) -> None:
         tangents = set(self.program.graph.tangents)
         for node in self.program.module.graph.find_nodes(op="placeholder"):
+            if is_symbol(symbolic_value(node)):
+                self.sizes[node] = self.graph.node_copy(node)
+                continue
             (storage,) = self.program.storages_of[node]
             if storage not in tangents:
                 self.live[storage, 0] = self.graph.node_copy(node)
@@ -468,7 +486,7 @@ class _Pass:
                 leave_unchecked(node)
         else:  # The state of a random generator.
             size_bytes = self.program.graph.storages[storage].size_bytes
-            with self.tangents[0].meta["val"].fake_mode:
+            with symbolic_value(self.tangents[0]).fake_mode:
                 node.meta["val"] = torch.empty(size_bytes, dtype=torch.uint8)
         self.saved[place] = node
         self.live[place] = node
@@ -481,9 +499,22 @@ class _Pass:
             return is_unchecked(self.saved[place])
 
         ordered = sorted(self.saved, key=unchecked)
+        for node in self.saved_sizes:
+            self.tangents[0].prepend(self.sizes[node])
         for place in ordered:
             self.tangents[0].prepend(self.saved[place])
         return ordered
+
+    def size(self, node: fx.Node) -> fx.Node:
+        """Return the emitted node of a number that follows from sizes that vary."""
+        if node not in self.sizes:
+            if node.op == "placeholder":
+                with self.graph.inserting_before(self.tangents[0]):
+                    self.sizes[node] = self.graph.node_copy(node)
+                self.saved_sizes.append(node)
+            else:
+                self.sizes[node] = self.graph.node_copy(node, self.size)
+        return self.sizes[node]
 
     def saved_value(self, place: _Place) -> fx.Node:
         node = self.live.get(place)
@@ -499,6 +530,8 @@ class _Pass:
 
     def resolve(self, node: fx.Node, device: int) -> Any:
         """Return the emitted node with the value of ``node`` of the joint graph."""
+        if is_symbol(symbolic_value(node)):
+            return self.size(node)
         storages = self.program.storages_of[node]
         if len(storages) == 1 and node in self.program.base_nodes[storages[0]]:
             return self.value(self.readable(storages[0], device))

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from remat.capture.joint_program import JointProgram
+from remat.capture.varying_sizes import may_be_one, surely_equal, symbolic_value
 from remat.torch_compat.names import OpOverload, make_contiguous_strides_for
 
 _aten = torch.ops.aten
@@ -109,7 +110,7 @@ def overwritable_argument(
             and storages[0] in free
             and _is_plain(program, storages[0])
             and _size_bytes(program, storages[0]) == _size_bytes(program, result)
-            and _has_layout_of(argument.meta["val"], node.meta["val"])
+            and _has_layout_of(symbolic_value(argument), symbolic_value(node))
             and _is_layout_sure(node)
             and not _is_read_otherwise(program, node, argument, storages[0])
         ):
@@ -139,12 +140,14 @@ def _size_bytes(program: JointProgram, storage: int) -> int:
 
 def _has_layout_of(argument: torch.Tensor, result: torch.Tensor) -> bool:
     return (
-        argument.shape == result.shape
-        and argument.stride() == result.stride()
+        surely_equal(argument.shape, result.shape)
+        and surely_equal(argument.stride(), result.stride())
         and argument.dtype == result.dtype
         and argument.device == result.device
-        and argument.storage_offset() == 0
-        and argument.untyped_storage().nbytes() == result.untyped_storage().nbytes()
+        and surely_equal(argument.storage_offset(), 0)
+        and surely_equal(
+            argument.untyped_storage().nbytes(), result.untyped_storage().nbytes()
+        )
     )
 
 
@@ -155,9 +158,9 @@ def _is_layout_sure(node: fx.Node) -> bool:
     tensors disagree on it; later kernels look at it all the same, and round otherwise.
     Only where everything is contiguous in the usual way is it the usual one.
     """
-    result: torch.Tensor = node.meta["val"]
-    if 1 not in result.shape:
+    if not any(map(may_be_one, symbolic_value(node).shape)):
         return True
+    result: torch.Tensor = node.meta["val"]
     arguments = [other.meta["val"] for other in node.all_input_nodes]
     return result.stride() == make_contiguous_strides_for(result.shape) and all(
         isinstance(argument, torch.Tensor) and argument.is_contiguous()

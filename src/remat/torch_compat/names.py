@@ -103,8 +103,13 @@ if TYPE_CHECKING:
     from torch.utils._pytree import tree_map as tree_map
     from torch.utils._pytree import tree_map_only as tree_map_only
     from torch.utils._pytree import tree_unflatten as tree_unflatten
+    from torch.utils._sympy.interp import sympy_interp as sympy_interp
+    from torch.utils._sympy.reference import (
+        PythonReferenceAnalysis as PythonReferenceAnalysis,
+    )
 
     dynamo_config = torch._dynamo.config
+    maybe_mark_dynamic = torch._dynamo.maybe_mark_dynamic
     BoxedCodeGen = _BoxedCodeGen
     functorch_config = torch._functorch.config
     DispatchModeKey = _TorchDispatchModeKey

@@ -207,6 +207,16 @@ NAMES: dict[str, Private] = {
     "upsample_bicubic2d_aa": Private(
         "torch:ops.aten._upsample_bicubic2d_aa", "resampling as eager runs it"
     ),
+    # --- sizes that vary ---
+    "maybe_mark_dynamic": Private(
+        "torch._dynamo:maybe_mark_dynamic", "tracing many shapes at once"
+    ),
+    "sympy_interp": Private(
+        "torch.utils._sympy.interp:sympy_interp", "sizes of other shapes"
+    ),
+    "PythonReferenceAnalysis": Private(
+        "torch.utils._sympy.reference:PythonReferenceAnalysis", "sizes of other shapes"
+    ),
     # --- profiling ---
     "profiler_enabled": Private(
         "torch.autograd:_profiler_enabled", "measuring beside a profiler"

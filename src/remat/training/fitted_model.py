@@ -28,6 +28,7 @@ from remat.capture.tracing import (
     quiet_tracer,
     raise_capture_error,
 )
+from remat.capture.varying_sizes import FixedSizesError, Sizes, VaryingSizes
 from remat.core.errors import CaptureError, ExecutionError, PlanWarning, RematError
 from remat.core.graph import Role
 from remat.core.platform import Platform
@@ -57,9 +58,10 @@ from remat.training.callers import (
 )
 from remat.training.optimizer_steps import FittedSteps, StepWatch
 from remat.training.request import PlanRequest, check_is_plannable, check_model
+from remat.training.shape_ranges import ShapeRanges, checked_shapes
 from remat.training.step_backend import PlannedBackend, StoppedBeforeRunningError
 from remat.training.step_planning import Planner, gradient_bytes, optimizer_memory
-from remat.training.variants import TracedCall, VariantBackend
+from remat.training.variants import Kind, TracedCall, VariantBackend
 
 logger = logging.getLogger("remat")
 
@@ -146,6 +148,13 @@ class FittedModel:
             is_only_planned=is_only_planned,
         )
         self.backend = self.make_backend(is_only_planned=is_only_planned)
+        # What varies among the sizes of a call; nothing where the tracer cannot.
+        self.ranges = (
+            None
+            if request.dynamic is None
+            else ShapeRanges.of(model, checked_shapes(request.dynamic))
+        )
+        self.is_traced_once = self.ranges is not None
         # With the model's own hooks or without, per memory of the optimizer.
         self._compiled: dict[tuple[bool, tuple[int, int]], Callable[..., Any]] = {}
         self.told: set[str] = set()
@@ -217,14 +226,43 @@ class FittedModel:
         number of bytes here, which then holds for every step.
         """
         check_batch(self.model, args, kwargs)
+        if self.ranges is not None:
+            self.ranges.check(args, kwargs)
         leaves = [*self.model.parameters(), *tensors_in((args, dict(kwargs)))]
         existing_bytes = gradient_bytes(leaves)
-        plan = self.plan_step(args, kwargs, existing_bytes)
+        plan = self._plan_varying(args, kwargs, existing_bytes)
         self.set_budget(plan)
+        if self.ranges is not None and not self.is_traced_once:
+            args, kwargs = self.ranges.largest(args, kwargs)
         if existing_bytes:
             self.plan_step(args, kwargs, 0)
         elif accumulate:
             self.plan_step(args, kwargs, made_gradient_bytes(plan))
+        return plan
+
+    def _plan_varying(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], gradient_bytes: int
+    ) -> Plan:
+        """Plan the step, or the largest one where its sizes cannot vary in a trace."""
+        if self.ranges is None:
+            return self.plan_step(args, kwargs, gradient_bytes)
+        try:
+            return self.plan_step(args, kwargs, gradient_bytes)
+        except CaptureError as error:
+            reason = error
+        self.is_traced_once = False
+        args, kwargs = self.ranges.largest(args, kwargs)
+        plan = self.plan_step(args, kwargs, gradient_bytes)
+        logger.warning(
+            "%s cannot be traced once for all sizes (%s): %s. Planned is the largest "
+            "step; each other shape is traced at its first call, and runs the same "
+            "schedule where it is the same step and fits, else a plan of its own",
+            self.name,
+            self.ranges.words(),
+            f"the model fixes {reason}"
+            if isinstance(reason, FixedSizesError)
+            else reason,
+        )
         return plan
 
     def set_budget(self, plan: Plan) -> None:
@@ -360,6 +398,9 @@ class FittedModel:
         # A described loss has the model's call traced again for what it returns.
         is_called = runs_hooks or planner.loss is not None
         args, kwargs = _without_repetition(args, kwargs)
+        if self.ranges is not None and self.is_traced_once:
+            (args, kwargs), asked = self.ranges.marked(args, kwargs)
+            self.backend.asked = planner.varying_inputs = asked
         planner.batch = (args, kwargs)
         known_count = planner.planned_count
         started_s = time.monotonic()
@@ -376,7 +417,7 @@ class FittedModel:
                 check_batch(self.model, args, kwargs)
             raise_capture_error(error, self.backend.failure)
         finally:
-            planner.batch = ()
+            planner.batch = self.backend.asked = planner.varying_inputs = ()
             self.after_call()
             # Its traceback holds the batch and the model.
             self.backend.failure = None
@@ -510,11 +551,13 @@ class FittedModel:
         # While a plan is verified it is not installed, and nobody trains.
         if plan is None or fitted_on(self.model) is not self:
             return
+        outside = "" if self.ranges is None else self.ranges.outside(args, kwargs)
         logger.warning(
-            "planned a new kind of step of %s in %.1f s: %s; peak %s of %s, %+.1f %% time",
+            "planned a new kind of step of %s in %.1f s: %s%s; peak %s of %s, %+.1f %% time",
             self.name,
             seconds,
             self.planner.describe_step(args, kwargs),
+            outside and f" ({outside})",
             format_bytes(plan.peak_bytes),
             format_bytes(plan.budget_bytes or plan.peak_bytes),
             100 * plan.overhead,
@@ -690,10 +733,35 @@ class _Weakly:
     def gradient_bytes_now(self, inputs: Sequence[Any]) -> int:
         return self._found().gradient_bytes_now(inputs)
 
-    def begin(
-        self, call: TracedCall, inputs: Sequence[Any], gradient_bytes: int
-    ) -> None:
-        self._found().begin(call, inputs, gradient_bytes)
+    @property
+    def plans_ahead(self) -> bool:
+        return self._found().plans_ahead
 
-    def variant_that_fits(self, call: TracedCall, gradient_bytes: int) -> int | None:
-        return self._found().variant_that_fits(call, gradient_bytes)
+    @property
+    def planned_sizes(self) -> Sizes:
+        return self._found().planned_sizes
+
+    def begin(
+        self,
+        call: TracedCall,
+        inputs: Sequence[Any],
+        gradient_bytes: int,
+        sizes: Sizes | None = None,
+    ) -> None:
+        self._found().begin(call, inputs, gradient_bytes, sizes)
+
+    def choose_sizes(self, varying: VaryingSizes) -> Sizes:
+        return self._found().choose_sizes(varying)
+
+    def variant_that_fits(
+        self, call: TracedCall, kind: Kind, inputs: Sequence[Any]
+    ) -> Kind | None:
+        return self._found().variant_that_fits(call, kind, inputs)
+
+    def sizes_that_break(
+        self, call: TracedCall, gradient_bytes: int, inputs: Sequence[Any]
+    ) -> Sizes | None:
+        return self._found().sizes_that_break(call, gradient_bytes, inputs)
+
+    def settle(self, call: TracedCall, kind: Kind) -> None:
+        self._found().settle(call, kind)

@@ -108,6 +108,17 @@ def fit(
         planned in about the time of a shallow one. So do a list of modules' names, in
         which ``*`` stands for any part, and a function of a name and a module that says
         whether it is a block. For one device and eager kernels.
+    dynamic
+        Which dimensions of the batch vary, and from which size to which, such as
+        ``{"input_ids": {1: (2, 512)}}``: arguments of ``forward`` by name or position,
+        dimensions counted from 0, and both ends included, or a ``torch.export.Dim``
+        with ``min`` and ``max``. The step is then traced once with sizes that vary and
+        planned for the largest; ``args`` may have any size in the range. At each other
+        size the same schedule is judged before it first runs, and what would break the
+        budget is planned by itself. A percentage is one of the largest step. Where the
+        model fixes a size, the log ``remat`` says so once: the largest step is planned,
+        and each other shape is traced by itself, and runs the same schedule if it is
+        the same step. For one graph, one device, eager kernels, no ``loss``.
     progress
         Called with what is being done and the share of it that is done.
     plan
@@ -263,6 +274,12 @@ def backend(
         )
         raise ValueError(msg)
     request = requested("backend", options, budget=budget)
+    if request.dynamic is not None:
+        msg = (
+            "dynamic= is for remat.fit: torch.compile itself decides which sizes vary "
+            "in what it hands to its backend; leave it out, and give dynamic=False there"
+        )
+        raise ValueError(msg)
     if model is not None:
         check_model(model)
     memory = optimizer_memory(request.optimizer)

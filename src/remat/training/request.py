@@ -31,6 +31,7 @@ from remat.profile.costing import Costs
 from remat.solvers import chosen_solvers
 from remat.solvers.base import ProgressCallback, ignore_progress
 from remat.training.blocks import Chooser
+from remat.training.shape_ranges import DynamicShapes, checked_shapes
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -58,6 +59,7 @@ class PlanOptions(TypedDict, total=False):
     costs: Costs
     kernels: Kernels
     regions: Regions
+    dynamic: DynamicShapes | None
     progress: ProgressCallback | None
 
 
@@ -81,6 +83,7 @@ class PlanRequest:
     costs: Costs = "measured"
     kernels: Kernels = "eager"
     regions: Regions = "whole"
+    dynamic: DynamicShapes | None = None
     progress: ProgressCallback = ignore_progress
     given_plan: Plan | None = None
 
@@ -117,6 +120,8 @@ class PlanRequest:
             msg = f"kernels is {self.kernels!r}; it must be 'eager' or 'fused'"
             raise ValueError(msg)
         self._check_regions()
+        if self.dynamic is not None:
+            self._check_dynamic()
 
     @property
     def has_several_devices(self) -> bool:
@@ -146,6 +151,27 @@ class PlanRequest:
         if self.has_several_devices:
             msg = "several regions are planned for one device; give one budget"
             raise ValueError(msg)
+
+    def _check_dynamic(self) -> None:
+        if self.regions != "whole":
+            msg = (
+                f"dynamic= plans a model of one graph; leave regions={self.regions!r} "
+                "out, or plan each shape by itself"
+            )
+            raise ValueError(msg)
+        if self.kernels != "eager":
+            msg = "dynamic= runs eager kernels; leave kernels='fused' out"
+            raise ValueError(msg)
+        if self.has_several_devices:
+            msg = "dynamic= plans for one device; give one budget"
+            raise ValueError(msg)
+        if self.loss is not None:
+            msg = (
+                "dynamic= cannot try a loss= on outputs of all sizes; compute the loss in "
+                "the model, as from labels, or leave loss= out"
+            )
+            raise ValueError(msg)
+        checked_shapes(self.dynamic)
 
     def _check_budget(self) -> None:
         # Any whole will do: what a percentage comes to is known after tracing.

@@ -1,6 +1,6 @@
 """One traced step: captured, planned, lowered, and handed back as code that runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,7 @@ from remat.capture.returned import Returned
 from remat.capture.rewrites import eager_tracing, rewrite
 from remat.capture.surroundings import describe_input
 from remat.capture.tracing import check_sizes
+from remat.capture.varying_sizes import Range, SizeInputs, Sizes, VaryingSizes
 from remat.core.errors import CaptureError, RematError
 from remat.core.graph import Role
 from remat.core.liveness import schedule_from_order, store_all_order
@@ -89,6 +90,8 @@ class PlannedBackend:
         self.stop_before_running = False
         self.is_only_planned = is_only_planned
         self.returned = Returned()
+        # Tensors of the call that is being traced whose dimensions may vary.
+        self.asked: Sequence[tuple[torch.Tensor, Mapping[int, Range]]] = ()
 
     def note_returned(self, returned: Returned) -> None:
         """Take what the call that is being traced returns."""
@@ -106,8 +109,12 @@ class PlannedBackend:
         module: fx.GraphModule,
         example_inputs: Sequence[Any],
         inputs: list[InputSpec],
+        sizes: SizeInputs | None = None,
     ) -> Callable[..., Any]:
-        """Compile a traced function whose inputs are described by ``inputs``."""
+        """Compile a traced function whose inputs are described by ``inputs``.
+
+        ``sizes`` are those among them that are sizes, where some vary.
+        """
         if torch.is_grad_enabled():
             try:
                 check_sizes(module)
@@ -134,6 +141,7 @@ class PlannedBackend:
                 tracing=tracing,
                 autocast=autocast,
                 loss=loss,
+                sizes=sizes,
             )
 
         def compile_backward(
@@ -151,7 +159,8 @@ class PlannedBackend:
         )
         with ExitStack() as tracing:
             tracing.enter_context(eager_tracing())
-            compiled = compiler(module, example_inputs)
+            # Numbers for the sizes would make it a trace of one shape.
+            compiled = compiler(module, sizes.traced if sizes else example_inputs)
 
         def run(*values: Any) -> Any:
             outputs = compiled(*values)
@@ -172,7 +181,7 @@ class PlannedBackend:
                 describe_input(source) if source else InputSpec(node.name, Role.INPUT)
             )
         for value, spec in zip(example_inputs, specs, strict=True):
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor) and not self.asked:
                 msg = (
                     f"input {spec.name!r} is a {type(value).__name__}, not a tensor: the "
                     "step was traced with dynamic shapes; compile with dynamic=False, "
@@ -187,8 +196,13 @@ class PlannedBackend:
         self, inputs: Sequence[InputSpec], values: Sequence[Any]
     ) -> list[InputSpec]:
         """Return the descriptions of inputs with what is known of their tensors."""
-        given = [spec.given(value) for spec, value in zip(inputs, values, strict=True)]
-        return counted_once(given, values)
+        given = [
+            spec.given(value) if isinstance(value, torch.Tensor) else spec
+            for spec, value in zip(inputs, values, strict=True)
+        ]
+        # Where sizes vary, those of the largest count, and these are the example's.
+        has_sizes = any(isinstance(value, torch.SymInt | int) for value in values)
+        return given if has_sizes else counted_once(given, values)
 
     def fail(self, error: RematError) -> None:
         """Keep ``error`` for whoever called the compiled model, and raise it."""
@@ -205,6 +219,7 @@ class PlannedBackend:
         tracing: ExitStack,
         autocast: tuple[Autocast, ...],
         loss: int | None,
+        sizes: SizeInputs | None = None,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the forward and backward modules that run the chosen schedule.
 
@@ -215,12 +230,16 @@ class PlannedBackend:
         try:
             rewrite(joint)
             tracing.close()
+            varying = None if sizes is None else VaryingSizes(joint, sizes)
+            if varying is not None:
+                varying.set_sizes(self.choose_sizes(varying))
             self.choose_kernels(joint, forward_output_count)
             program = analyse(
                 joint,
                 forward_output_count=forward_output_count,
                 inputs=inputs,
                 name=self.name,
+                varying=varying,
             )
             program = replace(
                 program, autocast=autocast, returned=self.returned.tensor, loss=loss
@@ -239,6 +258,10 @@ class PlannedBackend:
             raise
         _allow_retaining(lowered.forward, forward_output_count)
         return lowered.forward, lowered.backward
+
+    def choose_sizes(self, varying: VaryingSizes) -> Sizes:
+        """Return the sizes for which a step is planned whose sizes vary."""
+        return varying.largest()
 
     def lower(self, program: JointProgram, schedule: Schedule) -> LoweredStep:
         """Return the forward and backward modules that run a schedule."""

@@ -23,6 +23,13 @@ from remat.capture.surroundings import (
     resident_bytes,
     tensors_in,
 )
+from remat.capture.varying_sizes import (
+    FixedSizesError,
+    Range,
+    Sizes,
+    VaryingSizes,
+    at_largest,
+)
 from remat.core.device_graph import arrange, home_of, place_of
 from remat.core.errors import (
     CaptureError,
@@ -38,7 +45,7 @@ from remat.core.simulator import simulate
 from remat.core.units import format_bytes
 from remat.planning.one_device import one_budget, plan_graph, several_budgets
 from remat.planning.plan import Plan
-from remat.planning.replanning import equal_plan, replan, with_gradients
+from remat.planning.replanning import at_sizes, equal_plan, replan, with_gradients
 from remat.planning.several_devices import Budget, budget_of
 from remat.profile.cache import CostCache
 from remat.profile.costing import (
@@ -57,9 +64,10 @@ from remat.profile.optimizer_memory import (
     optimizer_bytes,
 )
 from remat.torch_compat.attributes import storage_identity
-from remat.torch_compat.names import unset_fake_temporarily
+from remat.torch_compat.names import tree_map, unset_fake_temporarily
 from remat.training.request import PlanRequest
-from remat.training.variants import TracedCall, describe_tensor
+from remat.training.sized_plans import SizedPlan
+from remat.training.variants import Kind, TracedCall, describe_tensor
 
 PlanKey: TypeAlias = tuple[str, int, tuple[int, int]]
 """Fingerprint of a step, bytes of gradients that exist, memory of the optimizer."""
@@ -146,6 +154,16 @@ class Planner:
         self._variants: weakref.WeakKeyDictionary[TracedCall, dict[int, Plan]] = (
             weakref.WeakKeyDictionary()
         )
+        # Where sizes vary: the same by sizes too, what is planned next, what was last.
+        self._sized: weakref.WeakKeyDictionary[TracedCall, dict[Kind, SizedPlan]] = (
+            weakref.WeakKeyDictionary()
+        )
+        # Steps that may vary, of which each shape is traced by itself all the same.
+        self._traced_alone: list[SizedPlan] = []
+        self._asked_sizes: Sizes | None = None
+        self.planned_sizes: Sizes = ()
+        # Tensors of the call whose dimensions may vary, and their ranges.
+        self.varying_inputs: Sequence[tuple[torch.Tensor, Mapping[int, Range]]] = ()
         self.repetition_count = 0
         self.is_only_planned = is_only_planned
         # Names of the fused kernels of the step that is being traced.
@@ -183,15 +201,125 @@ class Planner:
         call: TracedCall,
         inputs: Sequence[Any],  # noqa: ARG002
         gradient_bytes: int,
+        sizes: Sizes | None = None,
     ) -> None:
-        """Prepare to plan a call that starts with so many bytes of gradients."""
-        self.call, self.gradient_bytes = call, gradient_bytes
+        """Prepare to plan a call that starts with so many bytes of gradients.
 
-    def variant_that_fits(self, call: TracedCall, gradient_bytes: int) -> int | None:
-        """Return a variant of the call, by its gradients, that will do for others.
+        Where sizes vary, for ``sizes``, or for the largest if these are ``None``.
+        """
+        self.call, self.gradient_bytes = call, gradient_bytes
+        self._asked_sizes = sizes
+
+    @property
+    def plans_ahead(self) -> bool:
+        """Whether a step is planned that is not about to run."""
+        return self.assumed_gradient_bytes is not None
+
+    def choose_sizes(self, varying: VaryingSizes) -> Sizes:
+        """Return the sizes for which the variant is planned that was begun last.
+
+        Raises
+        ------
+        FixedSizesError
+            If a step is planned ahead for sizes that turned out to be one number each.
+        """
+        fixed = varying.fixed()
+        if fixed and self.plans_ahead:
+            raise FixedSizesError(", ".join(fixed))
+        self.planned_sizes = self._asked_sizes or varying.largest()
+        return self.planned_sizes
+
+    def variant_that_fits(
+        self, call: TracedCall, kind: Kind, inputs: Sequence[Any]
+    ) -> Kind | None:
+        """Return a variant of the call that will do for another kind.
 
         ``None`` if no known plan holds then, and another has to be made.
         """
+        sizes, gradient_bytes = kind
+        if sizes:
+            return self._sized_variant(call, kind, inputs)
+        known_bytes = self._variant_by_gradients(call, gradient_bytes)
+        return None if known_bytes is None else ((), known_bytes)
+
+    def _sized_variant(
+        self, call: TracedCall, kind: Kind, inputs: Sequence[Any]
+    ) -> Kind | None:
+        sizes, gradient_bytes = kind
+        known = self._sized.get(call, {})
+        if kind in known:
+            return kind
+        measured = [sized for sized in known.values() if sized.covers(sizes)]
+        if not measured:
+            return None
+        given = frozenset(map(storage_identity, tensors_in(inputs)))
+        found: dict[Kind, Plan] = {}
+        for other, sized in known.items():
+            _, other_bytes = other
+            if gradient_bytes == other_bytes and self._is_within(sized, sizes):
+                return other
+            # With fewer gradients another plan could be faster.
+            if gradient_bytes >= other_bytes or not sized.plan.recomputed_op_count:
+                plan = self._plan_at(sized, kind, given, measured[0])
+                if plan is not None:
+                    found[other] = plan
+        if not found:
+            return None
+        best = min(found, key=lambda other: found[other].cost_ns)
+        self.latest = found[best]
+        return best
+
+    def _is_within(self, sized: SizedPlan, sizes: Sizes) -> bool:
+        """Whether a plan holds for a call since nothing in it is larger."""
+        return sized.is_larger(sizes) and all(
+            tensor.shape[dim] <= largest
+            for tensor, ranges in self.varying_inputs
+            for dim, (_, largest) in ranges.items()
+        )
+
+    def sizes_that_break(
+        self, call: TracedCall, gradient_bytes: int, inputs: Sequence[Any]
+    ) -> Sizes | None:
+        """Return sizes in the ranges at which no known plan of a call holds.
+
+        ``None`` if none was found. Some are looked at; each is judged before it runs.
+        From now on the budget is that of the plan for the largest.
+        """
+        known = self._sized[call]
+        first = next(iter(known.values()))
+        # A percentage is one of the largest step.
+        budget = budget_of(first.plan)
+        self.request = replace(self.request, budget=budget, given_plan=None)
+        varying, latest = first.program.varying, self.latest
+        samples = [] if varying is None else varying.samples()
+        broken = [
+            sizes
+            for sizes in samples
+            if self.variant_that_fits(call, (sizes, gradient_bytes), inputs) is None
+        ]
+        self.latest = latest
+        return max(broken, key=first.sum_bytes, default=None)
+
+    def settle(self, call: TracedCall, kind: Kind) -> None:
+        """Take the plan of a kind of call for the latest."""
+        self.latest = self._sized[call][kind].plan
+
+    def _plan_at(
+        self, sized: SizedPlan, kind: Kind, given: frozenset[int], measured: SizedPlan
+    ) -> Plan | None:
+        """Return a plan with its step at other sizes, or ``None`` if it breaks.
+
+        ``measured`` is a plan of sizes that are no smaller.
+        """
+        sizes, gradient_bytes = kind
+        program = replace(sized.program_at(sizes), given_storages=given)
+        surroundings = self.surroundings(program, gradient_bytes)
+        graph = add_surroundings(program, surroundings).graph
+        return at_sizes(sized.plan, sized.with_costs(graph, measured.plan))
+
+    def _variant_by_gradients(
+        self, call: TracedCall, gradient_bytes: int
+    ) -> int | None:
         known_plans = self._variants.get(call, {})
         for known_bytes, known in known_plans.items():
             plan = with_gradients(known, known_bytes, gradient_bytes)
@@ -232,23 +360,54 @@ class Planner:
     def choose_schedule(self, program: JointProgram) -> tuple[JointProgram, Schedule]:
         """Plan a traced step, or find the plan made for an equal one."""
         with outside_of_tracing():
+            bare = program
             program = add_surroundings(program, self.surroundings(program))
             key = self._key_of(program.fingerprint, self.gradient_bytes)
             if key not in self.plans:
-                self.plans[key] = self.make_plan(program)
-                self.planned_count += 1
+                plan = self._plan_of_larger(bare)
+                if plan is None:
+                    plan = self.make_plan(program)
+                    self.planned_count += 1
+                self.plans[key] = plan
             else:
                 self.note_repetition(program)
             self.latest = plan = self.plans[key]
             self.planned_s = time.monotonic()
         if self.call is not None:
-            self._variants.setdefault(self.call, {})[self.gradient_bytes] = plan
+            self._remember(self.call, bare, plan)
         platform = plan.platform if plan.has_several_devices else None
         loss = program.loss if self.loss is None else None
         return (
             replace(program, graph=plan.graph, platform=platform, loss=loss),
             plan.schedule,
         )
+
+    def _remember(self, call: TracedCall, program: JointProgram, plan: Plan) -> None:
+        if not program.sizes:
+            self._variants.setdefault(call, {})[self.gradient_bytes] = plan
+            if self.request.dynamic is not None:
+                self._traced_alone.append(SizedPlan.of(program, plan))
+        else:
+            kind = program.sizes, self.gradient_bytes
+            self._sized.setdefault(call, {})[kind] = SizedPlan.of(program, plan)
+
+    def _plan_of_larger(self, program: JointProgram) -> Plan | None:
+        """Return a plan made for a larger shape of a step, if its schedule holds here.
+
+        Of steps that each shape is traced for by itself, though all may vary.
+        """
+        if self.request.dynamic is None or program.sizes:
+            return None
+        for sized in self._traced_alone:
+            smaller = sized.program_like(program)
+            if smaller is None:
+                continue
+            surrounded = add_surroundings(smaller, self.surroundings(smaller))
+            graph = sized.with_costs(surrounded.graph, sized.plan)
+            plan = at_sizes(sized.plan, graph)
+            if plan is not None:
+                return replace(plan, fingerprint=program.fingerprint)
+        return None
 
     def _key_of(self, fingerprint: str, gradient_bytes: int) -> PlanKey:
         return fingerprint, gradient_bytes, self.optimizer_memory
@@ -265,7 +424,9 @@ class Planner:
             )
             warnings.warn(msg, RuntimeWarning, stacklevel=2)
 
-    def surroundings(self, program: JointProgram) -> Surroundings:
+    def surroundings(
+        self, program: JointProgram, gradient_bytes: int | None = None
+    ) -> Surroundings:
         """Return what lives and runs around the traced step now."""
         request = self.request
         self.request.progress("counting parameters, batch, optimizer and loss", 0.0)
@@ -273,17 +434,36 @@ class Planner:
         loss = self.loss_memory(program)
         residents = resident_bytes(
             self.model,
-            (self.batch, captured_tensors(request.loss), loss.read),
+            (self.batch_for(program), captured_tensors(request.loss), loss.read),
             state_bytes,
             program.device,
             counted=program.given_storages,
         )
         return Surroundings(
-            resident_bytes={**residents, Role.GRADIENT: self.gradient_bytes},
+            resident_bytes={
+                **residents,
+                Role.GRADIENT: (
+                    self.gradient_bytes if gradient_bytes is None else gradient_bytes
+                ),
+            },
             loss_peak_bytes=loss.peak_bytes,
             loss_held_bytes=loss.held_bytes,
             optimizer_workspace_bytes=step_bytes,
         )
+
+    def batch_for(self, program: JointProgram) -> Any:
+        """Return the batch, with what the step does not read at its largest.
+
+        What it reads is counted in the graph, at the sizes that the graph is for.
+        """
+        if program.sizes != self.planned_sizes or not self.varying_inputs:
+            return self.batch
+        limits = {
+            id(tensor): at_largest(tensor, ranges)
+            for tensor, ranges in self.varying_inputs
+            if storage_identity(tensor) not in program.given_storages
+        }
+        return tree_map(lambda leaf: limits.get(id(leaf), leaf), self.batch)
 
     def loss_memory(self, program: JointProgram) -> LossMemory:
         """Return what the caller's loss may need beyond the outputs."""
@@ -298,10 +478,7 @@ class Planner:
         if program.loss is not None:
             return LossMemory(peak_bytes=0, held_bytes=0)
         # Only outputs that take a gradient have one.
-        return assumed_loss_bytes(
-            program.base_nodes[tangent][0].meta["val"]
-            for tangent in program.graph.tangents
-        )
+        return assumed_loss_bytes(program.tangent_values())
 
     def example_outputs(self, model: nn.Module) -> FakeOutputs:
         """Return what the model returns for the batch."""
@@ -462,7 +639,11 @@ class CompilerPlanner(Planner):
         )
 
     def begin(
-        self, call: TracedCall, inputs: Sequence[Any], gradient_bytes: int
+        self,
+        call: TracedCall,
+        inputs: Sequence[Any],
+        gradient_bytes: int,
+        sizes: Sizes | None = None,
     ) -> None:
         """Prepare to plan a call that starts with so many bytes of gradients.
 
@@ -471,7 +652,7 @@ class CompilerPlanner(Planner):
         CaptureError
             If there is a loss, and the call's arguments do not show in the graph.
         """
-        super().begin(call, inputs, gradient_bytes)
+        super().begin(call, inputs, gradient_bytes, sizes)
         self.request = replace(
             self.asked, budget=self.budgets.get(call, self.asked.budget)
         )

@@ -8,13 +8,21 @@ compiles the traced step once more for each amount of gradients that it finds.
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import fx
 
 from remat.capture.joint_program import InputSpec, JointProgram
-from remat.core.errors import PlanWarning
+from remat.capture.varying_sizes import (
+    FixedSizesError,
+    SizeInputs,
+    Sizes,
+    VaryingSizes,
+    size_inputs,
+    varies,
+)
+from remat.core.errors import BudgetError, PlanWarning
 from remat.core.schedule import Schedule
 from remat.torch_compat.metadata import example_of
 from remat.torch_compat.names import CompileContext, preserve_rng_state
@@ -37,6 +45,10 @@ class TracedCall:
     outputs: tuple[str, ...]
 
 
+Kind: TypeAlias = tuple[Sizes, int]
+"""The sizes of a call, as far as they vary, and the bytes of gradients that exist."""
+
+
 class StepPlanner(Protocol):
     """What :class:`VariantBackend` asks."""
 
@@ -52,14 +64,47 @@ class StepPlanner(Protocol):
         """Return the bytes of the gradients that earlier passes left."""
         ...
 
-    def begin(
-        self, call: TracedCall, inputs: Sequence[Any], gradient_bytes: int
-    ) -> None:
-        """Be told which variant of which call is compiled next."""
+    @property
+    def plans_ahead(self) -> bool:
+        """Whether a step is planned that is not about to run."""
         ...
 
-    def variant_that_fits(self, call: TracedCall, gradient_bytes: int) -> int | None:
-        """Return a variant of a call that will do for other gradients, or ``None``."""
+    @property
+    def planned_sizes(self) -> Sizes:
+        """The sizes for which the last variant was planned."""
+        ...
+
+    def begin(
+        self,
+        call: TracedCall,
+        inputs: Sequence[Any],
+        gradient_bytes: int,
+        sizes: Sizes | None = None,
+    ) -> None:
+        """Be told which variant of which call is compiled next.
+
+        ``sizes`` are those to plan for, ``None`` for the largest.
+        """
+        ...
+
+    def choose_sizes(self, varying: VaryingSizes) -> Sizes:
+        """Return the sizes for which the variant is planned that was begun last."""
+        ...
+
+    def variant_that_fits(
+        self, call: TracedCall, kind: Kind, inputs: Sequence[Any]
+    ) -> Kind | None:
+        """Return a variant of a call that will do for another kind, or ``None``."""
+        ...
+
+    def sizes_that_break(
+        self, call: TracedCall, gradient_bytes: int, inputs: Sequence[Any]
+    ) -> Sizes | None:
+        """Return sizes at which no variant of a call will do, ``None`` if none is."""
+        ...
+
+    def settle(self, call: TracedCall, kind: Kind) -> None:
+        """Be told which kind of call was planned ahead."""
         ...
 
 
@@ -101,32 +146,13 @@ class VariantBackend(PlannedBackend):
         self, module: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """Compile one traced function for the gradients that exist now."""
-        specs = self.describe_inputs(module, example_inputs)
-        call = TracedCall(tuple(sources_of(module)), _outputs_of(module))
-        returned = self.returned
-        variants: dict[int, Callable[..., Any]] = {}
-
-        def variant(inputs: Sequence[Any]) -> Callable[..., Any]:
-            # Without gradients there is no plan, and one variant does.
-            is_training = torch.is_grad_enabled()
-            size = self.planner.gradient_bytes_now(inputs) if is_training else 0
-            known = None
-            if size not in variants and is_training:
-                known = self.planner.variant_that_fits(call, size)
-            if known is not None:
-                variants[size] = variants[known]
-            elif size not in variants:
-                self.planner.begin(call, inputs, size)
-                self.returned = returned
-                with preserve_rng_state():
-                    variants[size] = self.compile(module, inputs, specs)
-            return variants[size]
+        variants = _Variants(self, module, example_inputs)
 
         def run(*inputs: Any) -> Any:
-            return variant(inputs)(*inputs)
+            return variants.of(inputs)(*inputs)
 
         known_count = self.training_step_count
-        variant(example_inputs)
+        variants.of(example_inputs)
         if self.training_step_count > known_count and not self.keeps_failure:
             self._tell_of_several_graphs()
         return torch.compiler.disable(run)
@@ -150,13 +176,146 @@ class VariantBackend(PlannedBackend):
         module: fx.GraphModule,
         example_inputs: Sequence[Any],
         inputs: list[InputSpec],
+        sizes: SizeInputs | None = None,
     ) -> Callable[..., Any]:
         """Compile a traced function whose inputs are described by ``inputs``."""
         try:
-            return super().compile(module, example_inputs, inputs)
+            return super().compile(module, example_inputs, inputs, sizes)
         finally:
             if not self.keeps_failure:
                 self.failure = None
+
+    def choose_sizes(self, varying: VaryingSizes) -> Sizes:
+        """Return the sizes for which a step is planned whose sizes vary."""
+        return self.planner.choose_sizes(varying)
+
+
+class _Variants:
+    """What one traced function was compiled to, for each kind of call."""
+
+    def __init__(
+        self, backend: VariantBackend, module: fx.GraphModule, inputs: Sequence[Any]
+    ) -> None:
+        self.backend = backend
+        self.module = module
+        self.specs = backend.describe_inputs(module, inputs)
+        self.call = TracedCall(tuple(sources_of(module)), _outputs_of(module))
+        self.returned = backend.returned
+        self.sizes = size_inputs(module, inputs, backend.asked)
+        self.check_vary(inputs)
+        self.is_traced = False
+        self.compiled: dict[Kind, Callable[..., Any]] = {}
+        # Per amount of gradients the largest sizes, once they are planned.
+        self.largest: dict[int, Sizes] = {}
+
+    def check_vary(self, inputs: Sequence[Any]) -> None:
+        """Refuse to plan ahead for sizes that the model's code takes for one number."""
+        if not self.backend.planner.plans_ahead:
+            return
+        fixed: list[str] = []
+        for tensor, dims in self.backend.asked:
+            for node, spec, value in zip(
+                self.module.graph.find_nodes(op="placeholder"),
+                self.specs,
+                inputs,
+                strict=True,
+            ):
+                if value is tensor:
+                    shape = example_of(node).shape
+                    found = [dim for dim in dims if not varies(shape[dim])]
+                    fixed += [f"dimension {dim} of {spec.name}" for dim in found]
+        if fixed:
+            self.backend.fail(FixedSizesError(", ".join(fixed)))
+
+    def of(self, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Return the variant for a call, compiled if there is none that will do."""
+        planner = self.backend.planner
+        # Without gradients there is no plan, and one variant does.
+        if not torch.is_grad_enabled():
+            return self.compiled.get(_NO_PLAN) or self.compile(inputs, *_NO_PLAN)
+        gradient_bytes = planner.gradient_bytes_now(inputs)
+        if self.has_sizes and planner.plans_ahead:
+            return self.ahead(gradient_bytes, inputs)
+        kind = self.sizes_of(inputs), gradient_bytes
+        if kind not in self.compiled:
+            self.compiled[kind] = self.found(kind, inputs)
+        return self.compiled[kind]
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether some sizes vary."""
+        return self.sizes is not None and bool(self.sizes.symbols)
+
+    def sizes_of(self, inputs: Sequence[Any]) -> Sizes:
+        """Return the sizes that vary, as they are in a call."""
+        if self.sizes is None:
+            return ()
+        # While it is traced, the inputs hold symbols.
+        return self.sizes.sizes_in(inputs) if self.is_traced else self.sizes.first
+
+    def ahead(self, gradient_bytes: int, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Return the variant for the largest sizes, whatever those of the call are."""
+        sizes = next(iter(self.largest.values()), None)
+        if sizes is not None:
+            kind = sizes, gradient_bytes
+            known = self.backend.planner.variant_that_fits(self.call, kind, inputs)
+            if known is not None:
+                self.largest[gradient_bytes] = sizes
+                return self.compiled.setdefault(kind, self.compiled[known])
+        compiled = self.compile(inputs, None, gradient_bytes)
+        planner = self.backend.planner
+        for _ in range(_MOST_AHEAD):
+            broken = planner.sizes_that_break(self.call, gradient_bytes, inputs)
+            if broken is None:
+                break
+            self.compile(inputs, broken, gradient_bytes)
+        planner.settle(self.call, (self.largest[gradient_bytes], gradient_bytes))
+        return compiled
+
+    def found(self, kind: Kind, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Return a known variant that will do, or a new one."""
+        sizes, gradient_bytes = kind
+        known = self.backend.planner.variant_that_fits(self.call, kind, inputs)
+        if known is None and self.has_sizes and gradient_bytes not in self.largest:
+            self.compile_largest(kind, inputs)
+            known = self.backend.planner.variant_that_fits(self.call, kind, inputs)
+        if known is not None:
+            return self.compiled[known]
+        return self.compile(inputs, sizes, gradient_bytes)
+
+    def compile_largest(self, kind: Kind, inputs: Sequence[Any]) -> None:
+        """Compile a variant that is planned for the largest sizes, if that fits.
+
+        Where it does not in the middle of training, the call itself may.
+        """
+        _, gradient_bytes = kind
+        try:
+            self.compile(inputs, None, gradient_bytes)
+        except Exception:
+            failure = self.backend.failure
+            if self.backend.planner.plans_ahead or not isinstance(failure, BudgetError):
+                raise
+            self.backend.failure = None
+
+    def compile(
+        self, inputs: Sequence[Any], sizes: Sizes | None, gradient_bytes: int
+    ) -> Callable[..., Any]:
+        """Compile a variant that is planned for these sizes, or for the largest."""
+        backend = self.backend
+        backend.planner.begin(self.call, inputs, gradient_bytes, sizes)
+        backend.returned = self.returned
+        with preserve_rng_state():
+            compiled = backend.compile(self.module, inputs, self.specs, self.sizes)
+        self.is_traced = True
+        if sizes is None:
+            sizes = self.largest[gradient_bytes] = backend.planner.planned_sizes
+        self.compiled[sizes, gradient_bytes] = compiled
+        return compiled
+
+
+_NO_PLAN: Kind = ((), -1)
+_MOST_AHEAD = 4
+"""How many sizes are planned besides the largest before the first step."""
 
 
 def describe_tensor(tensor: torch.Tensor) -> str:

@@ -276,6 +276,12 @@ def verify(
     """
     kwargs = keywords(kwargs)
     request = requested("verify", options, budget=budget)
+    if request.dynamic is not None:
+        msg = (
+            "verify compares steps of one shape, and dynamic= is for many: leave it out, "
+            "and verify an example of each shape that matters"
+        )
+        raise ValueError(msg)
     check_repeats(repeats)
     check_model(model)
     check_tracer()

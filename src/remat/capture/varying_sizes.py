@@ -1,0 +1,438 @@
+"""Sizes that vary in a traced step, and the step's values at any of them.
+
+Where dimensions of the batch vary, the tracer computes with symbols in their place.
+Everything that plans, measures and lowers needs numbers, so each value of the joint
+graph is kept twice: with symbols, for the tracer and for other sizes, and as it is at
+the sizes for which the step is planned.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.proxy import GraphAppendingTracer
+
+from remat.core.errors import CaptureError
+from remat.torch_compat.attributes import storage_identity
+from remat.torch_compat.metadata import example_of
+from remat.torch_compat.names import (
+    FakeTensor,
+    FakeTensorMode,
+    PythonReferenceAnalysis,
+    sympy_interp,
+    tree_map,
+)
+
+Range = tuple[int, int]
+"""The smallest and the largest size of a dimension, both included."""
+
+Sizes = tuple[int, ...]
+"""The values of a step's symbols, in their order; empty where nothing varies."""
+
+_SYMBOLIC = "symbolic_val"
+_SYMBOL_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_MOST_TRIALS = 65_536
+_SAMPLES = 17
+
+
+def is_symbol(value: object) -> bool:
+    """Return whether a value is a number that depends on sizes that vary."""
+    return isinstance(value, _SYMBOL_TYPES)
+
+
+def expression_of(number: Any) -> Any:
+    """Return the expression of a number that depends on sizes, which has a hash."""
+    return number.node.expr
+
+
+def varies(size: object) -> bool:
+    """Return whether a size may be another one in a call that is traced no more."""
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
+
+
+def surely_equal(first: Any, second: Any) -> bool:
+    """Return whether two sizes, or two lists of them, are equal whatever varies.
+
+    Says no where that is not known; asks for no guard.
+    """
+    if isinstance(first, Sequence) and isinstance(second, Sequence):
+        return len(first) == len(second) and all(map(surely_equal, first, second))
+    return statically_known_true(first == second)
+
+
+def surely_at_most(first: Any, second: Any) -> bool:
+    """Return whether a size is at most another one whatever varies."""
+    return statically_known_true(first <= second)
+
+
+def may_be_one(size: Any) -> bool:
+    """Return whether a size is 1, or may be where others vary."""
+    return size == 1 if isinstance(size, int) else not statically_known_true(size > 1)
+
+
+def symbolic_value(node: fx.Node) -> Any:
+    """Return the value of a node as the tracer knows it, with symbols if sizes vary."""
+    return node.meta.get(_SYMBOLIC, node.meta.get("val"))
+
+
+def restore_symbols(module: fx.GraphModule) -> None:
+    """Give the nodes of a lowered graph the values that the tracer knows."""
+    for node in module.graph.nodes:
+        if _SYMBOLIC in node.meta:
+            node.meta["val"] = node.meta.pop(_SYMBOLIC)
+
+
+class FixedSizesError(CaptureError):
+    """Sizes that were to vary are one number in the trace."""
+
+
+@dataclass(frozen=True, slots=True)
+class SizeInputs:
+    """The inputs of a traced function that are sizes, and the symbols they stand for.
+
+    Parameters
+    ----------
+    symbols
+        The symbols, in the order of their first input.
+    places
+        Per symbol the position of an input that is it.
+    ranges
+        Per symbol the range that was asked for, ``None`` if none was.
+    first
+        The symbols' values in the call that was traced.
+    traced
+        The inputs as the tracer knows them.
+    """
+
+    symbols: tuple[Any, ...]
+    places: tuple[int, ...]
+    ranges: tuple[Range | None, ...]
+    first: Sizes
+    traced: tuple[Any, ...]
+
+    def sizes_in(self, inputs: Sequence[Any]) -> Sizes:
+        """Return the symbols' values in a call."""
+        return tuple(inputs[place] for place in self.places)
+
+    def is_asked_for(self, sizes: Sizes) -> bool:
+        """Whether sizes lie in the ranges that were asked for."""
+        return all(
+            asked is None or asked[0] <= size <= asked[1]
+            for size, asked in zip(sizes, self.ranges, strict=True)
+        )
+
+
+def size_inputs(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    asked: Sequence[tuple[torch.Tensor, Mapping[int, Range]]],
+) -> SizeInputs | None:
+    """Return which inputs of a traced function are sizes, or ``None`` if none is.
+
+    Parameters
+    ----------
+    module
+        What the tracer hands over.
+    inputs
+        What it is called with now.
+    asked
+        The tensors with dimensions that may vary, and their ranges.
+    """
+    nodes = list(module.graph.find_nodes(op="placeholder"))
+    traced = tuple(example_of(node) for node in nodes)
+    if not any(map(is_symbol, traced)):
+        return None
+    values: dict[Any, int] = {}
+    ranges: dict[Any, Range] = {}
+    for fake, real in zip(traced, inputs, strict=True):
+        if not isinstance(fake, torch.Tensor):
+            continue
+        limits = next((found for tensor, found in asked if tensor is real), {})
+        for dim, size in enumerate(fake.shape):
+            symbol = expression_of(size) if is_symbol(size) else None
+            if symbol is not None and symbol.is_Symbol:
+                values[symbol] = real.shape[dim]
+                if dim in limits:
+                    ranges[symbol] = _within(ranges.get(symbol), limits[dim])
+    places: dict[Any, int] = {}
+    for place, value in enumerate(traced):
+        if is_symbol(value) and expression_of(value).is_Symbol:
+            places.setdefault(expression_of(value), place)
+    symbols = tuple(symbol for symbol in places if symbol in values)
+    return SizeInputs(
+        symbols=symbols,
+        places=tuple(places[symbol] for symbol in symbols),
+        ranges=tuple(ranges.get(symbol) for symbol in symbols),
+        first=tuple(values[symbol] for symbol in symbols),
+        traced=traced,
+    )
+
+
+def _within(known: Range | None, other: Range) -> Range:
+    if known is None:
+        return other
+    return max(known[0], other[0]), min(known[1], other[1])
+
+
+class VaryingSizes:
+    """The values of a joint graph at any sizes of what varies in it.
+
+    Parameters
+    ----------
+    joint
+        A functional joint graph, annotated with fake tensors whose sizes are symbolic.
+        Numbers that are read from tensors are computed from its inputs instead, in
+        place, so that no tensor must be live for them.
+    inputs
+        The sizes among the inputs of the traced function.
+
+    Raises
+    ------
+    CaptureError
+        If a size depends on something that is no input.
+    """
+
+    def __init__(self, joint: fx.GraphModule, inputs: SizeInputs) -> None:
+        self.joint = joint
+        self.inputs = inputs
+        self._names = {symbol: f"n{i}" for i, symbol in enumerate(inputs.symbols)}
+        self._sources: dict[Any, fx.Node] = {}
+        for node in joint.graph.find_nodes(op="placeholder"):
+            value = node.meta.get("val")
+            if is_symbol(value) and value.node.expr.is_Symbol:
+                self._sources.setdefault(value.node.expr, node)
+        self._take_from_inputs()
+        for node in joint.graph.nodes:
+            if "val" in node.meta:
+                node.meta[_SYMBOLIC] = node.meta["val"]
+        self.sizes = inputs.first
+
+    def _take_from_inputs(self) -> None:
+        graph = self.joint.graph
+        first = next(node for node in graph.nodes if node.op != "placeholder")
+        made: dict[Any, fx.Node] = {}
+        for node in list(graph.nodes):
+            value = node.meta.get("val")
+            if not is_symbol(value):
+                continue
+            expression = value.node.expr
+            known = self._sources.get(expression)
+            if known is not None and known is not node:
+                node.replace_all_uses_with(known)
+            elif any(not is_symbol(n.meta["val"]) for n in node.all_input_nodes):
+                if expression not in made:
+                    made[expression] = self._computed(expression, first)
+                node.replace_all_uses_with(made[expression])
+            else:
+                continue
+            if node.op != "placeholder":
+                graph.erase_node(node)
+        self.joint.recompile()
+
+    def _computed(self, expression: Any, before: fx.Node) -> fx.Node:
+        """Return a new node for an expression, computed from the inputs."""
+        graph = self.joint.graph
+        known = set(graph.nodes)
+        with graph.inserting_before(before):
+            tracer = GraphAppendingTracer(graph)
+            proxies = {s: fx.Proxy(n, tracer) for s, n in self._sources.items()}
+            try:
+                found: Any = sympy_interp(PythonReferenceAnalysis, proxies, expression)
+            except KeyError as error:
+                raise self._unknown(error) from error
+        for node in graph.nodes:
+            if node not in known:
+                args, kwargs = fx.map_arg(
+                    (node.args, node.kwargs), lambda n: n.meta["val"]
+                )
+                node.meta["val"] = node.target(*args, **kwargs)
+        return found.node
+
+    def _unknown(self, error: KeyError) -> CaptureError:
+        return CaptureError(
+            f"a size of the step depends on {error.args[0]}, which is no size of its "
+            "inputs; leave dynamic= out, so that each shape is planned by itself"
+        )
+
+    # --- numbers -----------------------------------------------------------------
+
+    def evaluated(self, numbers: Sequence[Any], sizes: Sizes) -> list[Any]:
+        """Return numbers that depend on sizes, at given sizes."""
+        known: dict[Any, Any] = {}
+        return [self.number_at(number, sizes, known) for number in numbers]
+
+    def number_at(self, number: Any, sizes: Sizes, known: dict[Any, Any]) -> Any:
+        """Return a number at sizes, and remember it by its expression in ``known``."""
+        if not is_symbol(number):
+            return number
+        expression = number.node.expr
+        if expression not in known:
+            values = dict(zip(self.inputs.symbols, sizes, strict=True))
+            try:
+                found = sympy_interp(PythonReferenceAnalysis, values, expression)
+            except KeyError as error:
+                raise self._unknown(error) from error
+            known[expression] = found if isinstance(found, bool | float) else int(found)
+        return known[expression]
+
+    def words(self, number: Any) -> str:
+        """Return a number in words, whatever the tracer calls its symbols."""
+        if not is_symbol(number):
+            return repr(number)
+        expression = number.node.expr
+        names = {s: type(s)(n) for s, n in self._names.items()}
+        return str(expression.xreplace(names))
+
+    # --- values ------------------------------------------------------------------
+
+    def set_sizes(self, sizes: Sizes) -> None:
+        """Let the nodes of the joint graph have the values that they have at sizes."""
+        self.sizes = sizes
+        convert = _AtSizes(self, sizes)
+        for node in self.joint.graph.nodes:
+            if _SYMBOLIC in node.meta:
+                node.meta["val"] = tree_map(convert, node.meta[_SYMBOLIC])
+
+    def value_at(self, node: fx.Node, sizes: Sizes) -> Any:
+        """Return the value of one node at sizes."""
+        return tree_map(_AtSizes(self, sizes), symbolic_value(node))
+
+    # --- which sizes the trace is for ----------------------------------------------
+
+    def largest(self) -> Sizes:
+        """Return the largest sizes that were asked for and that the trace is for.
+
+        A trace is for those sizes at which the model's code takes the same path.
+        """
+        for sizes in self._descending():
+            if self.is_for(sizes):
+                return sizes
+        return self.inputs.first
+
+    def _descending(self) -> Iterator[Sizes]:
+        first = self.inputs.first
+        ranges = [
+            asked or (size, size)
+            for asked, size in zip(self.inputs.ranges, first, strict=True)
+        ]
+        longest = max(high - low for low, high in ranges)
+        for less in range(min(longest + 1, _MOST_TRIALS)):
+            yield tuple(max(low, high - less) for low, high in ranges)
+
+    def samples(self) -> list[Sizes]:
+        """Return sizes from the smallest to the largest, for which the trace is, too.
+
+        All dimensions together, and each one alone with the others at the largest.
+        """
+        largest = self.largest()
+        ranges = [
+            (asked[0] if asked else size, size)
+            for asked, size in zip(self.inputs.ranges, largest, strict=True)
+        ]
+        # Sizes of 1 and 0 are never the trace's.
+        ranges = [(max(low, min(2, high)), high) for low, high in ranges]
+        found: dict[Sizes, None] = {}
+        for step in range(_SAMPLES):
+            part = step / (_SAMPLES - 1)
+            sizes = tuple(round(low + part * (high - low)) for low, high in ranges)
+            found[sizes] = None
+            if len(sizes) > 1:
+                for place, size in enumerate(sizes):
+                    found[*largest[:place], size, *largest[place + 1 :]] = None
+        return [sizes for sizes in found if self.is_for(sizes)]
+
+    def is_for(self, sizes: Sizes) -> bool:
+        """Whether the model takes the path that was traced at other sizes, too."""
+        environment = self._environment()
+        values = dict(zip(self.inputs.symbols, sizes, strict=True))
+        for symbol in list(environment.replacements):
+            # What was found to be equal to others, or to be one number alone.
+            found = environment.replace(symbol)
+            number = _evaluated(found, values)
+            if symbol not in values and number is not None:
+                values[symbol] = number
+            elif values.get(symbol, number) != number:
+                return False
+        return all(_holds(guard.expr, values) for guard in environment.guards)
+
+    def fixed(self) -> list[str]:
+        """Return what of the sizes turned out to be one number alone, in words."""
+        environment = self._environment()
+        pairs = zip(self.inputs.symbols, self.inputs.first, strict=True)
+        return [
+            f"a size that is {size} in the example"
+            for symbol, size in pairs
+            if environment.replace(symbol).is_number
+        ]
+
+    def _environment(self) -> Any:
+        """Return where the tracer notes what held on the way that the model took."""
+        fakes = (value for value in self.inputs.traced if is_symbol(value))
+        return next(fakes).node.shape_env
+
+
+def _evaluated(expression: Any, values: dict[Any, Any]) -> Any:
+    try:
+        return sympy_interp(PythonReferenceAnalysis, values, expression)
+    except KeyError:
+        return None
+
+
+def _holds(condition: Any, values: dict[Any, Any]) -> bool:
+    try:
+        return bool(sympy_interp(PythonReferenceAnalysis, values, condition))
+    except KeyError:
+        return True  # About what is none of the step's sizes.
+    except ZeroDivisionError:
+        return False
+
+
+class _AtSizes:
+    """Makes the fake tensors of a graph anew, with numbers for sizes."""
+
+    def __init__(self, varying: VaryingSizes, sizes: Sizes) -> None:
+        self.varying = varying
+        self.sizes = sizes
+        self.mode = FakeTensorMode()
+        self.known: dict[Any, Any] = {}
+        self.blocks: dict[int, torch.Tensor] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if is_symbol(value):
+            return self.number(value)
+        if isinstance(value, FakeTensor) and value.layout is torch.strided:
+            return self.tensor(value)
+        return value
+
+    def number(self, value: Any) -> Any:
+        return self.varying.number_at(value, self.sizes, self.known)
+
+    def tensor(self, value: FakeTensor) -> torch.Tensor:
+        shape = [self.number(size) for size in value.shape]
+        stride = [self.number(step) for step in value.stride()]
+        offset = self.number(value.storage_offset())
+        with self.mode, torch.no_grad():
+            block = self.block(value)
+            made = block.view(value.dtype).as_strided(shape, stride, offset)
+            return made.conj() if value.is_conj() else made
+
+    def block(self, value: FakeTensor) -> torch.Tensor:
+        key = storage_identity(value)
+        if key not in self.blocks:
+            size_bytes = self.number(value.untyped_storage().nbytes())
+            self.blocks[key] = torch.empty(
+                size_bytes, dtype=torch.uint8, device=value.device
+            )
+        return self.blocks[key]
+
+
+def at_largest(tensor: torch.Tensor, ranges: Mapping[int, Range]) -> torch.Tensor:
+    """Return a tensor without memory that is as large as one may become."""
+    shape = list(tensor.shape)
+    for dim, (_, largest) in ranges.items():
+        shape[dim] = max(shape[dim], largest)
+    with FakeTensorMode():
+        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)

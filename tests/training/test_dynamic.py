@@ -1,0 +1,599 @@
+"""One plan for many shapes: traced once, planned for the largest, judged at others."""
+
+import copy
+import importlib
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.core.errors import BudgetError, PlanMismatchError
+from remat.torch_compat.attributes import storage_identity
+from remat.training.fitted_model import FittedModel, fitted_on
+
+Batch = Mapping[str, Any]
+
+
+class Layers(nn.Module):
+    """A residual MLP with dropout."""
+
+    def __init__(self, count: int = 4, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(width, 4 * width),
+                nn.GELU(),
+                nn.Dropout(0.1),
+                nn.Linear(4 * width, width),
+            )
+            for _ in range(count)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, dropout=0.1)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x, src_key_padding_mask=padding).square().mean()
+
+
+class Rest(nn.Module):
+    """Works on the rest of a table behind the batch: less memory for longer ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(128, 32))
+        self.layers = Layers()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean() + self.layers(self.table[: 128 - 2 * x.shape[1]])
+
+
+class TwoWays(nn.Module):
+    """Takes another way for odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = Layers()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] % 2:
+            x = x.tanh()
+        return self.layers(x)
+
+
+class Fixed(nn.Module):
+    """Takes the size for a number; the ops are the same for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = Layers()
+        self.scales = [1 / (1 + size) for size in range(65)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * self.scales[x.shape[1]]
+
+
+class OverTime(nn.Module):
+    """A loop over time: other ops for each length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x[:, 0]
+        for t in range(1, x.shape[1]):
+            hidden = self.cell(hidden).tanh() + x[:, t]
+        return hidden.square().mean()
+
+
+def batch_of(size: int, width: int = 32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(size)
+    return torch.randn(4, size, width, generator=generator)
+
+
+def fitted(model: nn.Module) -> FittedModel:
+    found = fitted_on(model)
+    assert found is not None
+    return found
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    return outputs if isinstance(outputs, torch.Tensor) else outputs.loss
+
+
+def outcome(model: nn.Module, batches: Iterable[Batch]) -> list[torch.Tensor]:
+    """Return all that is left of backward passes whose gradients add up."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(3)
+    losses: list[torch.Tensor] = []
+    for batch in batches:
+        loss = loss_of(model(**batch))
+        loss.backward()
+        losses.append(loss.detach())
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert gradients
+    copies = [t.detach().clone() for t in (*gradients, *model.buffers())]
+    return [*losses, *copies, torch.get_rng_state()]
+
+
+def assert_bitwise(model: nn.Module, plain: nn.Module, *batches: Batch) -> None:
+    mine, theirs = outcome(model, batches), outcome(plain, batches)
+    assert len(mine) == len(theirs)
+    assert all(map(torch.equal, mine, theirs))
+
+
+def peak_bytes(model: nn.Module, batch: Batch) -> int:
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        loss_of(model(**batch)).backward()
+
+    return remat.measure(step, repeats=0, resident=[model, dict(batch)]).peak_bytes
+
+
+def predicted_bytes(model: nn.Module, size: int) -> int:
+    """Return the smallest peak that a known plan of the model has at a size."""
+    planner = fitted(model).planner
+    # These are counted in the graph.
+    given = frozenset(map(storage_identity, [*model.parameters(), *model.buffers()]))
+    found: list[int] = []
+    for known in planner._sized.values():
+        for (sizes, _), sized in known.items():
+            at = tuple(size for _ in sizes)
+            plan = planner._plan_at(sized, (at, 0), given, sized)
+            found += [] if plan is None else [plan.peak_bytes]
+    return min(found)
+
+
+# --- one trace -----------------------------------------------------------------------
+
+
+def test_one_trace_serves_all_sizes_bit_for_bit() -> None:
+    model = Layers()
+    plain = copy.deepcopy(model)
+    plan = remat.fit(
+        model,
+        (),
+        {"x": batch_of(20)},
+        budget="60%",
+        costs="estimated",
+        dynamic={"x": {1: (2, 64)}},
+    )
+    assert plan.recomputed_op_count
+    for size in (64, 2, 3, 17, 20, 63, 33):
+        assert_bitwise(model, plain, {"x": batch_of(size)})
+    assert fitted(model).backend.training_step_count == 1
+    assert fitted(model).planner.planned_count == 1
+
+
+def test_the_plan_is_for_the_largest_whatever_the_example() -> None:
+    plans = [
+        remat.plan(
+            Layers(),
+            batch_of(n),
+            budget="60%",
+            costs="estimated",
+            dynamic={0: {1: (2, 64)}},
+        )
+        for n in (2, 64)
+    ]
+    static = remat.plan(Layers(), batch_of(64), budget="60%", costs="estimated")
+    assert plans[0].fingerprint == plans[1].fingerprint
+    assert {plan.budget_bytes for plan in plans} == {static.budget_bytes}
+    assert {plan.baseline_peak_bytes for plan in plans} == {static.baseline_peak_bytes}
+
+
+def test_the_caller_s_tensors_are_not_marked() -> None:
+    model, x = Layers(), batch_of(20)
+    remat.fit(model, x, budget="90%", costs="estimated", dynamic={"x": {1: (2, 64)}})
+    model(x)
+    assert not vars(x)
+
+
+def transformer(name: str) -> tuple[nn.Module, Callable[[int], Batch], tuple[str, ...]]:
+    transformers: Any = importlib.import_module("transformers")
+
+    def text(size: int) -> Batch:
+        generator = torch.Generator().manual_seed(size)
+        ids = torch.randint(2, 100, (2, size), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[1, size // 2 :] = 0
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids}
+
+    if name == "encoder":
+        return Encoder(), padded, ("x", "padding")
+    if name == "llama":
+        llama = transformers.LlamaConfig(
+            num_hidden_layers=2,
+            hidden_size=32,
+            intermediate_size=64,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            vocab_size=100,
+            use_cache=False,
+        )
+        return transformers.LlamaForCausalLM(llama), text, tuple(text(2))
+    if name == "bert":
+        bert = transformers.BertConfig(
+            num_hidden_layers=2,
+            hidden_size=32,
+            intermediate_size=64,
+            num_attention_heads=2,
+            vocab_size=100,
+        )
+        return transformers.BertForMaskedLM(bert), text, tuple(text(2))
+    t5 = transformers.T5Config(
+        d_model=32,
+        d_kv=16,
+        d_ff=64,
+        num_layers=2,
+        num_heads=2,
+        vocab_size=100,
+        use_cache=False,
+        decoder_start_token_id=0,
+    )
+    return transformers.T5ForConditionalGeneration(t5), text, tuple(text(2))
+
+
+def padded(size: int) -> Batch:
+    padding = torch.zeros(4, size, dtype=torch.bool)
+    padding[1, size // 2 :] = True
+    return {"x": batch_of(size), "padding": padding}
+
+
+@pytest.mark.parametrize("name", ["encoder", "llama", "bert", "t5"])
+def test_transformers_keep_budget_and_bits_at_every_length(name: str) -> None:
+    if name != "encoder":
+        pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model, make, arguments = transformer(name)
+    # Labels that T5 shifts by one are one word then, which is another trace.
+    smallest = 3 if name == "t5" else 2
+    model.train()
+    plain = copy.deepcopy(model)
+    plan = remat.fit(
+        model,
+        (),
+        make(20),
+        budget="85%",
+        dynamic={argument: {1: (smallest, 64)} for argument in arguments},
+    )
+    assert plan.recomputed_op_count
+    for size in (64, 33, 16, 5, smallest):
+        assert_bitwise(model, plain, make(size))
+        peak = peak_bytes(model, make(size))
+        assert peak <= (plan.budget_bytes or 0)
+        assert peak <= predicted_bytes(model, size)
+    assert fitted(model).backend.training_step_count == 1
+
+
+def test_two_hundred_lengths_are_one_trace_and_one_plan() -> None:
+    torch.manual_seed(0)
+    model = Encoder()
+    plain = copy.deepcopy(model)
+    remat.fit(
+        model,
+        (),
+        padded(50),
+        budget="70%",
+        costs="estimated",
+        dynamic={name: {1: (2, 201)} for name in ("x", "padding")},
+    )
+    for size in range(2, 202):
+        assert_bitwise(model, plain, padded(size))
+    planner = fitted(model).planner
+    assert fitted(model).backend.training_step_count == 1
+    assert planner.planned_count == 1
+
+
+# --- the judge -----------------------------------------------------------------------
+
+
+def test_smaller_sizes_that_need_more_are_planned_before_the_first_step() -> None:
+    torch.manual_seed(0)
+    model = Rest()
+    plain = copy.deepcopy(model)
+    plan = remat.fit(
+        model, (), {"x": batch_of(20)}, budget="160%", dynamic={"x": {1: (2, 60)}}
+    )
+    assert not plan.recomputed_op_count
+    planned_count = fitted(model).planner.planned_count
+    assert planned_count > 1
+    for size in (60, 30, 9, 2, 3):
+        batch = batch_of(size)
+        peak = peak_bytes(model, {"x": batch})
+        assert peak <= (plan.budget_bytes or 0)
+        assert_bitwise(model, plain, {"x": batch})
+    store_all = remat.plan(plain, batch_of(2), budget="100%", costs="estimated")
+    assert store_all.peak_bytes > (plan.budget_bytes or 0)
+
+
+def test_a_budget_that_fits_the_largest_alone_is_refused() -> None:
+    with pytest.raises(BudgetError, match="smallest known budget"):
+        remat.fit(
+            Rest(),
+            (),
+            {"x": batch_of(20)},
+            budget="101%",
+            costs="estimated",
+            dynamic={"x": {1: (2, 60)}},
+        )
+
+
+def test_each_way_through_the_model_is_traced_and_planned_at_its_largest() -> None:
+    model = TwoWays()
+    plain = copy.deepcopy(model)
+    remat.fit(
+        model,
+        (),
+        {"x": batch_of(20)},
+        budget="90%",
+        costs="estimated",
+        dynamic={"x": {1: (2, 64)}},
+    )
+    for size in (64, 33, 20, 5, 63, 4):
+        assert_bitwise(model, plain, {"x": batch_of(size)})
+    known = [list(plans) for plans in fitted(model).planner._sized.values()]
+    assert known == [[((64,), 0)], [((63,), 0)]]
+
+
+def test_gradients_of_earlier_passes_count_at_every_size() -> None:
+    model = Layers()
+    plain = copy.deepcopy(model)
+    remat.fit(
+        model,
+        (),
+        {"x": batch_of(20)},
+        budget="75%",
+        costs="estimated",
+        dynamic={"x": {1: (2, 64)}},
+        accumulate=True,
+    )
+    count = fitted(model).backend.training_step_count
+    assert_bitwise(model, plain, *({"x": batch_of(n)} for n in (64, 30, 2, 17, 64)))
+    assert fitted(model).backend.training_step_count == count
+    assert fitted(model).planner.planned_count <= 2
+
+
+def test_a_size_may_fit_onto_gradients_where_the_largest_does_not() -> None:
+    model = Layers()
+    plain = copy.deepcopy(model)
+    how: dict[str, Any] = {"costs": "estimated", "dynamic": {"x": {1: (2, 64)}}}
+    with pytest.raises(BudgetError) as refused:
+        remat.plan(model, batch_of(20), budget="10%", **how)
+    remat.fit(
+        model, (), {"x": batch_of(20)}, budget=refused.value.required_bytes, **how
+    )
+    assert_bitwise(model, plain, {"x": batch_of(64)})
+    assert_bitwise(model, plain, {"x": batch_of(8)}, {"x": batch_of(8)})
+    outcome(model, [{"x": batch_of(64)}])
+    with pytest.raises(BudgetError):
+        model(x=batch_of(64))
+
+
+def test_passes_of_several_sizes_may_wait_for_their_backward() -> None:
+    model = Layers()
+    plain = copy.deepcopy(model)
+    remat.fit(
+        model,
+        (),
+        {"x": batch_of(20)},
+        budget="75%",
+        costs="estimated",
+        dynamic={"x": {1: (2, 64)}},
+    )
+
+    def gradients(called: nn.Module) -> list[torch.Tensor | None]:
+        called.zero_grad(set_to_none=True)
+        torch.manual_seed(3)
+        long, short = called(x=batch_of(64)), called(x=batch_of(9))
+        long.backward(retain_graph=True)
+        short.backward()
+        long.backward()
+        return [p.grad for p in called.parameters()]
+
+    pairs = zip(gradients(model), gradients(plain), strict=True)
+    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
+
+
+def test_other_modes_are_traced_once_for_all_sizes_too() -> None:
+    model = Layers()
+    plain = copy.deepcopy(model)
+    remat.fit(
+        model,
+        (),
+        {"x": batch_of(20)},
+        budget="75%",
+        costs="estimated",
+        dynamic={"x": {1: (2, 64)}},
+    )
+    for module in (model, plain):
+        module.eval()
+    for size in (30, 64, 7):
+        assert_bitwise(model, plain, {"x": batch_of(size)})
+    assert fitted(model).backend.training_step_count == 2
+    with torch.no_grad():
+        assert torch.equal(model(batch_of(11)), plain(batch_of(11)))
+    assert fitted(model).backend.training_step_count == 2
+
+
+def test_a_saved_plan_serves_all_sizes_again(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model = Layers()
+    plain = copy.deepcopy(model)
+    dynamic = {"x": {1: (2, 64)}}
+    how: dict[str, Any] = {"costs": "estimated", "dynamic": dynamic}
+    remat.plan(model, batch_of(20), budget="60%", **how).save(tmp_path / "plan.json")
+    loaded = remat.load_plan(tmp_path / "plan.json")
+    with pytest.raises(PlanMismatchError):
+        remat.fit(model, batch_of(64), plan=loaded)
+    remat.fit(model, (), {"x": batch_of(50)}, plan=loaded, dynamic=dynamic)
+    for size in (64, 21):
+        assert_bitwise(model, plain, {"x": batch_of(size)})
+    assert fitted(model).planner.planned_count == 1
+
+
+# --- sizes that the range or the trace is not for ------------------------------------
+
+
+def test_sizes_out_of_range_are_planned_by_themselves_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Layers()
+    plain = copy.deepcopy(model)
+    plan = remat.fit(
+        model,
+        (),
+        {"x": batch_of(20)},
+        budget="90%",
+        costs="estimated",
+        dynamic={"x": {1: (2, 64)}},
+    )
+    with caplog.at_level(logging.WARNING, logger="remat"):
+        assert_bitwise(model, plain, {"x": batch_of(70)})
+    assert "70 in dimension 1 of 'x' is outside of 2 to 64" in caplog.text
+    assert peak_bytes(model, {"x": batch_of(70)}) <= (plan.budget_bytes or 0)
+
+
+def test_a_size_of_one_is_a_step_of_its_own() -> None:
+    model = Layers()
+    plain = copy.deepcopy(model)
+    remat.fit(
+        model,
+        (),
+        {"x": batch_of(20)},
+        budget="90%",
+        costs="estimated",
+        dynamic={"x": {1: (1, 64)}},
+    )
+    for size in (1, 64, 1):
+        assert_bitwise(model, plain, {"x": batch_of(size)})
+    assert fitted(model).backend.training_step_count == 2
+
+
+def test_steps_that_cannot_vary_share_the_schedule_of_the_largest(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Fixed()
+    plain = copy.deepcopy(model)
+    with caplog.at_level(logging.WARNING, logger="remat"):
+        plan = remat.fit(
+            model, (), {"x": batch_of(20)}, budget="70%", dynamic={"x": {1: (2, 64)}}
+        )
+        for size in (64, 31, 2, 20):
+            assert_bitwise(model, plain, {"x": batch_of(size)})
+            assert peak_bytes(model, {"x": batch_of(size)}) <= (plan.budget_bytes or 0)
+    assert plan.recomputed_op_count
+    assert fitted(model).planner.planned_count == 1
+    assert len(caplog.records) == 1
+    assert "cannot be traced once for all sizes" in caplog.text
+    assert "dimension 1 of 'x' from 2 to 64" in caplog.text
+
+
+def test_steps_of_other_ops_are_planned_one_by_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = OverTime()
+    plain = copy.deepcopy(model)
+    with caplog.at_level(logging.WARNING, logger="remat"):
+        remat.fit(
+            model,
+            (),
+            {"x": batch_of(3, 8)},
+            budget="95%",
+            costs="estimated",
+            dynamic={"x": {1: (2, 5)}},
+        )
+        for size in (3, 5, 4):
+            assert_bitwise(model, plain, {"x": batch_of(size, 8)})
+    assert "the model fixes dimension 1 of" in caplog.records[0].message
+    assert fitted(model).planner.planned_count == 3
+
+
+# --- what is refused -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "error", "message"),
+    [
+        ({"y": {1: (2, 64)}}, ValueError, "dynamic names 'y', which is no argument of"),
+        ({1: {1: (2, 64)}}, ValueError, "dynamic names 1, which is no argument of"),
+        ({"x": {3: (2, 64)}}, ValueError, "dimension 3 of 'x', which has 3 dimensions"),
+        ({"x": {1: (2, 19)}}, ValueError, "is 20 in the example, which is not within"),
+        ({"x": {1: (21, 64)}}, ValueError, "is 20 in the example, which is not within"),
+        ({"x": {1: (64, 2)}}, ValueError, "is from 64 to 2; it must be from 1 or more"),
+        ({"x": {1: (0, 64)}}, ValueError, "is from 0 to 64; it must be from 1 or more"),
+        ({"x": {1: (2, None)}}, ValueError, "has no upper end"),
+        ({"x": {1: torch.export.Dim("n", min=2)}}, ValueError, "has no upper end"),
+        ({"x": {1: (1, 1)}}, ValueError, "which is one size; leave it out"),
+        ({"x": {1: 64}}, TypeError, r"it must be \(from, to\)"),
+        ({"x": {1: (2, 6.5)}}, TypeError, "both ends must be whole numbers"),
+        ({"x": {-1: (2, 64)}}, TypeError, "dimensions are counted from 0"),
+        ({"x": {}}, TypeError, "must be a mapping from dimensions to ranges"),
+        ({"x": (2, 64)}, TypeError, "must be a mapping from dimensions to ranges"),
+        ({}, ValueError, "dynamic is empty"),
+        ([("x", 1)], TypeError, "dynamic is a list; it must be a mapping"),
+        ({"x": {1: (2, 64)}, 0: {0: (2, 8)}}, ValueError, "names argument 'x' twice"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_at_the_door(
+    dynamic: Any, error: type[Exception], message: str
+) -> None:
+    model = Layers()
+    with pytest.raises(error, match=message):
+        remat.fit(model, (), {"x": batch_of(20)}, budget="90%", dynamic=dynamic)
+    assert fitted_on(model) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"regions": "breaks"}, "leave regions='breaks' out"),
+        ({"kernels": "fused"}, "leave kernels='fused' out"),
+        ({"budget": {"cpu": "1 GiB", "cpu:1": "1 GiB"}}, "plans for one device"),
+        ({"loss": torch.mean}, "compute the loss in the model"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    how: dict[str, Any] = {"budget": "90%", "dynamic": {"x": {1: (2, 64)}}, **options}
+    with pytest.raises(ValueError, match=message):
+        remat.fit(Layers(), batch_of(20), **how)
+
+
+def test_backend_and_verify_refuse_by_name() -> None:
+    dynamic = {"x": {1: (2, 64)}}
+    with pytest.raises(ValueError, match=r"dynamic= is for remat\.fit"):
+        remat.backend(budget="1 GiB", dynamic=dynamic)
+    with pytest.raises(ValueError, match="verify compares steps of one shape"):
+        remat.verify(Layers(), batch_of(20), budget="90%", dynamic=dynamic)
+
+
+def test_dimensions_of_torch_export_are_taken() -> None:
+    length = torch.export.Dim("length", min=2, max=64)
+    model = Layers()
+    plain = copy.deepcopy(model)
+    remat.fit(
+        model,
+        (),
+        {"x": batch_of(20)},
+        budget="90%",
+        costs="estimated",
+        dynamic={"x": {1: length}},
+    )
+    assert_bitwise(model, plain, {"x": batch_of(64)})
+    assert fitted(model).backend.training_step_count == 1
