@@ -5,6 +5,7 @@ import importlib
 import logging
 import re
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,17 @@ import pytest
 import sympy
 import torch
 from torch import nn
+from torch._dynamo import symbolic_convert
 from torch.distributed.fsdp import fully_shard
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn import functional
 
 import remat
-from remat.capture.tracing import check_is_no_wrapper, raise_capture_error
+from remat.capture.tracing import (
+    check_is_no_wrapper,
+    example_error,
+    raise_capture_error,
+)
 from remat.core.errors import CaptureError
 
 assert_equal = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
@@ -390,3 +396,17 @@ def test_sizes_by_value_that_do_not_compile_name_the_other_way() -> None:
     error = GuardOnDataDependentSymNode(sympy.Symbol("u0"), "no integer is known")
     with pytest.raises(CaptureError, match='regions="breaks"'):
         raise_capture_error(error, None)
+
+
+def test_failures_of_the_tracer_are_told_from_those_of_the_model() -> None:
+    source = "def fail():\n    raise AssertionError('Expected bool')\n"
+    scope = vars(symbolic_convert)
+    fail = types.FunctionType(compile(source, "", "exec").co_consts[0], scope)
+    with pytest.raises(AssertionError) as caught:
+        fail()
+    message = str(example_error(caught.value))
+    assert message.startswith("the tracer fails at code that it cannot take")
+    assert "@torch.compiler.disable" in message
+    with pytest.raises(ZeroDivisionError) as mistake:
+        _ = 1 // 0
+    assert "the example raises inside" in str(example_error(mistake.value))

@@ -30,6 +30,7 @@ from remat.torch_compat.attributes import (
     default_stance,
     has_backward_hooks,
     has_forward_pre_hooks,
+    is_raised_by_tracer,
     plain_call,
     tracer_is_off,
 )
@@ -395,7 +396,10 @@ def raise_capture_error(error: Exception, failure: RematError | None) -> NoRetur
     where, library = _source_line(text)
     raised = messages.RAISED.search(text)
     if raised is not None:
-        msg = f"the example raises inside the model: {raised[1]}; at {where}"
+        msg = (
+            f"the example raises inside the model: {raised[1]}; at {where}. If it does not "
+            f"without remat, {_DISABLE}"
+        )
     elif messages.ASSERTION in what and messages.FALSE_ASSERTION.search(text):
         msg = f"the example raises inside the model: AssertionError; at {where}"
     elif isinstance(error, InternalTorchDynamoError):
@@ -422,6 +426,11 @@ def raise_capture_error(error: Exception, failure: RematError | None) -> NoRetur
 
 def example_error(error: Exception) -> CaptureError:
     """Return what an error means that the model's own code raised for the example."""
+    if is_raised_by_tracer(error):
+        return CaptureError(
+            f"the tracer fails at code that it cannot take: {type(error).__name__}: "
+            f"{_first_sentence(str(error))}; {_DISABLE}"
+        )
     return CaptureError(
         f"the example raises inside the model: {type(error).__name__}: "
         f"{_first_sentence(str(error))}; at {_line_behind(error) or _UNKNOWN_LINE}"
@@ -437,6 +446,10 @@ GRADIENT_INSIDE = (
 """What is said of double backward, in one graph and between several."""
 
 _UNKNOWN_LINE = "a line that is not known"
+_DISABLE = (
+    "put that part into a function under @torch.compiler.disable, which runs as it is, "
+    'and give regions="breaks"'
+)
 _SPLIT = 'or give regions="breaks", which plans the graphs on both sides of it'
 _FIXED_SIZES = (
     "Write it with sizes and numbers that do not depend on values (torch.where, "

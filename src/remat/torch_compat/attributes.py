@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo import eval_frame
+from torch._dynamo import eval_frame, symbolic_convert
 from torch.nn.modules import module as modules
 from torch.nn.parallel import DistributedDataParallel
 
@@ -135,6 +135,16 @@ def default_stance() -> Generator[None]:
     finally:
         if eval_frame._stance is ours:
             changed.__exit__(None, None, None)
+
+
+def is_raised_by_tracer(error: BaseException) -> bool:
+    """Return whether an error was raised while the tracer followed code."""
+    frame = error.__traceback__
+    while frame is not None:
+        if frame.tb_frame.f_globals is vars(symbolic_convert):
+            return True
+        frame = frame.tb_next
+    return False
 
 
 def tracer_is_off() -> bool:

@@ -308,6 +308,10 @@ ATTRIBUTES: dict[str, Private] = {
     "_stance": Private(
         "torch._dynamo.eval_frame:_stance", "keeping plans whatever torch.compile does"
     ),
+    "symbolic_convert": Private(
+        "torch._dynamo:symbolic_convert",
+        "telling the tracer's failures from the model's",
+    ),
     "_cdata": Private("torch:UntypedStorage()._cdata", "telling storages apart"),
     "_base": Private("torch:Tensor()._base", "outputs that are views"),
     "_view_func_unsafe": Private(

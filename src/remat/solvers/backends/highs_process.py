@@ -243,11 +243,10 @@ def run_highs_apart(
         finally:
             process.kill()
             process.wait()
-            for stream in (process.stdin, process.stdout):
-                # What was not sent to a process that is gone is of no use to anyone.
-                with suppress(BrokenPipeError):
-                    if stream is not None:
-                        stream.close()
+            # What was not sent to a process that is gone is of no use to anyone.
+            with suppress(BrokenPipeError):
+                if process.stdin is not None:
+                    process.stdin.close()
         return {"reason": reason, "values": last_solution(file)}
 
 
@@ -267,8 +266,10 @@ def _talk(
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def listen() -> None:
-        for line in source:
-            lines.put(line)
+        # Closed here: nobody else can know when nothing is being read from it.
+        with source:
+            for line in source:
+                lines.put(line)
         lines.put(b"")
 
     threading.Thread(target=listen, name="remat highs log", daemon=True).start()
