@@ -400,7 +400,7 @@ def test_sizes_by_value_that_do_not_compile_name_the_other_way() -> None:
 
 def test_failures_of_the_tracer_are_told_from_those_of_the_model() -> None:
     source = "def fail():\n    raise AssertionError('Expected bool')\n"
-    scope = vars(symbolic_convert)
+    scope = symbolic_convert.__dict__
     fail = types.FunctionType(compile(source, "", "exec").co_consts[0], scope)
     with pytest.raises(AssertionError) as caught:
         fail()

@@ -141,7 +141,7 @@ def is_raised_by_tracer(error: BaseException) -> bool:
     """Return whether an error was raised while the tracer followed code."""
     frame = error.__traceback__
     while frame is not None:
-        if frame.tb_frame.f_globals is vars(symbolic_convert):
+        if frame.tb_frame.f_globals is symbolic_convert.__dict__:
             return True
         frame = frame.tb_next
     return False
