@@ -91,14 +91,7 @@ timm_class(
     patch_size=8,
     depth=3,
 )
-timm_class(
-    "timm-mixer",
-    "mixer_s16_224",
-    "Tolstikhin et al. 2021",
-    img_size=64,
-    embed_dim=64,
-    num_blocks=4,
-)
+timm_class("timm-mixer", "mixer_s16_224", "Tolstikhin et al. 2021", img_size=64)
 timm_class("timm-poolformer", "poolformer_s12", "Yu et al. 2022; random depth")
 timm_class(
     "timm-edgenext", "edgenext_xx_small", "Maaz et al. 2022; transposed attention"
