@@ -157,6 +157,35 @@ def test_calls_leave_the_blocks_as_they_were() -> None:
     model(X).backward()
 
 
+class Short(nn.Linear):
+    """A layer that refuses long batches."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        if input.shape[0] > 300:
+            raise ValueError("too long")
+        return super().forward(input)
+
+
+@pytest.mark.parametrize("regions", ["blocks", "breaks"])
+def test_an_error_of_the_model_spoils_no_later_step(regions: Any) -> None:
+    def made() -> nn.Module:
+        model = Stack(3)
+        for block in model.blocks:
+            block.wide = Short(WIDTH, 128)
+        return model
+
+    model, plain = pair(made)
+    how: dict[str, Any] = {**BLOCKS, "regions": regions}
+    remat.fit(model, X, budget="90%", **how)
+    with pytest.raises(CaptureError, match="too long"):
+        model(torch.cat([X, X]))
+    batches = [X, X[:100], X]
+    for one, other in zip(
+        trained(model, batches), trained(plain, batches), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
 def test_what_is_released_is_gone() -> None:
     model = Stack(2)
     remat.fit(model, X, budget="90%", **BLOCKS)

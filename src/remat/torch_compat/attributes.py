@@ -137,6 +137,19 @@ def default_stance() -> Generator[None]:
             changed.__exit__(None, None, None)
 
 
+def trace_again(error: BaseException | None) -> None:
+    """Let the tracer look again at the code that an error came through.
+
+    It leaves out code that raised while it was traced, and never returns to it.
+    """
+    while error is not None:
+        frame = error.__traceback__
+        while frame is not None:
+            eval_frame.reset_code(frame.tb_frame.f_code)
+            frame = frame.tb_next
+        error = error.__cause__
+
+
 def is_raised_by_tracer(error: BaseException) -> bool:
     """Return whether an error was raised while the tracer followed code."""
     frame = error.__traceback__

@@ -308,6 +308,9 @@ ATTRIBUTES: dict[str, Private] = {
     "_stance": Private(
         "torch._dynamo.eval_frame:_stance", "keeping plans whatever torch.compile does"
     ),
+    "reset_code": Private(
+        "torch._dynamo.eval_frame:reset_code", "tracing again after an error"
+    ),
     "symbolic_convert": Private(
         "torch._dynamo:symbolic_convert",
         "telling the tracer's failures from the model's",

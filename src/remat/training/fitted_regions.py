@@ -18,7 +18,7 @@ from remat.capture.tracing import TRACE_ERRORS, example_error, traced_entry
 from remat.core.errors import RematError
 from remat.planning.plan import Plan
 from remat.profile.allocations import AllocationRecorder, Recording
-from remat.torch_compat.attributes import MODULE_STATE, own_buffers
+from remat.torch_compat.attributes import MODULE_STATE, own_buffers, trace_again
 from remat.torch_compat.names import profiler_enabled, tree_flatten
 from remat.torch_compat.patches import alone
 from remat.training.blocks import BlockCalls, blocks_of
@@ -192,14 +192,27 @@ class FittedRegions(FittedModel):
             try:
                 with around:
                     outputs = self.run(args, kwargs)
-            except (RematError, *TRACE_ERRORS):
-                raise
             # The model's own code runs, which may raise anything.
-            except Exception as error:
-                raise example_error(error) from error
+            except BaseException as error:
+                self._forget(error)
+                is_of_example = isinstance(error, Exception)
+                if is_of_example and not isinstance(error, (RematError, *TRACE_ERRORS)):
+                    raise example_error(error) from error
+                raise
             gathering.end_step()
             gathering.stay.update(map(gathering.note, plain_tensors(self.model)))
         return gathering, outputs, not found.has_new_hooks
+
+    def _forget(self, error: BaseException) -> None:
+        """Forget what was traced, as the tracer leaves out code that has raised.
+
+        Plans are found again.
+        """
+        trace_again(error)
+        self._compiled.clear()
+        self._steps_by_kind.clear()
+        self._stale.clear()
+        self._blocks = self._block_calls(self.planner.request.regions)
 
     def _recorded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recording:
         """Run the same once more and return what was allocated between the regions."""
