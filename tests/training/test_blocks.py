@@ -186,6 +186,22 @@ def test_an_error_of_the_model_spoils_no_later_step(regions: Any) -> None:
         assert torch.equal(one, other)
 
 
+def test_a_replaced_forward_of_a_block_runs_also_one_replaced_after_fit() -> None:
+    def replace_in(model: nn.Module, factor: float) -> None:
+        block = model.get_submodule("blocks.1")
+        assert isinstance(block, Block)
+        block.forward = lambda x, scale=1.0: x + factor * Block.forward(block, x, scale)
+
+    model, plain = pair(lambda: Stack(3))
+    for factor in (0.5, 2.0):
+        for each in (model, plain):
+            replace_in(each, factor)
+        if factor == 0.5:
+            remat.fit(model, X, budget="95%", **BLOCKS)
+        for one, other in zip(trained(model, [X]), trained(plain, [X]), strict=True):
+            assert torch.equal(one, other)
+
+
 def test_what_is_released_is_gone() -> None:
     model = Stack(2)
     remat.fit(model, X, budget="90%", **BLOCKS)

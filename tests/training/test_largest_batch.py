@@ -42,6 +42,18 @@ def test_one_more_sample_does_not_fit(tmp_path: Path) -> None:
     assert (tmp_path / "sizes.png").stat().st_size > 0
 
 
+def test_options_are_those_of_a_plan() -> None:
+    def size(**options: Any) -> int:
+        return remat.max_batch(
+            made, batch, budget="300 KiB", multiple_of=4, costs="estimated", **options
+        ).size
+
+    made = model()
+    adam = torch.optim.AdamW(made.parameters(), foreach=False)
+    assert size(optimizer=adam) < size()
+    assert size(solver="store-all") < size()
+
+
 def test_sizes_are_multiples_up_to_the_largest_of_use() -> None:
     def by_name(size: int) -> dict[str, Any]:
         return {"input": batch(size)}

@@ -30,11 +30,6 @@ class TriedSize:
         """Whether a plan is known that keeps the budget."""
         return self.plan is not None
 
-    @property
-    def ns_per_unit(self) -> float | None:
-        """Predicted time of the planned step over the size; ``None`` without a plan."""
-        return None if self.plan is None else self.plan.cost_ns / self.size
-
     def __str__(self) -> str:
         needed = f"{format_bytes(self.needed_bytes):>12}"
         if self.plan is None:

@@ -146,11 +146,11 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
         solver, objective=objective, is_timed=time_limit is not None
     )
     leading_solvers = [] if leading is None or solver != "auto" else [leading]
-    result = None
+    asked = [*leading_solvers, *solvers]
     if leading_solvers and len(graph.ops) > _LARGE_OPS:
-        result = solve_alone(graph, budget_bytes, leading_solvers, limits, progress)
-    if result is None or result.schedule is None:
-        solvers = [*leading_solvers, *solvers]
+        asked = leading_solvers
+    result = solve_alone(graph, budget_bytes, asked, limits, progress)
+    if result.schedule is None and asked is leading_solvers:
         result = solve_alone(graph, budget_bytes, solvers, limits, progress)
     schedule, trace, floor_bytes = result.schedule, result.trace, None
     if schedule is None:

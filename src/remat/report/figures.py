@@ -298,6 +298,8 @@ def batch_curve(sizes: BatchSizes, ax: Axes | None = None) -> Axes:
     )
     slow.set_ylabel(f"time of operators / size ({time_unit})", color=_GREEN)
     slow.set_ylim(bottom=0)
+    # The first size that is too large may be far off.
+    ax.set_xlim(0, 1.2 * sizes.size)
     ax.set_ylim(bottom=0, top=1.6 * sizes.budget_bytes / factor)
     ax.set_xlabel("size of the batch")
     ax.set_ylabel(f"peak memory of the whole step ({unit})")

@@ -133,17 +133,25 @@ class BlockCalls:
 
         # A code object of its own: the tracer caches by these.
         call.__code__ = call.__code__.replace(co_name=f"block_{id(self)}")
-        compiled = torch.compile(call, backend=backend, dynamic=False)
-        self._calls: dict[nn.Module, _BlockCall] = {}
-        for name, block in blocks.items():
-            own = vars(block).get("forward")
+        self._compiled = torch.compile(call, backend=backend, dynamic=False)
+        self._backend = backend
+        self._names = {block: name for name, block in blocks.items()}
+        # With the forward that others had put on a block, ``None`` for its class's.
+        self._calls: dict[nn.Module, tuple[Any, _BlockCall]] = {}
+
+    def _call_of(self, block: nn.Module, own: Any) -> "_BlockCall":
+        """Return the call of a block, anew if its forward was replaced meanwhile."""
+        known, call = self._calls.get(block, (None, None))
+        if call is None or known is not own:
             run = (
-                functools.partial(compiled, block)
+                functools.partial(self._compiled, block)
                 if own is None
-                # Others have put their own in its place: it is not shared.
-                else torch.compile(own, backend=backend, dynamic=False)
+                # It is not shared.
+                else torch.compile(own, backend=self._backend, dynamic=False)
             )
-            self._calls[block] = _BlockCall(self, name, run)
+            call = _BlockCall(self, self._names[block], run)
+            self._calls[block] = own, call
+        return call
 
     def calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a call of the model that runs what was compiled for its blocks."""
@@ -156,9 +164,9 @@ class BlockCalls:
 
     @contextmanager
     def _installed(self) -> Generator[None]:
-        before = {block: vars(block).get("forward") for block in self._calls}
-        for block, call in self._calls.items():
-            block.forward = call
+        before = {block: vars(block).get("forward") for block in self._names}
+        for block, own in before.items():
+            block.forward = self._call_of(block, own)
         try:
             yield
         finally:

@@ -270,7 +270,7 @@ def backend(
     if regions != "whole":
         msg = (
             f"regions is {regions!r}, but torch.compile hands each graph to "
-            "its backend alone; use remat.fit(model, ..., regions='breaks')"
+            "its backend alone; use remat.fit(model, ..., regions=...)"
         )
         raise ValueError(msg)
     request = requested("backend", options, budget=budget)
