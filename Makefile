@@ -15,7 +15,7 @@ PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
 SOURCES := $(wildcard src tests studies examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check sanitize lint format docs clean
+.PHONY: help demo test check sanitize wheel lint format docs clean
 .PHONY: lint-format lint-style lint-types lint-layers lint-spelling
 # A recipe that fails leaves no stamp behind.
 .DELETE_ON_ERROR:
@@ -44,6 +44,14 @@ sanitize: $(STAMPS)/dev ## run the native core's tests under the sanitizers
 	REMAT_NATIVE="$$(ls $(CURDIR)/build/sanitize/_core.*)" ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \
 		$(BIN)/python -m pytest tests/native $(PYTEST_ARGS)
+
+# The wheel is built from the source distribution, which thereby proves complete, and by a
+# compiler or not at all; then it is installed and tried where there is none.
+wheel: $(STAMPS)/wheel ## build a wheel into dist, and try it in an empty environment without a compiler
+	rm -rf dist
+	REMAT_REQUIRE_NATIVE=1 PIP_CONSTRAINT="$(CURDIR)/constraints.txt" \
+		$(BIN)/python -m build --outdir dist
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m studies.wheel dist
 
 lint: lint-format lint-style lint-types lint-layers lint-spelling ## check format, style, types, layers, spelling
 
@@ -84,6 +92,11 @@ $(STAMPS)/venv:
 		exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	@mkdir -p $(STAMPS)
+	@touch $@
+
+# Of remat and its libraries, building a wheel needs none here.
+$(STAMPS)/wheel: constraints.txt | $(STAMPS)/venv
+	$(PIP_INSTALL) build
 	@touch $@
 
 $(STAMPS)/demo: EXTRAS := studies

@@ -6,8 +6,10 @@ import inspect
 import json
 import pkgutil
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ PAGES_WITH_CODE = [
     "README.md",
     "docs/index.md",
     "docs/usage.md",
+    "docs/frameworks.md",
     "docs/extending.md",
     "docs/lower-sets.md",
     "docs/reference.md",
@@ -99,13 +102,18 @@ class TestCode:
         yield
         torch.compiler.reset()
 
+    # What Lightning calls that torch is about to remove, and its advice for loaders.
+    @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.:FutureWarning")
+    @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many")
     @pytest.mark.parametrize("page", PAGES_WITH_CODE)
-    def test_page_runs(self, page: str) -> None:
+    def test_page_runs(self, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
         found = blocks(read(page), "python")
         assert found
-        names: dict[str, Any] = {"__name__": "documentation"}
+        # The tracer looks for the module of a function that it inlines.
+        module = ModuleType("documentation")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
         for number, code in enumerate(found):
-            exec(compile(code, f"{page}, block {number}", "exec"), names)
+            exec(compile(code, f"{page}, block {number}", "exec"), vars(module))
 
     def test_factory_of_the_command_line_works(
         self, capsys: pytest.CaptureFixture[str]

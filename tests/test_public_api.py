@@ -13,7 +13,14 @@ from remat.core import errors
 
 ROOT = Path(__file__).parents[1]
 IMPORT_LIMIT_S = 0.3  # of processor time; more than ten times what it takes
-HEAVY_MODULES = ("torch", "ortools", "matplotlib", "transformers")
+HEAVY_MODULES = (
+    "torch",
+    "ortools",
+    "matplotlib",
+    "transformers",
+    "lightning",
+    "accelerate",
+)
 
 # The names that the README, the documentation and saved scripts rely on.
 PUBLIC_NAMES = {
@@ -76,6 +83,22 @@ def test_core_module_loads_without_heavy_modules(module: str) -> None:
 def test_a_blocked_module_would_be_noticed() -> None:
     with pytest.raises(AssertionError, match="import of torch halted"):
         run_python("import sys; sys.modules['torch'] = None; import torch")
+
+
+@pytest.mark.parametrize("framework", ["transformers", "lightning"])
+def test_a_framework_that_is_not_installed_is_named(framework: str) -> None:
+    printed = run_python(
+        f"""
+        import sys
+        from remat.core.errors import MissingDependencyError
+        sys.modules["{framework}"] = None
+        try:
+            import remat.integrations.{framework}
+        except MissingDependencyError as error:
+            print(error)
+        """
+    )
+    assert f"pip install {framework}" in printed
 
 
 def test_planning_works_without_torch() -> None:

@@ -191,13 +191,22 @@ def test_distributed_data_parallel_is_named_with_what_to_fit() -> None:
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("part", ["", "0"])
-def test_sharded_modules_are_named(part: str) -> None:
+def test_a_model_that_is_sharded_as_a_whole_is_named() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
-    fully_shard(model.get_submodule(part))
+    fully_shard(model)
     message = refused(model)
     assert "is sharded (FSDP" in message
-    assert message.startswith(f"part {part!r}" if part else "the model")
+    assert message.startswith("the model")
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_model_with_sharded_parts_is_planned_with_these_as_blocks() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    fully_shard(model[0])
+    remat.fit(model, X, budget="100%", costs="estimated")
+    model(X).sum().backward()
+    gradient: Any = model[0].weight.grad
+    assert torch.equal(gradient.full_tensor(), gradient.to_local())
 
 
 @pytest.mark.usefixtures("process_group")
@@ -214,7 +223,7 @@ def test_sharding_after_the_fit_is_named(part: str, is_called_before: bool) -> N
     message = str(caught.value)
     assert message.startswith(f"part {part!r}" if part else "the model")
     assert "is sharded (FSDP" in message
-    assert "fit a model that is not sharded" in message
+    assert "regions='blocks'" in message
 
 
 @pytest.mark.usefixtures("process_group")
@@ -395,6 +404,18 @@ def test_a_loss_that_raises_is_named_with_the_library_and_the_users_line() -> No
 def test_sizes_by_value_that_do_not_compile_name_the_other_way() -> None:
     error = GuardOnDataDependentSymNode(sympy.Symbol("u0"), "no integer is known")
     with pytest.raises(CaptureError, match='regions="breaks"'):
+        raise_capture_error(error, None)
+
+
+def test_an_interrupt_that_broke_the_tracer_stays_one() -> None:
+    try:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            [].pop()
+    except IndexError as caught:
+        error = caught
+    with pytest.raises(KeyboardInterrupt):
         raise_capture_error(error, None)
 
 

@@ -11,8 +11,16 @@ from torch import nn
 
 import remat
 from remat.planning.plan import Kernels
-from remat.torch_compat.names import FakeTensorMode, MemoryFormatMeta
-from remat.torch_compat.patches import KEYS, alone, patched, python_kernels
+from remat.torch_compat.names import FakeTensorMode, MemoryFormatMeta, guards
+from remat.torch_compat.patches import (
+    KEYS,
+    Patch,
+    alone,
+    fake_results,
+    patched,
+    python_kernels,
+    untimed_guards,
+)
 
 _UPSAMPLE = torch.ops.aten.upsample_bilinear2d.default
 _DROPOUT = torch.ops.aten.dropout.default
@@ -23,6 +31,7 @@ def state_of_torch() -> tuple[object, ...]:
     kernels = [op.py_kernels.get(key) for op in (_UPSAMPLE, _DROPOUT) for key in KEYS]
     return (
         vars(FakeTensorMode)["_dispatch_impl"],
+        id(FakeTensorMode.cache),
         vars(MemoryFormatMeta)["from_tensor"],
         *kernels,
     )
@@ -79,6 +88,112 @@ def test_patches_go_off_in_the_opposite_order_also_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), patched(patch("a"), patch("b"), broken):
         pass
     assert done == ["a on", "b on", "b off", "a off"]
+
+
+def counted(
+    dispatch: Callable[..., object], asked: list[object]
+) -> Callable[..., object]:
+    def count(mode: object, operator: object, *rest: object) -> object:
+        asked.append(operator)
+        return dispatch(mode, operator, *rest)
+
+    return count
+
+
+def shape_of_sum(*patches: Patch) -> tuple[int, ...]:
+    """Return the shape of a sum that is taken of fake tensors."""
+    with patched(*patches), FakeTensorMode():
+        x = torch.empty(7, 3)
+        return tuple((x + x[:1]).shape)
+
+
+def test_what_was_found_for_fake_tensors_is_found_once() -> None:
+    asked: list[object] = []
+
+    def wrap(dispatch: Callable[..., object]) -> Callable[..., object]:
+        return counted(dispatch, asked)
+
+    add = torch.ops.aten.add.Tensor
+    theirs = dict(FakeTensorMode.cache)
+    for _ in range(3):
+        assert shape_of_sum(fake_results(wrap)) == (7, 3)
+    assert asked.count(add) == 1
+    assert theirs == FakeTensorMode.cache
+    # Found by another function, or under settings that decide about kernels.
+    others: list[object] = []
+    assert shape_of_sum(fake_results(lambda d: counted(d, others))) == (7, 3)
+    assert others.count(add) == 1
+    torch.use_deterministic_algorithms(mode=True)
+    try:
+        shape_of_sum(fake_results(wrap))
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+    assert asked.count(add) == 2
+
+
+def test_no_more_results_are_remembered_than_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[object] = []
+
+    def wrap(dispatch: Callable[..., object]) -> Callable[..., object]:
+        return counted(dispatch, asked)
+
+    monkeypatch.setattr("remat.torch_compat.patches.MOST_RESULTS", 0)
+    for _ in range(2):
+        shape_of_sum(fake_results(wrap))
+    assert asked.count(torch.ops.aten.add.Tensor) == 2
+    assert not FakeTensorMode.cache
+
+
+def test_a_second_trace_finds_hardly_anything_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(
+        FakeTensorMode, "_dispatch_impl", counted(FakeTensorMode._dispatch_impl, asked)
+    )
+    plans: list[remat.Plan] = []
+    counts: list[int] = []
+    for _ in range(2):
+        asked.clear()
+        plans.append(
+            remat.plan(Resampling(), (torch.randn(2, 3, 9, 9),), budget="100%")
+        )
+        counts.append(len(asked))
+    assert plans[0].fingerprint == plans[1].fingerprint
+    assert counts[1] < counts[0] / 2
+
+
+def test_guards_are_timed_for_others_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[object] = []
+
+    def time(*arguments: object) -> float:
+        timed.append(arguments)
+        return 0.0
+
+    monkeypatch.setattr(guards, "profile_guard_manager", time)
+    model, x = Resampling(), torch.randn(2, 3, 9, 9)
+    remat.fit(model, (x,), budget="100%")
+    model(x).backward()
+    with pytest.raises(remat.BudgetError):
+        remat.plan(Resampling(), (x,), budget=1)
+    assert not timed
+    assert guards.profile_guard_manager is time
+    torch.compile(Resampling(), backend="eager")(x)
+    assert timed
+
+
+def test_guards_are_timed_again_when_the_last_thread_has_traced() -> None:
+    timing = guards.profile_guard_manager
+    first, second = untimed_guards(), untimed_guards()
+    for begin in (first, second):
+        begin.__enter__()
+        assert guards.profile_guard_manager is not timing
+    first.__exit__(None, None, None)
+    assert guards.profile_guard_manager is not timing
+    second.__exit__(None, None, None)
+    assert guards.profile_guard_manager is timing
 
 
 def test_another_thread_waits_until_the_patches_are_off() -> None:

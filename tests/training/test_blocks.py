@@ -97,11 +97,32 @@ def test_blocks_that_are_alike_are_traced_once_and_run_in_few_orders() -> None:
     (step,) = fitted(model).steps
     orders = {(choice.code, choice.number) for choice in step.choices}
     assert len(step.choices) == 12
-    assert len(orders) <= 5
+    # How few depends on what operators cost here.
+    assert len(orders) <= len(step.choices) // 2
     for one, other in zip(
         trained(model, [X, X + 1]), trained(plain, [X, X + 1]), strict=True
     ):
         assert torch.equal(one, other)
+
+
+def test_a_blocks_own_output_may_be_the_models() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.narrow = nn.Linear(WIDTH, 128), nn.Linear(128, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            # With three dimensions, what is returned is a view in its own graph.
+            return x + self.narrow(nn.functional.gelu(self.wide(x)))
+
+    model = nn.Sequential(*(Wide() for _ in range(3)))
+    x = X.view(16, 16, WIDTH)
+    report = remat.verify(
+        model, x, budget="65%", loss=lambda y: y.square().mean(), repeats=1, **BLOCKS
+    )
+    assert report.is_exact
+    assert report.is_within_budget
+    assert 0 <= report.prediction_error < 0.01
 
 
 def test_a_budget_that_is_too_small_names_one_that_works() -> None:

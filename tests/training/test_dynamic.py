@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import remat
-from remat.core.errors import BudgetError, PlanMismatchError
+from remat.core.errors import BudgetError, CaptureError, PlanMismatchError
 from remat.torch_compat.attributes import storage_identity
 from remat.training.fitted_model import FittedModel, fitted_on
 
@@ -466,6 +466,24 @@ def test_sizes_out_of_range_are_planned_by_themselves_and_said(
         assert_bitwise(model, plain, {"x": batch_of(70)})
     assert "70 in dimension 1 of 'x' is outside of 2 to 64" in caplog.text
     assert peak_bytes(model, {"x": batch_of(70)}) <= (plan.budget_bytes or 0)
+
+
+def test_unequal_ranges_of_one_size_are_refused() -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * scale
+
+    with pytest.raises(CaptureError, match=r"from 2 to 64 and another from 2 to 32"):
+        remat.fit(
+            Product(),
+            (torch.randn(20, 8), torch.randn(20, 8)),
+            budget="90%",
+            dynamic={"x": {0: (2, 64)}, "scale": {0: (2, 32)}},
+        )
 
 
 def test_a_size_of_one_is_a_step_of_its_own() -> None:

@@ -1,10 +1,16 @@
-"""The caller's autocast setting, which the tracer switches off while it works."""
+"""The caller's autocast setting, which the tracer switches off while it works.
+
+A backward pass runs under the setting at the call of ``backward()``, which need not be
+that of its forward pass, and which its operators take notice of.
+"""
 
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 
 import torch
+
+from remat.torch_compat.names import functorch_config
 
 _DEVICE_TYPES = ("cpu", "cuda")
 
@@ -15,7 +21,7 @@ class Autocast:
 
     device_type: str
     dtype: torch.dtype
-    is_cached: bool
+    cache_enabled: bool
 
 
 def autocast_now() -> tuple[Autocast, ...]:
@@ -33,12 +39,21 @@ def autocast_now() -> tuple[Autocast, ...]:
 
 @contextmanager
 def autocast_again(settings: tuple[Autocast, ...]) -> Generator[None]:
-    """Switch on what was noted; whatever else is on stays on."""
+    """Switch on what was noted, and off what was not."""
+    noted = {each.device_type for each in settings}
     with ExitStack() as stack:
+        for device_type in _DEVICE_TYPES:
+            if device_type not in noted and torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
         for each in settings:
-            stack.enter_context(
-                torch.autocast(
-                    each.device_type, dtype=each.dtype, cache_enabled=each.is_cached
-                )
-            )
+            stack.enter_context(torch.autocast(**asdict(each)))
         yield
+
+
+def backward_traced_under(
+    settings: tuple[Autocast, ...],
+) -> AbstractContextManager[None]:
+    """Trace backward passes as if they were called under these settings."""
+    return functorch_config.patch(
+        backward_pass_autocast=[asdict(each) for each in settings]
+    )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 _NOT_THE_USERS = ("torch", "builtins", "functools", "numpy")
-_PLAIN = frozenset({bool, int, float, str, type(None)})
+_CONTAINERS = (Mapping, list, tuple, set, frozenset)
 _Names = frozenset[str]
 
 
@@ -21,15 +21,21 @@ def plain_tensors(model: nn.Module) -> list[torch.Tensor]:
     in a list. Parameters and buffers are among them.
     """
     found: list[torch.Tensor] = []
+    # Of each type, whether it is one of tensors, and of containers: there are few types
+    # and very many attributes.
+    kinds: dict[type, tuple[bool, bool]] = {}
     for module in model.modules():
         waiting = list(vars(module).values())
         while waiting:
             item = waiting.pop()
-            if type(item) in _PLAIN:
-                continue
-            if isinstance(item, torch.Tensor):
+            kind = type(item)
+            if kind not in kinds:
+                is_container = issubclass(kind, _CONTAINERS)
+                kinds[kind] = issubclass(kind, torch.Tensor), is_container
+            is_tensor, is_container = kinds[kind]
+            if is_tensor:
                 found.append(item)
-            elif isinstance(item, Mapping | list | tuple | set | frozenset):
+            elif is_container:
                 waiting.extend(_elements(item))
     return found
 

@@ -20,6 +20,7 @@ from remat.capture.joint_program import JointProgram
 from remat.torch_compat.attributes import is_compiled_step, storage_identity
 from remat.torch_compat.metadata import is_tangent
 from remat.torch_compat.names import profiler_enabled
+from remat.torch_compat.sharding import local_part
 
 MARK = "remat: at the border of graph "
 """Beginning of the marks in a recording where a region begins and where it ends."""
@@ -53,6 +54,15 @@ class SeenRegion:
     node: Any = None
 
 
+@dataclass(frozen=True)
+class _Returned:
+    """What a region returned, and how many values more it had saved for backward."""
+
+    code: RegionCode
+    values: list[Any]
+    saved_count: int
+
+
 class Gathering:
     """What the forward pass for planning shows.
 
@@ -60,6 +70,10 @@ class Gathering:
     ----------
     resident
         Tensors that are there during the whole step: parameters, buffers, the batch.
+    before
+        What an equal forward pass has shown, whose regions need not run again.
+    keeps_bytes
+        Most bytes of what regions return that are kept for such a pass.
 
     Attributes
     ----------
@@ -73,7 +87,16 @@ class Gathering:
         The blocks that the model keeps as attributes when it has returned.
     """
 
-    def __init__(self, resident: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        resident: Iterable[torch.Tensor],
+        *,
+        before: "Gathering | None" = None,
+        keeps_bytes: int = 0,
+    ) -> None:
+        self._returned = {} if before is None else before.take_returned()
+        self._is_kept = before is None
+        self._keeps_bytes = keeps_bytes
         self.seen: list[SeenRegion] = []
         self.held: dict[int, int] = {}
         self.eager: dict[int, int] = {}
@@ -88,12 +111,25 @@ class Gathering:
 
     def note(self, tensor: torch.Tensor) -> int:
         """Return the number of a tensor's block."""
+        tensor = local_part(tensor)
         identity = storage_identity(tensor)
         if identity not in self._storages:
             storage = tensor.untyped_storage()
             self._storages[identity] = StorageWeakRef(storage)
             self.sizes_bytes[identity] = storage.nbytes()
         return identity
+
+    def new_block(self, size_bytes: int) -> int:
+        """Return a number for a block of which no tensor is known."""
+        block = -1 - len(self.sizes_bytes)
+        self.sizes_bytes[block] = size_bytes
+        return block
+
+    def leave_out(self, blocks: Iterable[int]) -> None:
+        """Let blocks that regions are given count as if others did."""
+        for block in blocks:
+            self.eager.pop(block, None)
+            self._known.add(block)
 
     def note_eager(self, tensor: torch.Tensor, before: int) -> int:
         """Return the number of a block, made before a region if it is not known yet."""
@@ -124,9 +160,44 @@ class Gathering:
             seen.given[storage] = self.note_eager(value, index)
         self.seen.append(seen)
 
+    def take_returned(self) -> "dict[int, _Returned]":
+        """Return what regions returned, as far as it is kept, and keep it no more."""
+        found, self._returned = self._returned, {}
+        return found
+
+    def known_values(self) -> list[Any] | None:
+        """Return the values of the region that has begun, if they are known."""
+        known = self._returned.pop(len(self.seen) - 1, None)
+        if self._is_kept or known is None or known.code is not self.seen[-1].code:
+            return None
+        # Made here, and so recorded, as those of a run would be.
+        return [*_copies(known.values), *[None] * known.saved_count]
+
+    def _keep(self, seen: SeenRegion, values: Sequence[Any]) -> None:
+        """Keep what a region returned if it may stand for another run of it."""
+        count = len(seen.program.forward_values)
+        tensors = [v for v in values[:count] if isinstance(v, torch.Tensor)]
+        sizes = [tensor.untyped_storage().nbytes() for tensor in tensors]
+        blocks = {*map(storage_identity, tensors)}
+        # A copy takes as many bytes, of a block of its own, and draws nothing.
+        if (
+            sizes == [tensor.nbytes for tensor in tensors]
+            and len(blocks) == len(tensors)
+            and blocks.isdisjoint(seen.given.values())
+            and not seen.program.random_states
+            and sum(sizes) <= self._keeps_bytes
+        ):
+            self._keeps_bytes -= sum(sizes)
+            # Copies, as it is looked at how long the code holds the blocks themselves.
+            self._returned[len(self.seen) - 1] = _Returned(
+                seen.code, _copies(values[:count]), len(values) - count
+            )
+
     def end(self, values: Sequence[Any]) -> list[Any]:
         """Note which blocks a region made, and return its values without saved ones."""
         seen = self.seen[-1]
+        if self._is_kept:
+            self._keep(seen, values)
         nodes = seen.program.forward_values
         for node, value in zip(nodes, values, strict=False):
             if isinstance(node, fx.Node) and isinstance(value, torch.Tensor):
@@ -166,6 +237,10 @@ class Gathering:
             b: storage for b, storage in live.items() if not storage.expired()
         }
         self.held.update(dict.fromkeys(self._live, last))
+
+
+def _copies(values: Sequence[Any]) -> list[Any]:
+    return [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
 
 
 def _mark(text: str) -> None:

@@ -15,6 +15,7 @@ from remat.core.graph import Op, Phase, Role, Storage
 from remat.torch_compat.attributes import storage_identity
 from remat.torch_compat.messages import BUFFER, ITEM, PARAMETER
 from remat.torch_compat.names import tree_leaves
+from remat.torch_compat.sharding import local_part
 
 SCALARS_BYTES = 512
 """Set aside for the loss and other scalars that the caller and autograd hold."""
@@ -57,7 +58,8 @@ def tensors_in(items: Any) -> list[torch.Tensor]:
 
 def existing_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient that a leaf holds, or ``None``."""
-    return tensor.grad if tensor.is_leaf else None
+    gradient = tensor.grad if tensor.is_leaf else None
+    return None if gradient is None else local_part(gradient)
 
 
 def resident_bytes(
@@ -97,7 +99,7 @@ def resident_bytes(
     sizes: dict[Role, int] = {Role.OPTIMIZER_STATE: optimizer_state_bytes}
     seen = set(counted)
     for role, tensors in groups:
-        for tensor in tensors:
+        for tensor in map(local_part, tensors):
             identity = storage_identity(tensor)
             if tensor.device.type == device.type and identity not in seen:
                 seen.add(identity)

@@ -48,7 +48,8 @@ from remat.torch_compat.names import (
     is_in_dispatch_mode,
     tree_leaves,
 )
-from remat.torch_compat.patches import alone
+from remat.torch_compat.patches import alone, untimed_guards
+from remat.torch_compat.sharding import gathered_groups
 
 TRACE_ERRORS = (
     TorchDynamoException,
@@ -138,6 +139,7 @@ def traced_entry(model: nn.Module, compiled: Callable[..., Any]) -> Callable[...
         with (
             dynamo_config.patch(ignore_logging_functions=_ignored_logs()),
             default_stance(),
+            untimed_guards(),
         ):
             try:
                 return compiled(*args, **kwargs)
@@ -199,7 +201,11 @@ def is_without_memory(tensor: torch.Tensor) -> bool:
 
 
 def check_batch(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    may_be_sharded: bool = False,
 ) -> None:
     """Check that the example fits ``forward``, and is on one device with the model.
 
@@ -210,7 +216,7 @@ def check_batch(
         on different devices or have no memory, or the model is a wrapper that no trace
         can take.
     """
-    check_is_no_wrapper(model)
+    check_is_no_wrapper(model, may_be_sharded=may_be_sharded)
     _check_arguments(model, args, kwargs)
     named = [
         (f"{name} of the model", tensor)
@@ -256,7 +262,7 @@ def _check_arguments(
         raise CaptureError(msg) from None
 
 
-def check_is_no_wrapper(model: nn.Module) -> None:
+def check_is_no_wrapper(model: nn.Module, *, may_be_sharded: bool = False) -> None:
     """Refuse modules whose calls do more than a trace can take.
 
     Raises
@@ -286,11 +292,13 @@ def check_is_no_wrapper(model: nn.Module) -> None:
                 "calls then say what the wrapper takes beside the plan"
             )
             raise CaptureError(msg)
+        if may_be_sharded and sharding and isinstance(module, sharding.FSDPModule):
+            continue
         if isinstance(module, sharded):
             msg = (
-                f"{found} is sharded ({kind}), which cannot be traced or planned; fit "
-                "a model that is not sharded, or leave this one to the checkpointing "
-                "that comes with its sharding"
+                f"{found} is sharded ({kind}), which cannot be traced as one graph; fit "
+                "a model that is sharded by torch.distributed.fsdp.fully_shard, block "
+                "by block: remat.fit(..., regions='blocks')"
             )
             raise CaptureError(msg)
         if isinstance(module, torch.jit.ScriptModule):
@@ -299,8 +307,9 @@ def check_is_no_wrapper(model: nn.Module) -> None:
                 "module that it was made from"
             )
             raise CaptureError(msg)
+    is_gathered = may_be_sharded and bool(gathered_groups(model))
     for name, parameter in model.named_parameters():
-        if pieces is not None and isinstance(parameter, pieces.DTensor):
+        if not is_gathered and pieces and isinstance(parameter, pieces.DTensor):
             msg = (
                 f"parameter {name!r} of the model is sharded (DTensor), perhaps by a "
                 "module around the model, and only that one's call gathers it; fit the "
@@ -363,6 +372,12 @@ def check_sizes(module: fx.GraphModule) -> None:
             raise CaptureError(msg)
 
 
+def _interrupt_behind(error: BaseException | None) -> KeyboardInterrupt | None:
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 def raise_capture_error(error: Exception, failure: RematError | None) -> NoReturn:
     """Raise what a failed trace means to the user.
 
@@ -372,10 +387,15 @@ def raise_capture_error(error: Exception, failure: RematError | None) -> NoRetur
         ``failure``, if planning itself raised it.
     CaptureError
         Otherwise: what could not be traced, where in the user's code, what to do.
+    KeyboardInterrupt
+        If the tracer failed as it was interrupted.
     """
     if failure is not None:
         # The frames of the tracer in between tell a user nothing.
         raise failure.with_traceback(None) from None
+    interrupt = _interrupt_behind(error)
+    if interrupt is not None:
+        raise interrupt.with_traceback(None) from None
     inner = messages.wrapped_error(error)
     if inner is not None or not isinstance(error, TorchDynamoException):
         inner = inner or error

@@ -89,6 +89,10 @@ class FixedSizesError(CaptureError):
     """Sizes that were to vary are one number in the trace."""
 
 
+class UnequalRangesError(CaptureError):
+    """Dimensions that are always of one size were given different ranges."""
+
+
 @dataclass(frozen=True, slots=True)
 class SizeInputs:
     """The inputs of a traced function that are sizes, and the symbols they stand for.
@@ -140,6 +144,11 @@ def size_inputs(
         What it is called with now.
     asked
         The tensors with dimensions that may vary, and their ranges.
+
+    Raises
+    ------
+    UnequalRangesError
+        If dimensions that are always of one size have different ranges.
     """
     nodes = list(module.graph.find_nodes(op="placeholder"))
     traced = tuple(example_of(node) for node in nodes)
@@ -155,8 +164,17 @@ def size_inputs(
             symbol = expression_of(size) if is_symbol(size) else None
             if symbol is not None and symbol.is_Symbol:
                 values[symbol] = real.shape[dim]
-                if dim in limits:
-                    ranges[symbol] = _within(ranges.get(symbol), limits[dim])
+                if (
+                    dim in limits
+                    and ranges.setdefault(symbol, limits[dim]) != limits[dim]
+                ):
+                    (low, high), (least, most) = ranges[symbol], limits[dim]
+                    msg = (
+                        f"dynamic lets one dimension go from {low} to {high} and another "
+                        f"from {least} to {most}, and the model needs them to be of one "
+                        "size: give both the same range"
+                    )
+                    raise UnequalRangesError(msg)
     places: dict[Any, int] = {}
     for place, value in enumerate(traced):
         if is_symbol(value) and expression_of(value).is_Symbol:
@@ -169,12 +187,6 @@ def size_inputs(
         first=tuple(values[symbol] for symbol in symbols),
         traced=traced,
     )
-
-
-def _within(known: Range | None, other: Range) -> Range:
-    if known is None:
-        return other
-    return max(known[0], other[0]), min(known[1], other[1])
 
 
 class VaryingSizes:

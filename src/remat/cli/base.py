@@ -248,10 +248,11 @@ def add_solving(parser: argparse.ArgumentParser, *, has_objective: bool = True) 
     )
     group.add_argument(
         "--regions",
-        choices=("whole", "breaks", "blocks"),
-        default="whole",
-        help="plan the model as one graph (the default), as the graphs that the "
-        "tracer splits it into, or as its repeated blocks, all under one budget",
+        choices=("auto", "whole", "breaks", "blocks"),
+        default="auto",
+        help="plan the model as one graph, as the graphs that the tracer splits it "
+        "into, or as its repeated blocks, all under one budget (default: as one graph, "
+        "deep models as their blocks)",
     )
 
 

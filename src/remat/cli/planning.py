@@ -37,7 +37,7 @@ def check_source(options: argparse.Namespace) -> None:
     if options.graph is not None and options.kernels != "eager":
         msg = "--kernels has no effect with --graph: the file holds the operators"
         raise UsageError(msg)
-    if options.graph is not None and options.regions != "whole":
+    if options.graph is not None and options.regions != "auto":
         msg = "--regions has no effect with --graph: the file holds one graph"
         raise UsageError(msg)
 

@@ -8,6 +8,7 @@ discarded right after the op.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import assert_never
 
 from remat.core.graph import TrainingGraph
@@ -15,6 +16,10 @@ from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
 
 BOUNDARY = -1
 """Marks the boundary in an order of computations."""
+
+# Steps never change, and the same ones are in schedule after schedule of a large graph.
+_compute = lru_cache(maxsize=2**16)(Compute)
+_discard = lru_cache(maxsize=2**16)(Discard)
 
 
 def store_all_order(graph: TrainingGraph) -> list[int]:
@@ -49,7 +54,7 @@ def schedule_from_order(
     still live when its op runs again keeps the fresh copy.
     """
     steps: list[Step] = [
-        Boundary() if op == BOUNDARY else Compute(op, device) for op in order
+        Boundary() if op == BOUNDARY else _compute(op, device) for op in order
     ]
     return insert_discards(graph, steps)
 
@@ -73,7 +78,7 @@ def insert_discards(graph: TrainingGraph, steps: Iterable[Step]) -> Schedule:
         made, used = _made_and_used(graph, step)
         for storage, device in made:
             if storage not in needed[device]:
-                reversed_steps.append(Discard(storage, device))
+                reversed_steps.append(_discard(storage, device))
         for storage, device in made:
             needed[device].discard(storage)
         for storage, device in used:
@@ -81,7 +86,7 @@ def insert_discards(graph: TrainingGraph, steps: Iterable[Step]) -> Schedule:
             is_kept = block.is_resident and block.home == device
             if not is_kept and storage not in needed[device]:
                 needed[device].add(storage)
-                reversed_steps.append(Discard(storage, device))
+                reversed_steps.append(_discard(storage, device))
         reversed_steps.append(step)
     return Schedule(tuple(reversed(reversed_steps)))
 

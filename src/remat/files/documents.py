@@ -9,6 +9,7 @@ are small, load fast, and differ line by line. Every way in which a file can be 
 ends in one :class:`~remat.core.errors.FileFormatError` that names file and place.
 """
 
+import errno
 import json
 import math
 import os
@@ -93,7 +94,7 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     """
     label = os.fspath(path)
     try:
-        target = Path(path).resolve()
+        target = _followed(path)
         is_special = target.exists() and not target.is_file()
         if not is_special:
             _replace(target, content)
@@ -115,9 +116,9 @@ def check_can_write(path: str | os.PathLike[str]) -> None:
     FileFormatError
         If the folder is missing or may not be written, or ``path`` is no file.
     """
-    label, target = os.fspath(path), Path(path)
+    label = os.fspath(path)
     try:
-        target = target.resolve()
+        target = _followed(path)
         if not target.parent.is_dir():
             reason = f"there is no folder {str(target.parent)!r}"
         elif target.is_dir():
@@ -133,6 +134,15 @@ def check_can_write(path: str | os.PathLike[str]) -> None:
         reason = _reason(error)
     msg = f"cannot write {label!r}: {reason}"
     raise FileFormatError(msg)
+
+
+def _followed(path: str | os.PathLike[str]) -> Path:
+    """Return where a path leads; ``OSError`` if its links lead in a circle."""
+    target = Path(path).resolve()
+    # Up to Python 3.12 it is a RuntimeError; newer ones leave the circle in the path.
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(target))
+    return target
 
 
 def _beside(target: Path) -> Path:

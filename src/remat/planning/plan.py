@@ -227,7 +227,9 @@ class Plan:
 
     def _facts(self) -> list[tuple[str, str]]:
         """Return what people want to know: labels and text, no label for more text."""
+        graphs = self.settings.get("graphs")
         facts = [
+            *([] if graphs is None else [("graphs", str(graphs))]),
             *(self._place_facts() if self.has_several_devices else self._peak_facts()),
             *self._bound_facts(),
             ("recomputed", f"{self.recomputed_op_count} of {len(self.graph.ops)} ops"),

@@ -21,10 +21,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 
 from remat.core.errors import BudgetError
 from remat.core.graph import Op, Phase, Role, Storage, TrainingGraph
-from remat.core.liveness import BOUNDARY, schedule_from_order
+from remat.core.liveness import BOUNDARY, schedule_from_order, store_all_order
 from remat.core.platform import Platform, single_device
 from remat.core.problem import Status
 from remat.core.schedule import Boundary, Compute, Schedule
@@ -109,6 +110,31 @@ class EagerBackward:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EagerWork:
+    """What code around the regions does in backward that is no node of autograd.
+
+    Parameters
+    ----------
+    name
+        For people.
+    reads
+        The blocks that it is the last to need, unless others read them later.
+    takes
+        The slots of leaves whose gradients it is the last to need.
+    made
+        Sizes in bytes of the blocks that stay, by their numbers.
+    workspace_bytes
+        Most bytes that it takes beyond these.
+    """
+
+    name: str
+    reads: Sequence[int] = ()
+    takes: Sequence[Slot] = ()
+    made: Mapping[int, int] = field(default_factory=dict[int, int])
+    workspace_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Parts:
     """The parts of a step, and in which order they run.
 
@@ -119,8 +145,8 @@ class Parts:
     between
         What operators in no graph do before each region, and after the last.
     backward
-        Regions, by their numbers, and nodes of autograd as backward goes; regions that
-        it does not come to are left out.
+        Regions, by their numbers, nodes of autograd, and what else is done, as backward
+        goes; regions that it does not come to are left out.
     held
         Per block, the last region that ends while the code around the regions holds it;
         the count of regions for what is there when the model has returned.
@@ -129,14 +155,20 @@ class Parts:
     leaves
         The slots of parameters and of other leaves, and whether autograd adds the
         gradient to one of an earlier step.
+    gathered
+        Blocks that regions are given and that count in other parts.
+    stay
+        Blocks that are made in backward and are there when the step ends.
     """
 
     regions: Sequence[Region]
     between: Mapping[int, EagerForward] = field(default_factory=dict[int, EagerForward])
-    backward: Sequence["int | EagerBackward"] = ()
+    backward: Sequence["int | EagerBackward | EagerWork"] = ()
     held: Mapping[int, int] = field(default_factory=dict[int, int])
     returned: frozenset[Slot] = frozenset()
     leaves: Mapping[Slot, bool] = field(default_factory=dict[Slot, bool])
+    gathered: frozenset[int] = frozenset()
+    stay: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +241,13 @@ class ComposedStep:
             if not layout or layout[-1] != part:
                 layout.append(part)
         return layout
+
+    @cached_property
+    def everything(self) -> tuple[Schedule, Trace]:
+        """The schedule in which nothing runs twice, and its replay without a budget."""
+        graph = self.graph
+        schedule = schedule_from_order(graph, store_all_order(graph))
+        return schedule, simulate(graph, _platform(self, None), schedule)
 
     def by_regions(self, schedule: Schedule) -> Schedule:
         """Return the schedule with the ops of each region's passes together.
@@ -293,9 +332,11 @@ class ComposedStep:
                 self.graph.storages[storage].size_bytes
                 for storage in final.intersection(self.graph.ops[step.op].writes)
             )
+        most = [0, *accumulate(peaks, max)]
+        # What the regions from each one on leave.
+        later = [*accumulate(reversed(left), initial=0)][::-1]
         return tuple(
-            max([0, *(peak - sum(left[before:]) for peak in peaks[:before])])
-            for before in range(count + 1)
+            max(0, peak - gone) for peak, gone in zip(most, later, strict=True)
         )
 
     def resized(
@@ -391,11 +432,18 @@ class _Composition:
         self.gradient_counts = Counter(
             slot
             for each in parts.backward
+            if not isinstance(each, EagerWork)
             for slot, _ in (
                 self.regions[each].gradients
                 if isinstance(each, int)
                 else each.gradients
             )
+        )
+        self.taken = frozenset(
+            slot
+            for each in parts.backward
+            if isinstance(each, EagerWork)
+            for slot in each.takes
         )
         self.tangents: list[int] = []
         self.final: dict[int, None] = {}
@@ -411,6 +459,8 @@ class _Composition:
         for each in self.parts.backward:
             if isinstance(each, int):
                 self.add_backward(each)
+            elif isinstance(each, EagerWork):
+                self.add_work(each)
             else:
                 self.add_eager_backward(each)
         graph = TrainingGraph(
@@ -461,7 +511,10 @@ class _Composition:
         region, mapped = self.regions[index], self.maps[index]
         for number, block in region.given.items():
             if block not in self.blocks:
-                self.add_storage(region.graph.storages[number], block)
+                storage = region.graph.storages[number]
+                if block in self.parts.gathered:
+                    storage = replace(storage, size_bytes=0)
+                self.add_storage(storage, block)
             mapped[number] = self.blocks[block]
         self.add_ops(index, Phase.FORWARD)
         for number, block in region.made.items():
@@ -539,6 +592,28 @@ class _Composition:
             dropped.update(self.hand_over(slot, self.storage_of(index, gradient)))
         self.drop(f"the end of backward of graph {index}", dropped)
 
+    def add_work(self, work: EagerWork) -> None:
+        """Add what is done around the regions, and after it what it needed last."""
+        reads = [self.blocks[block] for block in work.reads]
+        for slot in work.takes:
+            reads += self.gradients[slot]
+        made = tuple(
+            self.add_storage(Storage(name=work.name, size_bytes=size), block)
+            for block, size in work.made.items()
+        )
+        self.final.update(
+            (self.blocks[block], None)
+            for block in work.made
+            if block in self.parts.stay
+        )
+        self.add_between(
+            work.name,
+            Phase.BACKWARD,
+            tuple(dict.fromkeys(reads)),
+            made,
+            workspace_bytes=work.workspace_bytes,
+        )
+
     def add_eager_backward(self, eager: EagerBackward) -> None:
         got: list[int | None] = []
         for slot, size_bytes in eager.slots:
@@ -594,7 +669,9 @@ class _Composition:
         if len(found) > 1:
             dropped += [found[0], found[-1]]
         if len(found) == self.gradient_counts[slot]:
-            if self.parts.leaves[slot]:
+            if slot in self.taken:
+                found[:] = found[:1]
+            elif self.parts.leaves[slot]:
                 dropped.append(found[0])
             else:
                 self.final[found[0]] = None
@@ -648,7 +725,7 @@ def _slot_blocks(parts: Parts) -> dict[Slot, Storage]:
         for tangent, slot in region.slots.items()
     }
     for each in parts.backward:
-        if not isinstance(each, int):
+        if isinstance(each, EagerBackward):
             found |= {slot: _gradient_for(each, size) for slot, size in each.slots}
     return found
 

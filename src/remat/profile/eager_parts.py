@@ -7,7 +7,8 @@ their backward passes one node of autograd at a time, on zeros.
 import heapq
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +31,9 @@ from remat.torch_compat.attributes import (
     viewed,
 )
 
+Around = Callable[[Iterable[torch.Tensor]], AbstractContextManager[object]]
+"""A context for running something that needs these tensors."""
+
 
 @dataclass(kw_only=True)
 class BackwardOrder:
@@ -39,6 +43,8 @@ class BackwardOrder:
     ----------
     order
         Regions by their numbers, and nodes of operators in no graph.
+    nodes
+        Autograd's node of each.
     slots
         A number for each output of each node, and for each leaf.
     returned
@@ -50,6 +56,7 @@ class BackwardOrder:
     """
 
     order: list["int | EagerBackward"] = field(default_factory=list[Any])
+    nodes: list[Any] = field(default_factory=list[Any])
     slots: dict[tuple[Any, int], Slot] = field(default_factory=dict[Any, int])
     returned: frozenset[Slot] = frozenset()
     leaves: dict[Slot, bool] = field(default_factory=dict[int, bool])
@@ -67,15 +74,19 @@ class BackwardOrder:
         return self.slots[key]
 
 
-def backward_order(gathering: Gathering, outputs: Any) -> BackwardOrder:
+def backward_order(
+    gathering: Gathering, outputs: Any, around: Around = nullcontext
+) -> BackwardOrder:
     """Return how autograd goes from what the model returned, and measure eager nodes.
+
+    Each runs in the context that ``around`` returns for the tensors that it keeps.
 
     Raises
     ------
     CaptureError
         If a node cannot be run by itself.
     """
-    return _Backward(gathering, outputs).run()
+    return _Backward(gathering, outputs, around).run()
 
 
 def eager_forwards(
@@ -102,8 +113,8 @@ def eager_forwards(
             if same:
                 stayed.remove(max(same))
         for size_bytes, last in stayed:
-            block = -1 - len(gathering.sizes_bytes)
-            gathering.sizes_bytes[block] = blocks[block] = size_bytes
+            block = gathering.new_block(size_bytes)
+            blocks[block] = size_bytes
             gathering.held[block] = last
         workspace_bytes = max(0, peak_bytes - sum(blocks.values()))
         if blocks or workspace_bytes:
@@ -134,11 +145,14 @@ def _growths(
     stayed: list[list[tuple[int, int]]] = [[] for _ in peaks]
     for allocation in recording.inside:
         section = bisect_left(times, allocation.time_ns)
-        used[section] += allocation.change_bytes
-        peaks[section] = max(peaks[section], used[section])
         size_bytes, born = live.pop(allocation.address, (0, section))
         if born < section:
+            # What was there before goes when it is not held any more, or stays, as
+            # what a backward pass needs: not seen here, where there is none.
             stayed[born].append((size_bytes, (section - 1) // 2))
+        else:
+            used[section] += allocation.change_bytes
+            peaks[section] = max(peaks[section], used[section])
         if allocation.change_bytes > 0:
             live[allocation.address] = (allocation.change_bytes, section)
     for size_bytes, born in live.values():
@@ -147,8 +161,9 @@ def _growths(
 
 
 class _Backward:
-    def __init__(self, gathering: Gathering, outputs: Any) -> None:
+    def __init__(self, gathering: Gathering, outputs: Any, around: Around) -> None:
         self.gathering = gathering
+        self.around = around
         self.found = BackwardOrder()
         self.regions = {
             seen.node: index
@@ -220,6 +235,7 @@ class _Backward:
     def take(self, node: Any) -> None:
         if node in self.regions:
             self.found.order.append(self.regions[node])
+            self.found.nodes.append(node)
             for following, number in node.next_functions:
                 if following is not None:
                     self.defined.add(self.found.slot(following, number))
@@ -270,12 +286,13 @@ class _Backward:
             return results
 
         try:
-            # The first call of some kernels makes more than others do.
-            run_alone()
-            results.clear()
-            # Some keep more where they may be asked again. The engine would go on from
-            # one input to another that it depends on.
-            self.growths.measure(run_alone if node in self.dependent else run_last)
+            with self.around(saved_tensors(node)):
+                # The first call of some kernels makes more than others do.
+                run_alone()
+                results.clear()
+                # Some keep more where they may be asked again. The engine would go on
+                # from one input to another that it depends on.
+                self.growths.measure(run_alone if node in self.dependent else run_last)
         # Whatever an operator's backward, or the user's own, raises.
         except Exception as error:
             msg = (
@@ -285,6 +302,7 @@ class _Backward:
             )
             raise CaptureError(msg) from error
         gradients = self.gradients(node, given, results)
+        self.found.nodes.append(node)
         self.found.order.append(
             EagerBackward(
                 name=name,
@@ -384,7 +402,11 @@ def _roots(outputs: Any) -> list[tuple[Any, int]]:
     tensors = [loss] if is_loss(loss) else tensors_in(outputs)
     # Views that are returned are made again behind what they view.
     bases = [viewed(tensor) for tensor in tensors]
-    found = [t if b is None else b for t, b in zip(tensors, bases, strict=True)]
+    # What a region computes without gradients, such as a sum, may be a view inside.
+    found = [
+        t if b is None or b.grad_fn is None else b
+        for t, b in zip(tensors, bases, strict=True)
+    ]
     return list(
         dict.fromkeys((t.grad_fn, t.output_nr) for t in found if t.grad_fn is not None)
     )

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from remat.profile.arguments import empty_like
 from remat.torch_compat.names import default_to_fused_or_foreach, tree_leaves
+from remat.torch_compat.sharding import local_part
 
 _LONGEST_PERIOD = 100
 
@@ -169,7 +170,7 @@ class OptimizerCopier:
                     self._note(param, self._param(param))
 
     def _param(self, param: torch.Tensor) -> torch.Tensor:
-        fake = empty_like(param).requires_grad_(param.requires_grad)
+        fake = empty_like(local_part(param)).requires_grad_(param.requires_grad)
         trained = self._trained
         if param.requires_grad if trained is None else id(param) in trained:
             fake.grad = torch.empty_like(fake)
@@ -191,7 +192,7 @@ class OptimizerCopier:
         if type(value) is tuple:
             return tuple(self._list(value))
         if isinstance(value, torch.Tensor):
-            self._note(value, empty_like(value))
+            self._note(value, empty_like(local_part(value)))
             return self._copies[id(value)]
         return value
 

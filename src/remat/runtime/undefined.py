@@ -87,7 +87,7 @@ class DefinedTangents:
         step: Any = None
         places: list[tuple[int, int]] = []
         for tangent, position in enumerate(self.output_of):
-            found = None if position is None else _place_of(outputs[position])
+            found = None if position is None else place_of(outputs[position])
             if found is not None:
                 step, place = found
                 places.append((tangent, place))
@@ -133,7 +133,7 @@ class DefinedTangents:
         )
 
 
-def _place_of(output: Any) -> tuple[Any, int] | None:
+def place_of(output: Any) -> tuple[Any, int] | None:
     """Return the compiled step that made an output, and which of its outputs it is."""
     node = output.grad_fn if isinstance(output, torch.Tensor) else None
     place = 0 if node is None else output.output_nr

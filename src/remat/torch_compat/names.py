@@ -11,6 +11,7 @@ from remat.torch_compat.self_check import name_of_torch
 if TYPE_CHECKING:
     import torch
     import torch._dynamo.config
+    import torch._dynamo.guards
     import torch._functorch.config
     from torch import _neg_view
     from torch._C import DisableTorchFunction as DisableTorchFunction
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
         _get_dispatch_mode,
         _TorchDispatchModeKey,
     )
+    from torch._C._autograd import _top_saved_tensors_default_hooks
     from torch._C._functorch import (
         is_functorch_wrapped_tensor as is_functorch_wrapped_tensor,
     )
@@ -109,6 +111,7 @@ if TYPE_CHECKING:
     )
 
     dynamo_config = torch._dynamo.config
+    guards = torch._dynamo.guards
     maybe_mark_dynamic = torch._dynamo.maybe_mark_dynamic
     BoxedCodeGen = _BoxedCodeGen
     functorch_config = torch._functorch.config
@@ -118,6 +121,7 @@ if TYPE_CHECKING:
     disable_current_modes = _disable_current_modes
     is_in_dispatch_mode = is_in_any_mode_without_ignore_compile_internals
     neg_view = _neg_view
+    top_saved_tensors_hooks = _top_saved_tensors_default_hooks
     profiler_enabled = _profiler_enabled
     enable_profiler_legacy = _enable_profiler_legacy
     disable_profiler_legacy = _disable_profiler_legacy

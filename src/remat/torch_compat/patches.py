@@ -2,9 +2,11 @@
 
 What is changed belongs to the whole process. So only one thread changes it at a time,
 under the lock that ``torch.compile`` takes to trace: what other threads compile never
-sees it, and threads that run compiled steps do not look there.
+sees it, and threads that run compiled steps do not look there. The one exception,
+:func:`untimed_guards`, changes no result.
 """
 
+import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,7 +17,9 @@ from remat.torch_compat.names import (
     DispatchKey,
     FakeTensorMode,
     MemoryFormatMeta,
+    OpOverload,
     compile_lock,
+    guards,
 )
 
 Patch = Callable[[], Callable[[], None]]
@@ -41,29 +45,114 @@ def patched(*patches: Patch) -> Generator[None]:
         yield
 
 
+class _UntimedGuards:
+    """Torch's timing of guards, off as long as any thread asks for that.
+
+    Nobody knows beforehand whether a call will trace, and calls that do not must not
+    wait for a thread that does: hence no lock around them, but a count.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._timed = guards.profile_guard_manager
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._count:
+                self._timed = guards.profile_guard_manager
+                guards.profile_guard_manager = _no_time
+            self._count += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                guards.profile_guard_manager = self._timed
+
+
+def _no_time(*_guards: Any) -> float:
+    return 0.0
+
+
+_untimed = _UntimedGuards()
+
+
+@contextmanager
+def untimed_guards() -> Generator[None]:
+    """Let traces end without a timing of their guards, which takes 20 ms of each.
+
+    Torch empties the processor's caches for it, and writes the time to its log. It is
+    0 there for what any thread compiles meanwhile.
+    """
+    _untimed.begin()
+    try:
+        yield
+    finally:
+        _untimed.end()
+
+
+MOST_RESULTS = 20_000
+"""How many results on fake tensors are remembered; of one kind and shape each."""
+
+_results: dict[Any, dict[Any, Any]] = {}
+# By what else they depend on; torch's own are not among them.
+
+
 def fake_results(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Patch:
     """Return a patch that wraps what runs an operator on fake tensors.
+
+    What was found for the operators of torch is remembered for the next trace, apart
+    from what torch remembers itself: a quarter of a trace is to find it again.
 
     Parameters
     ----------
     wrap
         From torch's function of the mode, the operator, its types, arguments and
-        keywords to one in its place.
+        keywords to one in its place, whose results depend on nothing else.
     """
 
     def patch() -> Callable[[], None]:
-        dispatch = FakeTensorMode._dispatch_impl
-        # What was found for fake tensors before is remembered across traces.
-        FakeTensorMode.cache_clear()
+        dispatch, theirs = FakeTensorMode._dispatch_impl, FakeTensorMode.cache
+        ours = _results.setdefault((wrap, dispatch, _kernel_settings()), {})
         FakeTensorMode._dispatch_impl = wrap(dispatch)
+        FakeTensorMode.cache = ours
 
         def undo() -> None:
             FakeTensorMode._dispatch_impl = dispatch
-            FakeTensorMode.cache_clear()
+            FakeTensorMode.cache = theirs
+            # Others are remembered by objects that may go, and their place be reused.
+            for key in [key for key in ours if not _is_of_torch(key.key[0])]:
+                del ours[key]
+            if sum(map(len, _results.values())) > MOST_RESULTS:
+                _results.clear()
+            if len(theirs) > MOST_RESULTS:
+                FakeTensorMode.cache_clear()
 
         return undo
 
     return patch
+
+
+def _is_of_torch(operator: Any) -> bool:
+    return isinstance(operator, OpOverload) and operator.namespace == "aten"
+
+
+def _kernel_settings() -> tuple[object, ...]:
+    """Return what decides about kernels, and so about layouts, beside the arguments."""
+    backends = torch.backends
+    return (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        backends.mkldnn.enabled,
+        backends.cudnn.enabled,
+        backends.cudnn.benchmark,
+        backends.cudnn.deterministic,
+        backends.cuda.flash_sdp_enabled(),
+        backends.cuda.mem_efficient_sdp_enabled(),
+        backends.cuda.math_sdp_enabled(),
+        backends.cuda.cudnn_sdp_enabled(),
+    )
 
 
 def gradient_formats(

@@ -87,6 +87,7 @@ NAMES: dict[str, Private] = {
     "compile_lock": Private(
         "torch._dynamo.convert_frame:compile_lock", "patching in one thread at a time"
     ),
+    "guards": Private("torch._dynamo.guards", "tracing without a timing of guards"),
     # --- the joint graph of forward and backward ---
     "aot_autograd": Private(
         "torch._dynamo.backends.common:aot_autograd", "tracing both passes of a step"
@@ -217,6 +218,11 @@ NAMES: dict[str, Private] = {
     "PythonReferenceAnalysis": Private(
         "torch.utils._sympy.reference:PythonReferenceAnalysis", "sizes of other shapes"
     ),
+    # --- hooks ---
+    "top_saved_tensors_hooks": Private(
+        "torch._C._autograd:_top_saved_tensors_default_hooks",
+        "blocks inside of checkpoints",
+    ),
     # --- profiling ---
     "profiler_enabled": Private(
         "torch.autograd:_profiler_enabled", "measuring beside a profiler"
@@ -315,6 +321,10 @@ ATTRIBUTES: dict[str, Private] = {
         "torch._dynamo:symbolic_convert",
         "telling the tracer's failures from the model's",
     ),
+    "profile_guard_manager": Private(
+        "torch._dynamo.guards:profile_guard_manager",
+        "tracing without a timing of guards",
+    ),
     "_cdata": Private("torch:UntypedStorage()._cdata", "telling storages apart"),
     "_base": Private("torch:Tensor()._base", "outputs that are views"),
     "_view_func_unsafe": Private(
@@ -338,6 +348,12 @@ ATTRIBUTES: dict[str, Private] = {
     "_root": Private("torch.fx:Graph()._root", "sorting the nodes of a graph"),
     "_dispatch_impl": Private(
         f"{_FAKE}:FakeTensorMode._dispatch_impl", "tracing the layouts of real kernels"
+    ),
+    "cache": Private(
+        f"{_FAKE}:FakeTensorMode.cache", "remembering the layouts of real kernels"
+    ),
+    "key": Private(
+        _FAKE, "remembering the layouts of real kernels", text="self.key = tup"
     ),
     "cache_clear": Private(
         f"{_FAKE}:FakeTensorMode.cache_clear", "tracing the layouts of real kernels"

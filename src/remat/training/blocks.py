@@ -9,18 +9,24 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 
 from remat.core.errors import CaptureError
+from remat.torch_compat.names import top_saved_tensors_hooks
 
 Chooser = Sequence[str] | Callable[[str, nn.Module], bool]
 """Names of modules, ``*`` for any part of one, or what says for a name and a module
 whether it is a block."""
 
 _LISTED = 12
+
+_DEEP = 24
+_MOST_KINDS_SHARE = 8
+"""From how many blocks on a model is deep, and how many there are to one kind."""
 
 
 def blocks_of(model: nn.Module, chosen: Chooser | None = None) -> dict[str, nn.Module]:
@@ -44,8 +50,8 @@ def blocks_of(model: nn.Module, chosen: Chooser | None = None) -> dict[str, nn.M
     is_block = _is_repeated(model) if chosen is None else _is_chosen(model, chosen)
     for name, module in model.named_modules():
         # Names of what is inside begin with those of what it is in.
-        is_outside = not any(name.startswith(f"{outer}.") for outer in found)
-        if name and is_outside and is_block(name, module):
+        around = accumulate(name.split(".")[:-1], "{}.{}".format)
+        if name and found.keys().isdisjoint(around) and is_block(name, module):
             found[name] = module
     if not found:
         names = [name for name, _ in model.named_modules() if name][:_LISTED]
@@ -59,6 +65,20 @@ def blocks_of(model: nn.Module, chosen: Chooser | None = None) -> dict[str, nn.M
         )
         raise CaptureError(msg)
     return found
+
+
+def is_deep(model: nn.Module) -> bool:
+    """Return whether a model is a deep stack of few kinds of blocks.
+
+    Then the time to plan it block by block is about that of one block of each kind, and
+    that to plan it as one graph grows with its depth.
+    """
+    repeated = _is_repeated(model)
+    if not any(repeated(name, module) for name, module in model.named_modules()):
+        return False
+    blocks = blocks_of(model).values()
+    kinds = set(map(_shape_of, blocks))
+    return len(blocks) >= max(_DEEP, _MOST_KINDS_SHARE * len(kinds))
 
 
 def _is_repeated(model: nn.Module) -> Callable[[str, nn.Module], bool]:
@@ -112,6 +132,8 @@ class BlockCalls:
         What compiles their graphs, as ``backend`` of ``torch.compile``.
     region_count
         Returns how many regions have run.
+    is_strict
+        Whether to refuse calls of blocks that are not what they are in one graph.
 
     Attributes
     ----------
@@ -124,8 +146,11 @@ class BlockCalls:
         blocks: Mapping[str, nn.Module],
         backend: Callable[..., Any],
         region_count: Callable[[], int],
+        *,
+        is_strict: bool = False,
     ) -> None:
         self.region_count = region_count
+        self.is_strict = is_strict
         self.untraced: set[str] = set()
 
         def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -177,6 +202,13 @@ class BlockCalls:
                     block.forward = forward
 
 
+def _is_saved_by_others() -> bool:
+    """Return whether what is computed now is not simply saved for backward."""
+    is_tracing_ignored = False
+    hooks: Any = top_saved_tensors_hooks(is_tracing_ignored)
+    return not torch.is_grad_enabled() or hooks is not None
+
+
 class _BlockCall:
     """The forward of one block, compiled."""
 
@@ -186,7 +218,21 @@ class _BlockCall:
         self._run = run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block's graphs, each the next region of the step."""
+        """Run the block's graphs, each the next region of the step.
+
+        Raises
+        ------
+        CaptureError
+            If what the block saves is another's matter, and that is refused.
+        """
+        if self._calls.is_strict and _is_saved_by_others():
+            msg = (
+                f"{self._name} is called without gradients, inside of torch.utils."
+                "checkpoint or under other hooks for saved tensors, which a block with a "
+                "plan of its own is not; fit the model as it will be called, or with "
+                "regions='whole'"
+            )
+            raise CaptureError(msg)
         before = self._calls.region_count()
         outputs = self._run(*args, **kwargs)
         if self._calls.region_count() == before:

@@ -10,7 +10,7 @@ import random
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -160,7 +160,7 @@ def _of_model(model: nn.Module) -> Iterator[_Noted]:
         for kind in MODULE_STATE:
             held = getattr(module, kind)
             name = f"{kind.strip('_').replace('_', ' ')}{where}"
-            yield replace(_of_dict(name, held), is_of_hooks=kind.endswith("hooks"))
+            yield _of_dict(name, held, is_of_hooks=kind.endswith("hooks"))
         yield _of_attribute(module, "training", f"training mode{where}")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not is_lazy(tensor):  # It has nothing to compare, and is refused later.
@@ -246,12 +246,12 @@ def _of_writes(name: str, tensor: torch.Tensor) -> _Noted:
     return _Noted(name, lambda: write_count(tensor), write_count(tensor), None)
 
 
-def _of_dict(name: str, held: dict[Any, Any]) -> _Noted:
+def _of_dict(name: str, held: dict[Any, Any], *, is_of_hooks: bool = False) -> _Noted:
     def put_back(before: dict[Any, Any]) -> None:
         held.clear()
         held.update(before)
 
-    return _Noted(name, lambda: held, dict(held), put_back)
+    return _Noted(name, lambda: held, dict(held), put_back, is_of_hooks)
 
 
 def _of_list(name: str, held: list[Any]) -> _Noted:

@@ -28,7 +28,12 @@ from remat.capture.tracing import (
     quiet_tracer,
     raise_capture_error,
 )
-from remat.capture.varying_sizes import FixedSizesError, Sizes, VaryingSizes
+from remat.capture.varying_sizes import (
+    FixedSizesError,
+    Sizes,
+    UnequalRangesError,
+    VaryingSizes,
+)
 from remat.core.errors import CaptureError, ExecutionError, PlanWarning, RematError
 from remat.core.graph import Role
 from remat.core.platform import Platform
@@ -49,6 +54,8 @@ from remat.torch_compat.attributes import (
 )
 from remat.torch_compat.attributes import plain_model as plain_model
 from remat.torch_compat.names import dynamo_config
+from remat.training.awaited_batch import AwaitedBatch
+from remat.training.caller_state import unchanged
 from remat.training.callers import (
     gradient_buckets_bytes,
     has_forward_hooks,
@@ -57,10 +64,15 @@ from remat.training.callers import (
     transform_around,
 )
 from remat.training.optimizer_steps import FittedSteps, StepWatch
-from remat.training.request import PlanRequest, check_is_plannable, check_model
+from remat.training.request import (
+    PlanRequest,
+    Regions,
+    check_is_plannable,
+    check_model,
+)
 from remat.training.shape_ranges import ShapeRanges, checked_shapes
 from remat.training.step_backend import PlannedBackend, StoppedBeforeRunningError
-from remat.training.step_planning import Planner, gradient_bytes, optimizer_memory
+from remat.training.step_planning import Planner, optimizer_memory
 from remat.training.variants import Kind, TracedCall, VariantBackend
 
 logger = logging.getLogger("remat")
@@ -121,7 +133,7 @@ class FittedModel:
     ) -> None:
         check_model(model)
         check_is_plannable(model, request.optimizer)
-        check_is_no_wrapper(model)
+        check_is_no_wrapper(model, may_be_sharded=not self.is_whole)
         self.model = model
         before = fitted_on(model)
         # What the calls of the model ran before it was fitted.
@@ -158,11 +170,19 @@ class FittedModel:
         # With the model's own hooks or without, per memory of the optimizer.
         self._compiled: dict[tuple[bool, tuple[int, int]], Callable[..., Any]] = {}
         self.told: set[str] = set()
+        self._awaited: AwaitedBatch | None = None
+        self.first_plan: Plan | None = None
         self._has_given_plan = (
             request.given_plan is not None and request.optimizer is None
         )
         self._steps = FittedSteps(model, self._counted_state_bytes, self.tell)
+        self._call_count = 0
         self._watch = StepWatch(model, self._steps.look)
+
+    @property
+    def regions(self) -> Regions:
+        """What are graphs of their own: nothing, or which parts of the model."""
+        return "whole"
 
     def make_backend(self, *, is_only_planned: bool) -> PlannedBackend:
         """Return the backend that compiles the model's call."""
@@ -171,6 +191,7 @@ class FittedModel:
             type(self.model).__name__,
             is_only_planned=is_only_planned,
             keeps_failure=True,
+            backward_in_autocast=self.planner.request.backward_in_autocast,
         )
 
     # --- installing --------------------------------------------------------------
@@ -225,19 +246,20 @@ class FittedModel:
         adds to the gradients of a first one is planned as well. A percentage becomes a
         number of bytes here, which then holds for every step.
         """
-        check_batch(self.model, args, kwargs)
+        check_batch(self.model, args, kwargs, may_be_sharded=not self.is_whole)
         if self.ranges is not None:
             self.ranges.check(args, kwargs)
-        leaves = [*self.model.parameters(), *tensors_in((args, dict(kwargs)))]
-        existing_bytes = gradient_bytes(leaves)
+        # Inside of a wrapper there are buckets, whatever else is cleared.
+        least_bytes = gradient_buckets_bytes()
+        existing_bytes = self.planner.gradient_bytes_now((args, kwargs))
         plan = self._plan_varying(args, kwargs, existing_bytes)
         self.set_budget(plan)
         if self.ranges is not None and not self.is_traced_once:
             args, kwargs = self.ranges.largest(args, kwargs)
-        if existing_bytes:
-            self.plan_step(args, kwargs, 0)
+        if existing_bytes > least_bytes:
+            self.plan_step(args, kwargs, least_bytes)
         elif accumulate:
-            self.plan_step(args, kwargs, made_gradient_bytes(plan))
+            self.plan_step(args, kwargs, least_bytes + made_gradient_bytes(plan))
         return plan
 
     def _plan_varying(
@@ -248,6 +270,8 @@ class FittedModel:
             return self.plan_step(args, kwargs, gradient_bytes)
         try:
             return self.plan_step(args, kwargs, gradient_bytes)
+        except UnequalRangesError:
+            raise
         except CaptureError as error:
             reason = error
         self.is_traced_once = False
@@ -322,12 +346,51 @@ class FittedModel:
             raise CaptureError(msg)
         return plan
 
+    def await_batch(self, awaited: AwaitedBatch) -> None:
+        """Plan nothing until the model is called, then for what it is called with."""
+        self.planner.batches_ahead = awaited.batches_ahead
+        self._awaited = awaited
+
+    def hold(self, held: Any) -> None:
+        """Count tensors of the loop besides those that the model is called with."""
+        self.planner.held = held
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether nothing is planned yet, since no batch came."""
+        return self._awaited is not None
+
+    def _plan_for_first(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Plan for the call that is about to run, with all that is around it now.
+
+        If that fails, the next call is the first.
+        """
+        awaited, self._awaited = self._awaited, None
+        if awaited is None:
+            return
+        started_s = time.monotonic()
+        try:
+            with unchanged(self.model, awaited.optimizer):
+                plan = self.plan_now(args, kwargs, accumulate=awaited.accumulate)
+        except BaseException:
+            self._awaited = awaited
+            raise
+        self.first_plan = plan
+        logger.info(
+            "planned %s in %.1f s; peak %s of %s, %+.1f %% time",
+            self.name,
+            time.monotonic() - started_s,
+            format_bytes(plan.peak_bytes),
+            format_bytes(plan.budget_bytes or plan.peak_bytes),
+            100 * plan.overhead,
+        )
+
     # --- calling -----------------------------------------------------------------
 
     @torch.compiler.disable(reason=_OPAQUE)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model: its forward pass runs by its plan, planned if it is new."""
-        self._steps.was_called = True
+        self._note_call()
         if not self.is_planned(args, kwargs):
             call = self.previous_call or plain_call(self.model)
             return call(*args, **kwargs)
@@ -349,7 +412,7 @@ class FittedModel:
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the model's forward by its plan, without the model's own hooks."""
-        self._steps.was_called = True
+        self._note_call()
         if not self.is_planned(args, kwargs):
             return self.plain_forward(*args, **kwargs)
         return self.run(args, kwargs, runs_hooks=False)
@@ -388,11 +451,11 @@ class FittedModel:
         runs_hooks: bool = True,
     ) -> Any:
         """Run the forward pass by its plan; trace and plan it first if it is new."""
+        self._plan_for_first(args, kwargs)
         check_backward_hooks(self.model)
         planner = self.planner
         is_training = not self.backend.stop_before_running
         if is_training:
-            self._tell_of_buckets()
             self._renew_if_changed()
         runs_hooks = runs_hooks and has_forward_hooks(self.model)
         # A described loss has the model's call traced again for what it returns.
@@ -414,7 +477,7 @@ class FittedModel:
         except TRACE_ERRORS as error:
             if self.backend.failure is None:
                 self._check_nesting()
-                check_batch(self.model, args, kwargs)
+                check_batch(self.model, args, kwargs, may_be_sharded=not self.is_whole)
             raise_capture_error(error, self.backend.failure)
         finally:
             planner.batch = self.backend.asked = planner.varying_inputs = ()
@@ -506,11 +569,16 @@ class FittedModel:
         finally:
             self.model.forward = installed
 
+    def _note_call(self) -> None:
+        self._steps.was_called = True
+        self._call_count += 1
+
     def _call_replaced(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a model whose forward somebody replaced since it was fitted."""
-        before = self.planned_forward.call_count
+        before = self._call_count
         outputs = plain_call(self.model)(*args, **kwargs)
-        if self.planned_forward.call_count == before:
+        # The new forward may call the old one, or put it back and call the model.
+        if self._call_count == before:
             self.tell(
                 f"the forward of {self.name} was replaced after remat.fit, and the new "
                 "one does not call the old one: the plan is not used, and the budget "
@@ -530,18 +598,6 @@ class FittedModel:
         if message not in self.told:
             self.told.add(message)
             warnings.warn(message, PlanWarning, stacklevel=2)
-
-    def _tell_of_buckets(self) -> None:
-        size_bytes = gradient_buckets_bytes()
-        if size_bytes:
-            self.tell(
-                f"{self.name} runs inside DistributedDataParallel, whose gradient "
-                f"buckets take {format_bytes(size_bytes)} ({size_bytes} bytes) that no "
-                "plan counts: the budget can be exceeded by as much. Fit with a budget "
-                "that is smaller by these bytes; or wrap with "
-                "gradient_as_bucket_view=True and keep the gradients, with "
-                "zero_grad(set_to_none=False): from the second step on plans count them"
-            )
 
     def _announce(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seconds: float
@@ -569,7 +625,6 @@ class PlannedForward:
 
     def __init__(self, fitted: FittedModel) -> None:
         self.fitted = fitted
-        self.call_count = 0
         # Libraries read names and code of a forward to learn its arguments.
         functools.update_wrapper(
             self,
@@ -580,7 +635,6 @@ class PlannedForward:
     @torch.compiler.disable(reason=_OPAQUE)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass by its plan."""
-        self.call_count += 1
         return self.fitted.forward(args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,13 +15,20 @@ from remat.capture.first_call import prepare
 from remat.capture.gathering import MARK, Gathering
 from remat.capture.surroundings import plain_tensors, tensors_in
 from remat.capture.tracing import TRACE_ERRORS, example_error, traced_entry
-from remat.core.errors import RematError
+from remat.core.errors import BudgetError, RematError
 from remat.planning.plan import Plan
 from remat.profile.allocations import AllocationRecorder, Recording
+from remat.profile.gathered_parameters import check_groups
 from remat.torch_compat.attributes import MODULE_STATE, own_buffers, trace_again
 from remat.torch_compat.names import profiler_enabled, tree_flatten
 from remat.torch_compat.patches import alone
-from remat.training.blocks import BlockCalls, blocks_of
+from remat.torch_compat.sharding import (
+    gathered_groups,
+    gathering_alone,
+    local_part,
+    sharded_parts,
+)
+from remat.training.blocks import BlockCalls, blocks_of, is_deep
 from remat.training.caller_state import host_random_state, set_host_random_state
 from remat.training.fitted_model import FittedModel, logger
 from remat.training.region_backend import RegionBackend
@@ -41,6 +48,12 @@ def fitted_for(
 ) -> FittedModel:
     """Return what runs a model as one graph, or as several, as was asked for."""
     kind = FittedModel if request.regions == "whole" else FittedRegions
+    parts = sharded_parts(model)
+    if request.regions == "auto" and request.may_be_split and parts:
+        kind, request = FittedRegions, replace(request, regions=parts)
+    if request.regions == "auto":
+        is_split = request.may_be_split and is_deep(model)
+        kind = FittedDeepModel if is_split else FittedModel
     return kind(model, request, is_only_planned=is_only_planned)
 
 
@@ -69,6 +82,11 @@ class FittedRegions(FittedModel):
         self._stale: set[Any] = set()
 
     @property
+    def regions(self) -> Regions:
+        """What are graphs of their own."""
+        return self.planner.request.regions
+
+    @property
     def steps(self) -> tuple[PlannedStep, ...]:
         """The kinds of step that are planned, each with how its regions run."""
         return tuple(self._steps_by_kind.values())
@@ -84,12 +102,16 @@ class FittedRegions(FittedModel):
             found = planner()
             return 0 if found is None else found.region_count
 
-        return BlockCalls(blocks, self.backend, region_count)
+        is_strict = regions == "auto"
+        return BlockCalls(blocks, self.backend, region_count, is_strict=is_strict)
 
     def make_backend(self, *, is_only_planned: bool) -> RegionBackend:
         """Return the backend that compiles the model's graphs."""
         return RegionBackend(
-            self.planner, type(self.model).__name__, is_only_planned=is_only_planned
+            self.planner,
+            type(self.model).__name__,
+            is_only_planned=is_only_planned,
+            backward_in_autocast=self.planner.request.backward_in_autocast,
         )
 
     def plan_step(
@@ -101,12 +123,15 @@ class FittedRegions(FittedModel):
         forward changes is put back.
         """
         planner = self.planner
+        planner.groups = gathered_groups(self.model)
+        check_groups(planner.groups)
         planner.gradient_bytes = gradient_bytes
         with self.planning(gradient_bytes):
             try:
                 gathering, outputs = self._gathered(args, kwargs)
-                recording = self._recorded(args, kwargs)
+                recording = self._recorded(args, kwargs, gathering)
                 planner.gathering, planner.batch = gathering, (args, kwargs)
+                planner.backward_autocast = self.backend.backward_autocast_now()
                 self._tell_of_blocks(gathering)
                 step = planner.plan_seen(outputs, recording)
             finally:
@@ -180,6 +205,7 @@ class FittedRegions(FittedModel):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         around: AbstractContextManager[None],
+        before: Gathering | None = None,
     ) -> tuple[Gathering, Any, bool]:
         with kept(self.model) as found:
             resident = [
@@ -188,9 +214,19 @@ class FittedRegions(FittedModel):
                 *plain_tensors(self.model),
                 *tensors_in((args, dict(kwargs))),
             ]
-            gathering = self.planner.gathering = Gathering(resident)
+            planner = self.planner
+            gathering = planner.gathering = Gathering(
+                resident,
+                before=before,
+                # A step needs as many for gradients, whatever its plan.
+                keeps_bytes=sum(
+                    local_part(p).nbytes
+                    for p in self.model.parameters()
+                    if p.requires_grad
+                ),
+            )
             try:
-                with around:
+                with gathering_alone(planner.groups) as planner.gathered, around:
                     outputs = self.run(args, kwargs)
             # The model's own code runs, which may raise anything.
             except BaseException as error:
@@ -214,11 +250,16 @@ class FittedRegions(FittedModel):
         self._stale.clear()
         self._blocks = self._block_calls(self.planner.request.regions)
 
-    def _recorded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recording:
-        """Run the same once more and return what was allocated between the regions."""
+    def _recorded(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: Gathering
+    ) -> Recording:
+        """Run the same once more and return what was allocated between the regions.
+
+        What regions return is known from before, and they run again only where not.
+        """
         recorder = AllocationRecorder(self.planner.device_type, mark_prefix=MARK)
         with recorder:
-            self._gathered_once(args, kwargs, recorder.region())
+            self._gathered_once(args, kwargs, recorder.region(), before)
         return recorder.recording
 
     def before_call(
@@ -228,8 +269,9 @@ class FittedRegions(FittedModel):
         planner = self.planner
         gradient_bytes = planner.gradient_bytes_now(tree_flatten((args, kwargs))[0])
         kind = (
-            *_kind_of(self.model, args, kwargs),
+            *self.kind_of(args, kwargs),
             runs_hooks,
+            self.backend.backward_autocast,
             gradient_bytes,
             planner.optimizer_memory,
         )
@@ -242,6 +284,15 @@ class FittedRegions(FittedModel):
         if is_new and not (profiler_enabled() and known):
             self._stale.discard(kind)
             self.plan_step(args, kwargs, gradient_bytes)
+        self.begin_call(gradient_bytes)
+
+    def kind_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return what is equal for calls that run by one plan."""
+        return _kind_of(self.model, args, kwargs)
+
+    def begin_call(self, gradient_bytes: int) -> None:
+        """Let the call that is about to run, of the kind seen last, run by its plan."""
+        planner, known, kind = self.planner, self._steps_by_kind, self._kind
         if kind in known:
             planner.begin_step(known[kind])
         else:
@@ -268,6 +319,135 @@ class FittedRegions(FittedModel):
                 self.name,
                 position,
             )
+
+
+class _OneGraphError(Exception):
+    """The call that is about to run was planned as one graph."""
+
+    def __init__(self, whole: FittedModel) -> None:
+        super().__init__()
+        self.whole = whole
+
+
+class FittedDeepModel(FittedRegions):
+    """A model that is planned block by block as long as all its steps can be.
+
+    Nobody asked for blocks, so a step that they cannot keep the budget with, or cannot
+    be made regions of, is planned as one graph; so are then all that come later.
+
+    Parameters
+    ----------
+    model, request, is_only_planned
+        As for :class:`~remat.training.fitted_model.FittedModel`.
+    """
+
+    def __init__(
+        self, model: nn.Module, request: PlanRequest, *, is_only_planned: bool = False
+    ) -> None:
+        super().__init__(model, request, is_only_planned=is_only_planned)
+        self._is_only_planned = is_only_planned
+        self._whole: FittedModel | None = None
+
+    @property
+    def regions(self) -> Regions:
+        """What are graphs of their own by now."""
+        return "blocks" if self._whole is None else "whole"
+
+    def plan_step(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], gradient_bytes: int
+    ) -> Plan:
+        """Plan a step block by block, or as one graph if that cannot be.
+
+        Raises
+        ------
+        RematError
+            If neither can be: for want of memory, the error that names the smaller of
+            the two budgets.
+        """
+        if self._whole is not None:
+            return self._whole.plan_step(args, kwargs, gradient_bytes)
+        try:
+            return super().plan_step(args, kwargs, gradient_bytes)
+        except RematError as error:
+            reason = error
+        logger.warning(
+            "%s is planned as one graph, which takes longer, since block by block: %s",
+            self.name,
+            reason,
+        )
+        optimizer = None if self._optimizer is None else self._optimizer()
+        whole = FittedModel(
+            self.model,
+            replace(self.planner.request, regions="whole", optimizer=optimizer),
+            is_only_planned=self._is_only_planned,
+        )
+        try:
+            plan = whole.plan_step(args, kwargs, gradient_bytes)
+        except RematError as error:
+            raise _that_helps_more(reason, error) from None
+        self._whole = whole
+        return plan
+
+    def latest_plan(self) -> Plan:
+        """Return the plan that was made last.
+
+        Raises
+        ------
+        CaptureError
+            If the last call has none, since it does not train.
+        """
+        made_by_now = super() if self._whole is None else self._whole
+        return made_by_now.latest_plan()
+
+    def set_budget(self, plan: Plan) -> None:
+        """Plan whatever comes next anew, within the bytes of ``plan``."""
+        super().set_budget(plan)
+        if self._whole is not None:
+            self._whole.set_budget(plan)
+
+    def kind_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return what is equal for calls that run by one plan.
+
+        Switches of modules are part of it, such as one that turns checkpoints on.
+        """
+        switches = tuple(
+            (index, name, value)
+            for index, module in enumerate(self.model.modules())
+            for name, value in vars(module).items()
+            if type(value) is bool
+        )
+        return (*super().kind_of(args, kwargs), switches)
+
+    def begin_call(self, gradient_bytes: int) -> None:
+        """Let the call that is about to run, of the kind seen last, run by its plan."""
+        if self._whole is not None:
+            raise _OneGraphError(self._whole)
+        super().begin_call(gradient_bytes)
+
+    def run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        runs_hooks: bool = True,
+    ) -> Any:
+        """Run the forward pass by its plan; trace and plan it first if it is new."""
+        whole = self._whole
+        if whole is None:
+            try:
+                return super().run(args, kwargs, runs_hooks=runs_hooks)
+            except _OneGraphError as planned:
+                whole = planned.whole
+        return whole.run(args, kwargs, runs_hooks=runs_hooks)
+
+
+def _that_helps_more(by_blocks: RematError, as_one: RematError) -> RematError:
+    """Return the error that says more of what would work."""
+    if not isinstance(by_blocks, BudgetError):
+        return as_one
+    if not isinstance(as_one, BudgetError):
+        return by_blocks
+    return min(by_blocks, as_one, key=lambda error: error.required_bytes)
 
 
 def _kind_of(

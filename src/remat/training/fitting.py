@@ -12,8 +12,9 @@ from remat.core.errors import CaptureError
 from remat.planning.plan import Plan
 from remat.planning.several_devices import Budget
 from remat.torch_compat.names import unset_fake_temporarily
+from remat.training.awaited_batch import AwaitedBatch
 from remat.training.caller_state import unchanged
-from remat.training.fitted_model import fitted_on, plain_model
+from remat.training.fitted_model import FittedModel, fitted_on, plain_model
 from remat.training.fitted_regions import fitted_for
 from remat.training.request import (
     PlanOptions,
@@ -97,17 +98,22 @@ def fit(
         without rematerialisation, and differ from eager in the last digits. It needs a
         compiler, and compiling takes about a second for each distinct kernel.
     regions
-        ``"whole"`` takes the model as one graph, and refuses one that ``torch.compile``
-        would split. ``"breaks"`` lets the tracer split it, at a ``print``, ``.item()``
-        or a branch on values, and plans all graphs together under the one budget. Two
-        forward passes are run for planning, with real values; what they change of the
-        model is put back. Operators in no graph are measured. Graphs that the example
-        did not lead to keep nothing, and are computed again as a whole. ``"blocks"``
-        makes a region of each repeated block and leaves what is outside of them as it
-        is; equal blocks are traced, measured and solved once, so that a deep model is
-        planned in about the time of a shallow one. So do a list of modules' names, in
-        which ``*`` stands for any part, and a function of a name and a module that says
-        whether it is a block. For one device and eager kernels.
+        ``"auto"`` plans a deep model, one of 24 or more blocks of few kinds, as
+        ``"blocks"``, as it does one that ``fully_shard`` divides among processes, and
+        any other as ``"whole"``. A step in which its blocks cannot
+        keep the budget, or cannot be regions, is planned as one graph, as are those
+        that come later; the log ``remat`` says so. ``"whole"`` takes the model as one
+        graph, and refuses one that ``torch.compile`` would split. ``"breaks"`` lets the
+        tracer split it, at a ``print``, ``.item()`` or a branch on values, and plans
+        all graphs together under the one budget. Two forward passes are run for
+        planning, with real values; what they change of the model is put back. Operators
+        in no graph are measured. Graphs that the example did not lead to keep nothing,
+        and are computed again as a whole. ``"blocks"`` makes a region of each repeated
+        block and leaves what is outside of them as it is; equal blocks are traced,
+        measured and solved once, so that a deep model is planned in about the time of a
+        shallow one. So do a list of modules' names, in which ``*`` stands for any part,
+        and a function of a name and a module that says whether it is a block. For one
+        device and eager kernels.
     dynamic
         Which dimensions of the batch vary, and from which size to which, such as
         ``{"input_ids": {1: (2, 512)}}``: arguments of ``forward`` by name or position,
@@ -119,6 +125,11 @@ def fit(
         model fixes a size, the log ``remat`` says so once: the largest step is planned,
         and each other shape is traced by itself, and runs the same schedule if it is
         the same step. For one graph, one device, eager kernels, no ``loss``.
+    backward_in_autocast
+        Whether ``backward()`` is called inside of the autocast context of the forward
+        pass, as Lightning's manual optimization does; torch advises against it. Some
+        operators compute other gradients there. Where a loop turns out to do the other,
+        and it matters, a warning says so once, and later steps are planned for it.
     progress
         Called with what is being done and the share of it that is done.
     plan
@@ -178,6 +189,44 @@ def fit(
     return result
 
 
+@shows_options(after="plan")
+def fit_at_first_batch(
+    model: nn.Module,
+    *,
+    budget: Budget | None = None,
+    plan: Plan | None = None,
+    accumulate: bool = False,
+    batches_ahead: int = 0,
+    **options: Unpack[PlanOptions],
+) -> FittedModel:
+    """Let a model be fitted by its first call that trains, for what it is called with.
+
+    For whoever starts a training loop and does not see its batches. All that is around
+    that call counts: autocast, gradients, the wrapper ``DistributedDataParallel`` with
+    its buckets. Errors of planning come from the call, before it runs.
+
+    Parameters
+    ----------
+    model, budget, plan, accumulate
+        As for :func:`fit`, like the other options, and what is raised.
+    batches_ahead
+        How many batches the loop holds besides the one that it trains on.
+
+    Returns
+    -------
+    FittedModel
+        What is installed on the model.
+    """
+    request = requested("fit_at_first_batch", options, budget=budget, plan=plan)
+    _check_accumulate(accumulate)
+    check_model(model)
+    check_tracer()
+    fitted = fitted_for(plain_model(model), request)
+    fitted.await_batch(AwaitedBatch(request.optimizer, accumulate, batches_ahead))
+    fitted.install()
+    return fitted
+
+
 @shows_options(after="budget")
 def plan(
     model: nn.Module,
@@ -204,6 +253,8 @@ def plan(
         model, example, kwargs, optimizer = with_stand_ins(
             inside, positional(args), kwargs, request.optimizer
         )
+        if model is not inside and request.regions == "auto":
+            request = replace(request, regions="whole")
         if model is not inside and request.regions != "whole":
             msg = (
                 f"regions={request.regions!r} needs a forward pass to see the graphs, and "
@@ -267,7 +318,7 @@ def backend(
         )
         raise ValueError(msg)
     regions = options.get("regions", "whole")
-    if regions != "whole":
+    if regions not in ("auto", "whole"):
         msg = (
             f"regions is {regions!r}, but torch.compile hands each graph to "
             "its backend alone; use remat.fit(model, ..., regions=...)"
@@ -286,7 +337,9 @@ def backend(
     # The compiler never forgets a backend: it must not keep the optimizer alive.
     planner = CompilerPlanner(model, replace(request, optimizer=None), memory)
     name = "compiled step" if model is None else type(model).__name__
-    return VariantBackend(planner, name)
+    return VariantBackend(
+        planner, name, backward_in_autocast=request.backward_in_autocast
+    )
 
 
 def _check_accumulate(accumulate: object) -> None:

@@ -47,9 +47,19 @@ class RegionBackend(PlannedBackend):
     _now: "_Compiling"
 
     def __init__(
-        self, planner: RegionPlanner, name: str, *, is_only_planned: bool = False
+        self,
+        planner: RegionPlanner,
+        name: str,
+        *,
+        is_only_planned: bool = False,
+        backward_in_autocast: bool = False,
     ) -> None:
-        super().__init__(self._schedule, name, is_only_planned=is_only_planned)
+        super().__init__(
+            self._schedule,
+            name,
+            is_only_planned=is_only_planned,
+            backward_in_autocast=backward_in_autocast,
+        )
         self._planner = weakref.ref(planner)
 
     @property
@@ -71,26 +81,32 @@ class RegionBackend(PlannedBackend):
     ) -> Callable[..., Any]:
         """Compile one graph, to run in the order that keeps nothing; others later."""
         specs = self.describe_inputs(module, example_inputs)
-        code = RegionCode(tuple(sources_of(module)))
-        variants: dict[int, Callable[..., Any]] = {}
+        sources = tuple(sources_of(module))
+        # Under each autocast of backward passes it is another graph.
+        codes: dict[Any, RegionCode] = {}
+        variants: dict[tuple[RegionCode, int], Callable[..., Any]] = {}
+
+        def code_now() -> RegionCode:
+            return codes.setdefault(self.backward_autocast, RegionCode(sources))
 
         def variant(choice: RegionChoice, inputs: Sequence[Any]) -> Callable[..., Any]:
-            if choice.number not in variants:
+            key = choice.code, choice.number
+            if key not in variants:
                 self._now = _Compiling(choice=choice, inputs=specs)
                 with preserve_rng_state():
                     compiled = self.compile(module, inputs, specs)
-                variants[choice.number] = compiled
-            return variants[choice.number]
+                variants[key] = compiled
+            return variants[key]
 
         def run(*inputs: Any) -> Any:
-            outputs = variant(self.planner.choice_for(code), inputs)(*inputs)
+            outputs = variant(self.planner.choice_for(code_now()), inputs)(*inputs)
             if self.planner.gathering is not None:
                 self.planner.gathering.note_node(outputs)
             return outputs
 
-        variant(RegionChoice(code=code, number=FRUGAL), example_inputs)
+        variant(RegionChoice(code=code_now(), number=FRUGAL), example_inputs)
         if self.planner.running is not None:
-            self.planner.note_repetition(self.planner.programs[code])
+            self.planner.note_repetition(self.planner.programs[code_now()])
         return torch.compiler.disable(run)
 
     def given_inputs(
@@ -162,6 +178,10 @@ class RegionBackend(PlannedBackend):
             if gathering is None:
                 return forward(arguments)
             gathering.begin(code, program, arguments)
-            return gathering.end(forward(arguments))
+            values = gathering.known_values()
+            if values is None:
+                values = forward(arguments)
+            arguments.clear()
+            return gathering.end(values)
 
         return boxed(run)

@@ -4,12 +4,13 @@ import hashlib
 import time
 import weakref
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from remat.capture.autocast import autocast_now
+from remat.capture.autocast import Autocast, autocast_again, autocast_now
 from remat.capture.gathering import Gathering, RegionCode, SeenRegion
 from remat.capture.joint_program import JointProgram
 from remat.capture.outputs import FakeOutputs, fakes_like
@@ -20,7 +21,7 @@ from remat.core.graph import Role, TrainingGraph
 from remat.core.liveness import BOUNDARY
 from remat.core.problem import Objective
 from remat.core.simulator import simulate
-from remat.core.units import format_bytes
+from remat.core.units import format_bytes, is_percentage, parse_budget
 from remat.planning.one_device import one_budget, plan_graph
 from remat.planning.plan import Plan
 from remat.planning.region_program import Fronts, RegionProgram
@@ -37,12 +38,20 @@ from remat.planning.several_devices import Budget
 from remat.profile.allocations import Recording
 from remat.profile.costing import with_costs
 from remat.profile.eager_parts import BackwardOrder, backward_order, eager_forwards
+from remat.profile.gathered_parameters import GatheredBackward, held_for, leave_out
 from remat.profile.known import KnownCosts
 from remat.profile.optimizer_memory import LossMemory, assumed_loss_bytes
 from remat.torch_compat.metadata import outputs_of_tangents
 from remat.torch_compat.names import FakeTensorMode, tree_map
+from remat.torch_compat.sharding import Gathered, GatheredGroup, gathering_alone
 from remat.training.request import PlanRequest
 from remat.training.step_planning import Planner, accept_plan, outside_of_tracing
+
+_HOW = {
+    "auto": ": its blocks, as the model is deep",
+    "blocks": ": its blocks",
+    "breaks": ": what the tracer splits it into",
+}
 
 FRUGAL = 0
 """Number of the order that keeps nothing, in which graphs run that have no plan."""
@@ -136,6 +145,11 @@ class RegionPlanner(Planner):
         self._graphs: dict[str, TrainingGraph] = {}
         self._fronts: Fronts = {}
         self._outputs: Any = None
+        # Parameters in pieces, and how the forward pass gathered them.
+        self.groups: list[GatheredGroup] = []
+        self.gathered = Gathered()
+        # What the backward pass of the step that is planned is called under.
+        self.backward_autocast: tuple[Autocast, ...] = ()
 
     # --- planning ----------------------------------------------------------------
 
@@ -213,8 +227,15 @@ class RegionPlanner(Planner):
         return program
 
     def _parts(self, gathering: Gathering, recording: Recording) -> Parts:
-        with torch.enable_grad():
-            backward = backward_order(gathering, self._outputs)
+        with (
+            torch.enable_grad(),
+            autocast_again(self.backward_autocast),
+            gathering_alone(self.groups),
+        ):
+            gathered = leave_out(gathering, self.groups)
+            backward = backward_order(
+                gathering, self._outputs, partial(held_for, self.groups)
+            )
         if not any(isinstance(each, int) for each in backward.order):
             msg = (
                 f"the model does not train: no tensor in the {type(self._outputs).__name__} "
@@ -228,6 +249,7 @@ class RegionPlanner(Planner):
             gathering.note_eager(tensor, count) for tensor in tensors_in(self._outputs)
         }
         between = eager_forwards(gathering, recording)
+        sharding = GatheredBackward(backward, gathering, self.gathered, between)
         # What autograd keeps as well is held no longer than that, if not returned.
         held = dict.fromkeys([*outputs, *gathering.stay], count)
         for block, last in gathering.held.items():
@@ -235,10 +257,12 @@ class RegionPlanner(Planner):
         return Parts(
             regions=[self._region(seen, backward) for seen in gathering.seen],
             between=between,
-            backward=backward.order,
+            backward=sharding.parts(),
             held=held,
             returned=backward.returned,
             leaves=backward.leaves,
+            gathered=gathered,
+            stay=frozenset(sharding.stay),
         )
 
     def _region(self, seen: SeenRegion, backward: BackwardOrder) -> Region:
@@ -309,11 +333,18 @@ class RegionPlanner(Planner):
                 seed=request.seed,
                 progress=request.progress,
                 has_assumed_loss=request.loss is None and program.loss is None,
-                settings={"torch": torch.__version__, "costs": request.costs},
+                settings={
+                    "torch": torch.__version__,
+                    "costs": request.costs,
+                    "graphs": own.description(_HOW.get(str(request.regions), "")),
+                },
                 leading=leading,
             )
 
         budget = one_budget(request.budget, request.platform)
+        if is_percentage(budget):
+            _, trace = self._composed.everything
+            budget = parse_budget(budget, whole_bytes=trace.peak_bytes[0])
         return plan_regions(self._composed, solve, budget)
 
     def example_outputs(self, model: nn.Module) -> FakeOutputs:  # noqa: ARG002

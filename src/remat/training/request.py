@@ -35,7 +35,7 @@ from remat.training.shape_ranges import DynamicShapes, checked_shapes
 
 Loss = Callable[[Any], torch.Tensor]
 
-Regions = Literal["whole", "breaks", "blocks"] | Chooser
+Regions = Literal["auto", "whole", "breaks", "blocks"] | Chooser
 """Whether a model must be one graph, or may be split by graph breaks, and whether its
 blocks are graphs of their own, or modules of these names."""
 
@@ -60,6 +60,7 @@ class PlanOptions(TypedDict, total=False):
     kernels: Kernels
     regions: Regions
     dynamic: DynamicShapes | None
+    backward_in_autocast: bool
     progress: ProgressCallback | None
 
 
@@ -82,8 +83,9 @@ class PlanRequest:
     seed: int = 0
     costs: Costs = "measured"
     kernels: Kernels = "eager"
-    regions: Regions = "whole"
+    regions: Regions = "auto"
     dynamic: DynamicShapes | None = None
+    backward_in_autocast: bool = False
     progress: ProgressCallback = ignore_progress
     given_plan: Plan | None = None
 
@@ -104,6 +106,7 @@ class PlanRequest:
             _check("loss", self.loss, Callable, "a function of the model's outputs")
             _check_takes_outputs(self.loss)
         _check("progress", self.progress, Callable, "a function of (activity, share)")
+        _check("backward_in_autocast", self.backward_in_autocast, bool, "True or False")
         _check("seed", self.seed, SupportsIndex, "an integer")
         Limits(seed=self.seed)
         check_time_limit(self.time_limit)
@@ -132,6 +135,15 @@ class PlanRequest:
             return len(self.platform.devices) > 1
         return isinstance(self.budget, Mapping) and len(self.budget) > 1
 
+    @property
+    def may_be_split(self) -> bool:
+        """Whether the model may be planned as several graphs, as far as is asked."""
+        return (
+            self.kernels == "eager"
+            and not self.has_several_devices
+            and self.dynamic is None
+        )
+
     def _check_regions(self) -> None:
         regions = self.regions
         if isinstance(regions, str):
@@ -143,7 +155,7 @@ class PlanRequest:
             _check("regions", regions, Sequence, _REGIONS)
             for name in regions:
                 _check("a name in regions", name, str, "the name of a module")
-        if regions == "whole":
+        if regions in ("auto", "whole"):
             return
         if self.kernels != "eager":
             msg = "several regions run eager kernels; leave kernels='fused' out"
@@ -153,7 +165,7 @@ class PlanRequest:
             raise ValueError(msg)
 
     def _check_dynamic(self) -> None:
-        if self.regions != "whole":
+        if self.regions not in ("auto", "whole"):
             msg = (
                 f"dynamic= plans a model of one graph; leave regions={self.regions!r} "
                 "out, or plan each shape by itself"
@@ -374,7 +386,7 @@ def platform_of(platform: Platform | str | PathLike[str] | None) -> Platform | N
 _OPTIMIZER = "a torch.optim.Optimizer, such as torch.optim.AdamW(model.parameters())"
 _LONGEST = 100
 _REGIONS = (
-    "'whole', 'breaks', 'blocks', a list of modules' names, or a function of a name and "
-    "a module"
+    "'auto', 'whole', 'breaks', 'blocks', a list of modules' names, or a function of a "
+    "name and a module"
 )
 _PLATFORM = "a remat.core.platform.Platform, or the path of its file"

@@ -1,14 +1,20 @@
 """One traced step: captured, planned, lowered, and handed back as code that runs."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from remat.capture.autocast import Autocast, autocast_now
+from remat.capture.autocast import (
+    Autocast,
+    autocast_again,
+    autocast_now,
+    backward_traced_under,
+)
 from remat.capture.joint_program import (
     InputSpec,
     JointProgram,
@@ -20,19 +26,24 @@ from remat.capture.rewrites import eager_tracing, rewrite
 from remat.capture.surroundings import describe_input
 from remat.capture.tracing import check_sizes
 from remat.capture.varying_sizes import Range, SizeInputs, Sizes, VaryingSizes
-from remat.core.errors import CaptureError, RematError
+from remat.core.errors import CaptureError, PlanWarning, RematError
 from remat.core.graph import Role
 from remat.core.liveness import schedule_from_order, store_all_order
 from remat.core.schedule import Schedule
 from remat.runtime.lowering import LoweredStep, lower
 from remat.runtime.undefined import DefinedTangents
 from remat.torch_compat.attributes import boxed
-from remat.torch_compat.metadata import source_of
-from remat.torch_compat.names import BoxedCodeGen, aot_autograd
+from remat.torch_compat.metadata import example_of, source_of
+from remat.torch_compat.names import BoxedCodeGen, aot_autograd, preserve_rng_state
+from remat.training.backward_autocast import BackwardAutocast
 
 
 class StoppedBeforeRunningError(Exception):
     """The traced step was about to run for the first time; nothing has run."""
+
+
+class _TracedError(Exception):
+    """The step is traced, and no more is wanted."""
 
 
 def sources_of(module: fx.GraphModule) -> list[str]:
@@ -63,9 +74,14 @@ class PlannedBackend:
         raise.
     is_only_planned
         Whether what is compiled never runs.
+    backward_in_autocast
+        Whether backward passes are called under the autocast of their forward pass.
 
     Attributes
     ----------
+    backward_autocast
+        The settings that backward passes are called under, ``None`` for those of their
+        forward pass. What was compiled for others is of no use once they change.
     failure
         The error that planning raised, kept because the tracer wraps it.
     training_step_count
@@ -81,7 +97,12 @@ class PlannedBackend:
         choose_kernels: Callable[[fx.GraphModule, int], None] = keep_kernels,
         *,
         is_only_planned: bool = False,
+        backward_in_autocast: bool = False,
     ) -> None:
+        self.backward_autocast: tuple[Autocast, ...] | None = (
+            None if backward_in_autocast else ()
+        )
+        self._has_told_of_autocast = False
         self.choose_schedule = choose_schedule
         self.choose_kernels = choose_kernels
         self.name = name
@@ -126,6 +147,14 @@ class PlannedBackend:
         loss = names.index(self.returned.loss) if self.returned.loss in names else None
         inputs = self.given_inputs(inputs, example_inputs)
 
+        traced_under = self.backward_autocast_now()
+
+        def differs(settings: tuple[Autocast, ...]) -> bool:
+            return traces[0] != self.joint_hash(module, sizes, autocast, settings)
+
+        traces: list[int] = []
+        context = BackwardAutocast(traced_under, differs, self.tell_of_autocast)
+
         def partition(
             joint: fx.GraphModule,
             _joint_inputs: Any,
@@ -133,6 +162,7 @@ class PlannedBackend:
             num_fwd_outputs: int,
             **_options: Any,
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            traces.append(hash(str(joint.graph)))
             return self.partition(
                 joint,
                 num_fwd_outputs,
@@ -148,7 +178,13 @@ class PlannedBackend:
             module: fx.GraphModule, backward_inputs: Sequence[Any]
         ) -> Callable[[list[Any]], Any]:
             backward = self.compile_backward(module, backward_inputs)
-            return boxed(lambda values: defined.drop_undefined(backward(values)))
+
+            def run(values: list[Any]) -> Any:
+                # What the trace found out is not to be done twice.
+                with autocast_again(()):
+                    return defined.drop_undefined(backward(values))
+
+            return boxed(run)
 
         defined = DefinedTangents()
         compiler = aot_autograd(
@@ -159,15 +195,72 @@ class PlannedBackend:
         )
         with ExitStack() as tracing:
             tracing.enter_context(eager_tracing())
+            tracing.enter_context(backward_traced_under(traced_under))
             # Numbers for the sizes would make it a trace of one shape.
             compiled = compiler(module, sizes.traced if sizes else example_inputs)
 
         def run(*values: Any) -> Any:
             outputs = compiled(*values)
             defined.watch(outputs)
+            context.watch(outputs)
             return outputs
 
         return torch.compiler.disable(run)
+
+    def backward_autocast_now(self) -> tuple[Autocast, ...]:
+        """Return the settings that the backward pass of a step made now is under."""
+        known = self.backward_autocast
+        return autocast_now() if known is None else known
+
+    def joint_hash(
+        self,
+        module: fx.GraphModule,
+        sizes: SizeInputs | None,
+        autocast: tuple[Autocast, ...],
+        backward_autocast: tuple[Autocast, ...],
+    ) -> int:
+        """Return a number for the joint graph of a step under these settings."""
+        traces: list[int] = []
+
+        def keep(
+            joint: fx.GraphModule, *_inputs: Any, **_options: Any
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            traces.append(hash(str(joint.graph)))
+            raise _TracedError
+
+        placeholders = module.graph.find_nodes(op="placeholder")
+        values = sizes.traced if sizes else [example_of(node) for node in placeholders]
+        compiler = aot_autograd(fw_compiler=self.compile_forward, partition_fn=keep)
+        with (
+            preserve_rng_state(),
+            torch.enable_grad(),
+            autocast_again(autocast),
+            eager_tracing(),
+            backward_traced_under(backward_autocast),
+            suppress(_TracedError),
+        ):
+            compiler(module, values)
+        return traces[0]
+
+    def tell_of_autocast(self, settings: tuple[Autocast, ...]) -> None:
+        """Compile steps from now on for backward passes under these settings."""
+        self.backward_autocast = settings
+        if self._has_told_of_autocast:
+            return
+        self._has_told_of_autocast = True
+        found, cure = (
+            ("inside of an autocast context", "backward_in_autocast=True to remat")
+            if settings
+            else ("outside of autocast", "backward_in_autocast=False to remat")
+        )
+        msg = (
+            f"backward() of {self.name} was called {found}, and its step was traced for "
+            "the other, which gives other gradients here: those of this step differ from "
+            "eager PyTorch's in the last digits of the lower precision. The next steps "
+            f"are planned anew and are exact. Give {cure}, or call backward() where the "
+            "step was traced for"
+        )
+        warnings.warn(msg, PlanWarning, stacklevel=2)
 
     def describe_inputs(
         self, module: fx.GraphModule, example_inputs: Sequence[Any]

@@ -65,6 +65,7 @@ from remat.profile.optimizer_memory import (
 )
 from remat.torch_compat.attributes import storage_identity
 from remat.torch_compat.names import tree_map, unset_fake_temporarily
+from remat.training.callers import gradient_buckets_bytes
 from remat.training.request import PlanRequest
 from remat.training.sized_plans import SizedPlan
 from remat.training.variants import Kind, TracedCall, describe_tensor
@@ -120,6 +121,9 @@ class Planner:
     gradient_bytes
         Bytes of the gradients of earlier passes that exist during the whole step that
         is planned now.
+    held, batches_ahead
+        What the caller's loop holds around the step: nested tensors, such as its batch,
+        and how many batches more.
     assumed_gradient_bytes
         What these bytes are taken to be, where a step is planned before it is called.
     plans
@@ -145,6 +149,9 @@ class Planner:
         self.gradient_bytes = 0
         self.assumed_gradient_bytes: int | None = None
         self.batch: Any = ()
+        # What the caller's loop holds besides.
+        self.held: Any = ()
+        self.batches_ahead = 0
         self.plans: dict[PlanKey, Plan] = {}
         self.latest: Plan | None = None
         self.planned_count = 0
@@ -190,11 +197,15 @@ class Planner:
         return model
 
     def gradient_bytes_now(self, inputs: Sequence[Any]) -> int:
-        """Return the bytes of the gradients that earlier passes left."""
+        """Return the bytes of the gradients that earlier passes left, and of buckets.
+
+        Buckets are those of a wrapper around the call that copies gradients.
+        """
         if self.assumed_gradient_bytes is not None:
             return self.assumed_gradient_bytes
         known = [] if self.model is None else self.model.parameters()
-        return gradient_bytes([*tensors_in(inputs), *known])
+        held_bytes = gradient_bytes([*tensors_in(inputs), *known])
+        return held_bytes + gradient_buckets_bytes()
 
     def begin(
         self,
@@ -341,8 +352,12 @@ class Planner:
         model = self.model
         if model is not None:
             words.append("training mode" if model.training else "evaluation mode")
-        if self.gradient_bytes:
-            words.append(f"onto {format_bytes(self.gradient_bytes)} of gradients")
+        bucket_bytes = gradient_buckets_bytes()
+        if self.gradient_bytes > bucket_bytes:
+            held_bytes = self.gradient_bytes - bucket_bytes
+            words.append(f"onto {format_bytes(held_bytes)} of gradients")
+        if bucket_bytes:
+            words.append(f"with {format_bytes(bucket_bytes)} of gradient buckets")
         words += [f"autocast to {kind.dtype}" for kind in autocast_now()]
         return ", ".join(words)
 
@@ -434,11 +449,17 @@ class Planner:
         loss = self.loss_memory(program)
         residents = resident_bytes(
             self.model,
-            (self.batch_for(program), captured_tensors(request.loss), loss.read),
+            (
+                self.batch_for(program),
+                captured_tensors(request.loss),
+                loss.read,
+                self.held,
+            ),
             state_bytes,
             program.device,
             counted=program.given_storages,
         )
+        residents[Role.INPUT] = residents.get(Role.INPUT, 0) + self.ahead_bytes(program)
         return Surroundings(
             resident_bytes={
                 **residents,
@@ -450,6 +471,20 @@ class Planner:
             loss_held_bytes=loss.held_bytes,
             optimizer_workspace_bytes=step_bytes,
         )
+
+    def ahead_bytes(self, program: JointProgram) -> int:
+        """Return the bytes of batches like this one that the loop has loaded ahead.
+
+        Each is taken to be as large as this one may become.
+        """
+        limits = {
+            id(tensor): at_largest(tensor, ranges)
+            for tensor, ranges in self.varying_inputs
+        }
+        held = (self.batch, self.held)
+        held = tree_map(lambda leaf: limits.get(id(leaf), leaf), held)
+        sizes = resident_bytes(None, held, 0, program.device)
+        return self.batches_ahead * sum(sizes.values())
 
     def batch_for(self, program: JointProgram) -> Any:
         """Return the batch, with what the step does not read at its largest.

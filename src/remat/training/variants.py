@@ -7,7 +7,7 @@ compiles the traced step once more for each amount of gradients that it finds.
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -18,6 +18,7 @@ from remat.capture.varying_sizes import (
     FixedSizesError,
     SizeInputs,
     Sizes,
+    UnequalRangesError,
     VaryingSizes,
     size_inputs,
     varies,
@@ -119,6 +120,8 @@ class VariantBackend(PlannedBackend):
         Name of the training graphs, for people.
     is_only_planned
         Whether what is compiled never runs.
+    backward_in_autocast
+        Whether backward passes are called under the autocast of their forward pass.
     keeps_failure
         Whether :attr:`failure` stays until whoever called the step has read it. Its
         traceback holds the batch, and the tracer never forgets a backend.
@@ -131,12 +134,14 @@ class VariantBackend(PlannedBackend):
         *,
         is_only_planned: bool = False,
         keeps_failure: bool = False,
+        backward_in_autocast: bool = False,
     ) -> None:
         super().__init__(
             planner.choose_schedule,
             name,
             planner.choose_kernels,
             is_only_planned=is_only_planned,
+            backward_in_autocast=backward_in_autocast,
         )
         self.planner = planner
         self.keeps_failure = keeps_failure
@@ -200,8 +205,12 @@ class _Variants:
         self.module = module
         self.specs = backend.describe_inputs(module, inputs)
         self.call = TracedCall(tuple(sources_of(module)), _outputs_of(module))
+        self.backward_autocast = backend.backward_autocast
         self.returned = backend.returned
-        self.sizes = size_inputs(module, inputs, backend.asked)
+        try:
+            self.sizes = size_inputs(module, inputs, backend.asked)
+        except UnequalRangesError as error:
+            backend.fail(error)
         self.check_vary(inputs)
         self.is_traced = False
         self.compiled: dict[Kind, Callable[..., Any]] = {}
@@ -231,6 +240,11 @@ class _Variants:
         """Return the variant for a call, compiled if there is none that will do."""
         planner = self.backend.planner
         # Without gradients there is no plan, and one variant does.
+        if self.backward_autocast != self.backend.backward_autocast:
+            self.backward_autocast = self.backend.backward_autocast
+            self.call = replace(self.call)
+            self.compiled.clear()
+            self.largest.clear()
         if not torch.is_grad_enabled():
             return self.compiled.get(_NO_PLAN) or self.compile(inputs, *_NO_PLAN)
         gradient_bytes = planner.gradient_bytes_now(inputs)

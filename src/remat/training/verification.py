@@ -4,12 +4,13 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Unpack
 
 import torch
 from torch import nn
 
+from remat.capture.autocast import autocast_again, autocast_now
 from remat.capture.returned import is_loss, loss_in
 from remat.capture.surroundings import captured_tensors, plain_tensors, tensors_in
 from remat.capture.tracing import check_batch, check_tracer
@@ -287,15 +288,21 @@ def verify(
     check_tracer()
     model = plain_model(model)
     example = positional(args), kwargs
-    check_batch(model, *example)
-    step = TrainingStep(model, *example, request.loss, request.optimizer)
+    check_batch(model, *example, may_be_sharded=request.regions != "whole")
+    step = TrainingStep(
+        model,
+        *example,
+        request.loss,
+        request.optimizer,
+        backward_in_autocast=request.backward_in_autocast,
+    )
     reference = PlanRequest(
         budget=_NO_LIMIT,
         solver="store-all",
         costs="estimated",
         kernels=request.kernels,
-        regions=request.regions,
         loss=request.loss,
+        backward_in_autocast=request.backward_in_autocast,
     )
     with unset_fake_temporarily(), step.restored():
         with unchanged(model, request.optimizer):
@@ -303,6 +310,7 @@ def verify(
             plan = planned.plan_now(step.args, step.kwargs)
         request.progress("comparing", 0.0)
         mine, pass_count = step.longest_outcome(planned)
+        reference = replace(reference, regions=planned.regions)
         captured = step.outcome(fitted_for(model, reference), pass_count)
         against_captured = compare(captured, mine)
         del captured
@@ -408,6 +416,8 @@ class TrainingStep:
         From the model's outputs to a scalar; :func:`default_loss` if ``None``.
     optimizer
         Steps at the end of the step, unless ``None``.
+    backward_in_autocast
+        Whether ``backward()`` is called under the autocast of the forward pass.
 
     Notes
     -----
@@ -422,11 +432,14 @@ class TrainingStep:
         kwargs: dict[str, Any],
         loss: Loss | None,
         optimizer: torch.optim.Optimizer | None,
+        *,
+        backward_in_autocast: bool = False,
     ) -> None:
         self.model = model
         self.args = args
         self.kwargs = kwargs
         self.loss = loss or default_loss
+        self.backward_in_autocast = backward_in_autocast
         self.resident: list[Any] = [
             model,
             plain_tensors(model),
@@ -506,13 +519,19 @@ class TrainingStep:
         finally:
             install_call(self.model, None)
 
+    def backward(self, outputs: Any) -> None:
+        """Run the backward pass, under the autocast that it is to be under."""
+        loss = self.loss(outputs)
+        with autocast_again(autocast_now() if self.backward_in_autocast else ()):
+            loss.backward()
+
     def outcome(self, called: Callable[..., Any] | None, passes: int = 2) -> Outcome:
         """Return all results of some backward passes from the start."""
         self.reset()
         found: Outcome = {}
         for position in range(1, passes + 1):
             outputs = self.call(called)
-            self.loss(outputs).backward()
+            self.backward(outputs)
             self.collect(found, outputs, f"pass {position}: ")
         return found
 
@@ -566,7 +585,7 @@ class TrainingStep:
         """Run one whole training step, the optimizer's included."""
         self.clear_gradients()
         outputs = self.call(called)
-        self.loss(outputs).backward()
+        self.backward(outputs)
         if self.optimizer is not None:
             with steps_of_ours():
                 self.optimizer.step()

@@ -19,7 +19,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 import remat
-from remat.core.errors import CaptureError, PlanWarning
+from remat.core.errors import BudgetError, CaptureError, PlanWarning
 from remat.profile import operators
 from remat.profile.arguments import Description
 from remat.torch_compat.attributes import default_stance
@@ -415,15 +415,33 @@ def seen_peak_bytes(model: nn.Module, call: Call, *, keeps: bool = False) -> int
 
 
 @pytest.mark.usefixtures("_process_group")
-def test_buckets_whose_views_gradients_will_be_are_named_too() -> None:
+@pytest.mark.parametrize("are_views", [True, False])
+def test_gradient_buckets_count(
+    caplog: pytest.LogCaptureFixture, *, are_views: bool
+) -> None:
     model = made()
+    expected = step(model, model)
     plan = remat.fit(model, X, budget="60%", loss=square, costs="estimated")
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=are_views)
+    for _ in range(2):
+        found = step(model, wrapped)
+        assert all(map(torch.equal, found, expected))
+    assert all("of gradient buckets" in line for line in announced(caplog))
+    assert seen_peak_bytes(model, wrapped) <= (plan.budget_bytes or 0)
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_a_budget_that_buckets_do_not_fit_is_refused_with_one_that_works() -> None:
+    model = made()
+    with pytest.raises(BudgetError) as smallest:
+        remat.plan(model, X, budget=1, loss=square, costs="estimated")
+    least = smallest.value.required_bytes
+    remat.fit(model, X, budget=least, loss=square, costs="estimated")
+    wrapped = DistributedDataParallel(model)
     bucket_bytes = sum(p.nbytes for p in model.parameters())
-    with pytest.warns(PlanWarning, match=rf"gradient buckets.*{bucket_bytes} bytes"):
+    with pytest.raises(BudgetError) as caught:
         step(model, wrapped)
-    excess_bytes = seen_peak_bytes(model, wrapped) - (plan.budget_bytes or 0)
-    assert 0 < excess_bytes <= bucket_bytes
+    assert least < caught.value.required_bytes <= least + bucket_bytes
 
 
 @pytest.mark.usefixtures("_process_group")
@@ -436,22 +454,6 @@ def test_buckets_whose_views_gradients_are_count_with_the_plan() -> None:
         warnings.simplefilter("error")
         peak_bytes = seen_peak_bytes(model, wrapped, keeps=True)
     assert peak_bytes <= (plan.budget_bytes or 0)
-
-
-@pytest.mark.usefixtures("_process_group")
-def test_gradient_buckets_are_named_with_their_bytes() -> None:
-    model, plan = fitted()
-    wrapped = DistributedDataParallel(model)
-    bucket_bytes = sum(p.nbytes for p in model.parameters())
-    with pytest.warns(PlanWarning, match=rf"gradient buckets.*{bucket_bytes} bytes"):
-        step(model, wrapped)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step(model, wrapped)
-    peak = remat.measure(
-        lambda: step(model, wrapped), warmup=1, repeats=0, resident=[model, X]
-    ).peak_bytes
-    assert peak <= (plan.budget_bytes or 0) + bucket_bytes
 
 
 # --- steps of a new kind -------------------------------------------------------------

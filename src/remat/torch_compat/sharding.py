@@ -1,0 +1,231 @@
+"""Parameters that are in pieces on several processes, and what gathers them.
+
+``torch.distributed.fsdp.fully_shard`` keeps a piece of each parameter, gathers those
+of a module around its forward and its backward pass, and hands out pieces of gradients.
+"""
+
+import sys
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a tensor: all of it, unless it is in pieces."""
+    # Imported by whoever cut it, and slow to import.
+    pieces: Any = sys.modules.get("torch.distributed.tensor")
+    if pieces is None or not isinstance(tensor, pieces.DTensor):
+        return tensor
+    piece: Any = tensor
+    return piece._local_tensor
+
+
+def sharded_parts(model: nn.Module) -> list[str]:
+    """Return the names of the parts of a model that are sharded by themselves."""
+    sharding: Any = sys.modules.get("torch.distributed.fsdp")
+    if sharding is None:
+        return []
+    return [
+        name
+        for name, module in model.named_modules()
+        if name and isinstance(module, sharding.FSDPModule)
+    ]
+
+
+def gathered_groups(model: nn.Module) -> "list[GatheredGroup]":
+    """Return the groups of parameters that are gathered together, outer ones first."""
+    sharding: Any = sys.modules.get("torch.distributed.fsdp")
+    if sharding is None:
+        return []
+    modules: list[Any] = [
+        module for module in model.modules() if isinstance(module, sharding.FSDPModule)
+    ]
+    states = [module._get_fsdp_state() for module in modules]
+    return [
+        GatheredGroup(group, state) for state in states for group in _groups_of(state)
+    ]
+
+
+def _groups_of(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+class GatheredGroup:
+    """Parameters that are gathered together around the call of a module.
+
+    Sizes are known once the module was called.
+    """
+
+    def __init__(self, group: Any, state: Any) -> None:
+        self._group = group
+        self._state = state
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether all others are of modules inside, once the model was called."""
+        return bool(self._state._is_root)
+
+    @property
+    def name(self) -> str:
+        """Name of the module, for people."""
+        return self._group._module_fqn or "the model"
+
+    @property
+    def device_type(self) -> str:
+        """Type of the device of the whole parameters."""
+        return self._group.device.type
+
+    @property
+    def unsupported(self) -> str | None:
+        """What is set that no plan counts, or ``None``."""
+        if self._group._is_hsdp:
+            return "replicas of pieces (a mesh of two dimensions)"
+        if any(parameter.offload_to_cpu for parameter in self._group.fsdp_params):
+            return "pieces that are kept on the host (CPUOffloadPolicy)"
+        return None
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the whole parameters are there now."""
+        return self._group.is_unsharded
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The whole parameters, whose storages are empty while they are in pieces."""
+        return [parameter._unsharded_param for parameter in self._group.fsdp_params]
+
+    @property
+    def sizes_bytes(self) -> list[int]:
+        """Bytes of each block that whole parameters take."""
+        return [
+            output.numel() * output.element_size()
+            for parameter in self._group.fsdp_params
+            for output in parameter.all_gather_outputs
+        ]
+
+    @property
+    def world_size(self) -> int:
+        """Among how many processes the parameters are divided."""
+        return self._group._all_gather_process_group.size()
+
+    @property
+    def cast_bytes(self) -> int:
+        """Bytes of this process's pieces in the type in which they are gathered."""
+        is_cast = any(p.param_dtype is not None for p in self._group.fsdp_params)
+        return sum(self.sizes_bytes) // self.world_size if is_cast else 0
+
+    @property
+    def reduced_bytes(self) -> tuple[int, int, int]:
+        """Bytes of gradients to be added up, of their pieces, and of a copy of these.
+
+        The copy is made where pieces are added up in another type than they stay in.
+        """
+        numel, whole_bytes, own_bytes = 0, 0, 0
+        for parameter in self._group.fsdp_params:
+            if not parameter.sharded_param.requires_grad:
+                continue
+            own = parameter.padded_sharded_param_size.numel()
+            whole_type = parameter.reduce_dtype or parameter._unsharded_param.dtype
+            numel += own
+            whole_bytes += own * self.world_size * whole_type.itemsize
+            own_bytes += own * parameter.sharded_param.dtype.itemsize
+        copied_bytes = whole_bytes // self.world_size
+        return whole_bytes, own_bytes, copied_bytes if copied_bytes != own_bytes else 0
+
+    def is_last_node(self, node: Any) -> bool:
+        """Whether a node of autograd comes last in the backward pass of its module."""
+        return getattr(node, "param_group", None) is self._group
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients of an earlier pass, to which others are added."""
+        return any(p.sharded_param.grad is not None for p in self._group.fsdp_params)
+
+    @contextmanager
+    def held(self) -> Generator[None]:
+        """Let the whole parameters be there inside."""
+        is_gathered = self.is_gathered
+        self._group.unshard()
+        self._group.wait_for_unshard()
+        try:
+            yield
+        finally:
+            if not is_gathered:
+                self._group.reshard()
+
+
+@dataclass
+class Gathered:
+    """What forward passes did that gathered parameters.
+
+    Parameters
+    ----------
+    order
+        The groups in the order in which their modules returned.
+    kept
+        Those that were gathered still when the model returned.
+    """
+
+    order: list[GatheredGroup] = field(default_factory=list[GatheredGroup])
+    kept: list[GatheredGroup] = field(default_factory=list[GatheredGroup])
+
+
+@contextmanager
+def gathering_alone(groups: Sequence[GatheredGroup]) -> Generator[Gathered]:
+    """Let a forward pass inside gather without other processes, from copies of a piece.
+
+    So a process may plan while others train. Afterwards all is as before: in pieces,
+    and no backward pass expected.
+    """
+    found = Gathered()
+    before = [each._group._all_gather_comm for each in groups]
+    for each in groups:
+        each._group._all_gather_comm = _Copies()
+    try:
+        yield found
+        if groups:
+            known = {id(each._group): each for each in groups}
+            order = groups[0]._group.comm_ctx.post_forward_order
+            found.order = [known[id(group)] for group in order]
+            found.kept = [each for each in groups if each.is_gathered]
+    finally:
+        for each, comm in zip(groups, before, strict=True):
+            each._group._all_gather_comm = comm
+        _reset(each._group for each in groups)
+
+
+def _reset(groups: Iterable[Any]) -> None:
+    for group in groups:
+        group._all_gather_result = None
+        group._training_state = type(group._training_state).IDLE
+        group._post_forward_indices.clear()
+        group.comm_ctx.post_forward_order.clear()
+        group.comm_ctx.all_gather_state = None
+        group.reshard()
+
+
+class _Copies:
+    """Gathers pieces, each taken to be like that of this process."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        async_op: bool = False,  # noqa: FBT001, FBT002
+    ) -> None:
+        del async_op
+        pieces = output_tensor.view(group.size(), -1)
+        # One of them is the input itself.
+        pieces.copy_(input_tensor.clone().expand_as(pieces))

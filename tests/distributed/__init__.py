@@ -1,0 +1,1 @@
+"""Several processes, each with its part of a step."""

@@ -1,0 +1,105 @@
+"""DistributedDataParallel around a fitted model: bitwise, within budget, and early."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import remat
+from tests.distributed.models import (
+    Language,
+    are_equal,
+    batch_of,
+    language,
+    peak_bytes,
+    trained,
+)
+from tests.distributed.processes import in_processes
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "whole": {"regions": "whole"},
+    "blocks": {"regions": "blocks"},
+    "views": {"regions": "blocks"},
+}
+
+
+def parallel(model: Language, kind: str) -> DistributedDataParallel:
+    """Wrap a model in small buckets."""
+    return DistributedDataParallel(
+        model, bucket_cap_mb=0.05, gradient_as_bucket_view=kind == "views"
+    )
+
+
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    """Return an optimizer with state."""
+    return torch.optim.AdamW(model.parameters(), 1e-3)
+
+
+def events_of(wrapped: DistributedDataParallel, ids: torch.Tensor) -> list[str]:
+    """Return when buckets are exchanged, and when backward comes to the first block."""
+    events: list[str] = []
+
+    def exchange(
+        _state: None, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        events.append("exchange")
+        work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0] / 2)
+
+    def note(_module: Any, _args: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda _gradient: events.append("first block"))
+
+    wrapped.register_comm_hook(None, exchange)
+    wrapped.module.get_submodule("blocks.0").register_forward_hook(note)
+    wrapped(ids).backward()
+    return events
+
+
+def run(rank: int) -> dict[str, dict[str, Any]]:
+    """Return what one process finds."""
+    ids = batch_of(rank)
+    found: dict[str, dict[str, Any]] = {}
+    for kind, options in OPTIONS.items():
+        plain = parallel(language(), kind)
+        optimizer = optimizer_of(plain)
+        expected = trained(plain, ids, optimizer)
+        budget = peak_bytes(plain, ids, optimizer) * 7 // 10
+        model = language()
+        optimizer = optimizer_of(model)
+        remat.fit(model, ids, budget=budget, optimizer=optimizer, **options)
+        wrapped = parallel(model, kind)
+        found[kind] = {
+            "is_equal": are_equal(trained(wrapped, ids, optimizer), expected),
+            "measured": peak_bytes(wrapped, ids, optimizer),
+            "budget": budget,
+        }
+        if kind == "blocks":
+            found[kind]["events"] = events_of(wrapped, ids)
+    return found
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, dict[str, Any]]]:
+    """What two processes found."""
+    return in_processes(run)
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_a_parallel_step_is_within_its_budget_and_bitwise(
+    results: list[dict[str, dict[str, Any]]], kind: str
+) -> None:
+    for found in (result[kind] for result in results):
+        assert found["is_equal"]
+        assert found["measured"] <= found["budget"]
+
+
+def test_gradients_of_late_blocks_are_exchanged_while_early_ones_are_computed(
+    results: list[dict[str, dict[str, Any]]],
+) -> None:
+    for result in results:
+        events = result["blocks"]["events"]
+        before = events[: events.index("first block")]
+        assert len(before) >= 2
+        assert len(before) < events.count("exchange")
