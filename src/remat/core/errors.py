@@ -117,6 +117,33 @@ class ExecutionError(RematError, RuntimeError):
     """A plan cannot be run: a value or a device is not there, or the model is gone."""
 
 
+class RaceError(RematError, RuntimeError):
+    """Two queues could meet in one block as a plan runs: a fault of ours.
+
+    Attributes
+    ----------
+    storage, device
+        What lies in the block, and where.
+    steps
+        The positions in the schedule of the two accesses that have no order.
+    """
+
+    def __init__(
+        self, message: str, *, storage: int, device: int, steps: tuple[int, int]
+    ) -> None:
+        super().__init__(message)
+        self.storage = storage
+        self.device = device
+        self.steps = steps
+
+    def __reduce__(self) -> tuple[Callable[..., "RaceError"], tuple[str]]:
+        # Without it, what multiprocessing sends back cannot be unpickled.
+        make = partial(
+            type(self), storage=self.storage, device=self.device, steps=self.steps
+        )
+        return make, (str(self),)
+
+
 class FileFormatError(RematError, ValueError):
     """A file is missing, damaged, of another kind or version, or cannot be written."""
 

@@ -10,8 +10,10 @@ at the step that is fullest: there the schedule's own way is kept, so that the p
 the predicted one and not less.
 
 With several devices a storage has a tensor on each device on which it is live, and an
-op works on those of its own device. Steps are issued in the schedule's order, one at a
-time; what works at once are the queues of CUDA devices and the copies beside them.
+op works on those of its own device. The graphs follow an issue order
+(:mod:`remat.core.issue_order`), instruction by instruction: what works at once are the
+queues of CUDA devices and the copies beside them, and before a graph is made of it, the
+order is proved to have no race.
 """
 
 from dataclasses import dataclass, field
@@ -28,19 +30,35 @@ from remat.capture.varying_sizes import (
 )
 from remat.core.device_graph import place_of
 from remat.core.errors import ExecutionError
+from remat.core.issue_order import (
+    HOST,
+    Allocate,
+    Free,
+    HandOver,
+    IssueOrder,
+    Record,
+    Run,
+    Wait,
+)
 from remat.core.platform import single_device
-from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule, Step
+from remat.core.races import check_no_race
+from remat.core.schedule import Boundary, Compute, Copy, Schedule, Step
 from remat.core.simulator import simulate
 from remat.runtime.copies import (
-    await_copy,
-    copied,
-    landed_tensor,
-    landing_event,
+    copy_bytes,
+    new_block,
+    record_event,
     release,
-    start_copy,
+    wait_event,
+)
+from remat.runtime.issuing import (
+    LEAST_BYTES_BESIDE,
+    Place,
+    dying_at_once,
+    issue_orders,
 )
 from remat.runtime.marks import mark_device
-from remat.runtime.overwriting import overwritable_argument
+from remat.runtime.overwriting import overwritable_argument, overwritten_storage
 from remat.runtime.random_state import note_state, replay
 from remat.torch_compat.metadata import is_unchecked, leave_unchecked
 
@@ -74,6 +92,8 @@ def lower(
     ------
     ExecutionError
         If the schedule uses a value that is not live, or a device that is not there.
+    RaceError
+        If two queues could meet in one block: a fault of ours.
     """
     places = torch_places(program)
     boundary = schedule.steps.index(Boundary())
@@ -81,33 +101,45 @@ def lower(
     replayed = {s for op, s in program.random_states.items() if op in repeated}
     if fullest is None:
         fullest = fullest_steps(program, schedule)
-    forward = _Pass(
-        program,
-        places,
-        schedule.steps[:boundary],
-        already_run=set(),
-        replayed=replayed,
-        fullest=fullest,
+
+    def overwritten(position: int, dying: frozenset[int]) -> int | None:
+        step = schedule.steps[position]
+        node = program.op_nodes[step.op] if isinstance(step, Compute) else None
+        if node is None or position in fullest:
+            return None
+        return overwritten_storage(program, node, dying)
+
+    def has_value(storage: int) -> bool:
+        return bool(bases_of(program, storage)) or storage in replayed
+
+    orders = issue_orders(
+        program.graph,
+        schedule,
+        [place == "cpu" for place in places],
+        overwritten=overwritten,
+        has_value=has_value,
+        least_bytes_beside=LEAST_BYTES_BESIDE,
     )
+    for order in orders:
+        check_no_race(order, program.graph, device_names(program))
+    forward = _Pass(program, places, schedule.steps, orders[0], set(), replayed)
     forward.add_inputs()
     forward.emit()
-    first_runs = {s.op for s in forward.steps if isinstance(s, Compute)}
+    first_runs = {s.op for s in schedule.steps[:boundary] if isinstance(s, Compute)}
     backward = _Pass(
         program,
         places,
-        schedule.steps[boundary + 1 :],
+        schedule.steps,
+        orders[1],
         already_run=first_runs,
         replayed=replayed,
-        fullest=frozenset(position - boundary - 1 for position in fullest),
         at_boundary=frozenset(forward.live),
     )
     backward.add_tangents()
     backward.emit()
     backward_values = [backward.resolve_output(v) for v in program.backward_values]
-    backward.end()
     saved = backward.order_saved()
     forward_values = [forward.resolve_output(v) for v in program.forward_values]
-    forward.end()
     # Autograd's wrapper takes sizes after tensors, and gives them back before these.
     saved_values = [
         *(forward.saved_value(place) for place in saved),
@@ -152,6 +184,19 @@ def torch_places(program: JointProgram) -> tuple[str, ...]:
     return tuple(places)
 
 
+def device_names(program: JointProgram) -> tuple[str, ...]:
+    """Return the plan's names of the devices, the step's own first."""
+    platform = program.platform
+    return (str(program.device),) if platform is None else platform.names
+
+
+def bases_of(program: JointProgram, storage: int) -> list[fx.Node]:
+    """Return the nodes of the joint graph whose value is the storage's own tensor."""
+    known = program.base_nodes
+    # What surrounds the step, such as the loss value, comes last and has none.
+    return known[storage] if storage < len(known) else []
+
+
 def _exists(place: str) -> bool:
     kind, _, number = place.partition(":")
     if kind == "cpu":
@@ -178,10 +223,6 @@ def _module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     return fx.GraphModule(root, graph)
 
 
-_Place = tuple[int, int]
-"""A storage and the device on which it is live."""
-
-
 @dataclass
 class _Pass:
     """Emits one of the two graphs."""
@@ -189,32 +230,34 @@ class _Pass:
     program: JointProgram
     # torch's names of the devices.
     torch_places: tuple[str, ...]
+    # The schedule's, and those of this pass in the order in which they are issued.
     steps: tuple[Step, ...]
+    order: IssueOrder
     already_run: set[int]
     # The generator states that some recomputation reads.
     replayed: set[int]
-    # Positions in `steps` at which nothing is overwritten.
-    fullest: frozenset[int]
     graph: fx.Graph = field(default_factory=fx.Graph)
     # Place -> how often it was computed in this pass; views remember the count.
-    version: dict[_Place, int] = field(default_factory=dict[_Place, int])
-    live: dict[_Place, fx.Node] = field(default_factory=dict[_Place, fx.Node])
+    version: dict[Place, int] = field(default_factory=dict[Place, int])
+    live: dict[Place, fx.Node] = field(default_factory=dict[Place, fx.Node])
     views: dict[tuple[fx.Node, int], tuple[tuple[int, ...], Any]] = field(
         default_factory=dict[tuple[fx.Node, int], tuple[tuple[int, ...], Any]]
     )
     constants: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
     tangents: list[fx.Node] = field(default_factory=list[fx.Node])
     # Backward only: what it takes from forward, keyed by place.
-    saved: dict[_Place, fx.Node] = field(default_factory=dict[_Place, fx.Node])
-    discarded: set[_Place] = field(default_factory=set[_Place])
-    # Copies that may be under way: those that fill a place, and those that read it,
-    # each as the node of its event.
-    filling: dict[_Place, fx.Node] = field(default_factory=dict[_Place, fx.Node])
-    reading: dict[_Place, list[fx.Node]] = field(
-        default_factory=dict[_Place, list[fx.Node]]
-    )
+    saved: dict[Place, fx.Node] = field(default_factory=dict[Place, fx.Node])
+    discarded: set[Place] = field(default_factory=set[Place])
+    # The block of the issue order that a place is in, and the value that an op replaces.
+    block_at: dict[Place, int] = field(default_factory=dict[Place, int])
+    replaced: dict[Place, fx.Node] = field(default_factory=dict[Place, fx.Node])
+    # Fresh blocks that a copy will fill, and events, by their numbers.
+    fresh: dict[int, fx.Node] = field(default_factory=dict[int, fx.Node])
+    events: dict[int, fx.Node] = field(default_factory=dict[int, fx.Node])
+    # The places that copies beside the host read or fill.
+    copied: set[Place] = field(default_factory=set[Place])
     # Backward only: the places that were live when forward ended.
-    at_boundary: frozenset[_Place] = frozenset()
+    at_boundary: frozenset[Place] = frozenset()
     # The device that was marked last.
     marked: int = 0
     # Numbers that follow from sizes that vary: free in both passes.
@@ -240,26 +283,40 @@ class _Pass:
             self.tangents.append(copy)
 
     def emit(self) -> None:
-        for position, step in enumerate(self.steps):
-            match step:
-                case Compute():
-                    self.mark(step.device)
-                    dying = self.dying_at_once(position, step.device)
-                    own = {s for s in dying if (s, step.device) in self.version}
-                    free = set[int]() if position in self.fullest else own
-                    self.compute(step, dying, free)
-                case Discard():
-                    place = step.storage, step.device
-                    self.await_copies(place, is_reused=True)
-                    value = self.live.pop(place, None)
-                    if value is not None and self.program.platform is not None:
-                        self.graph.call_function(release, (value,))
-                    self.discarded.add(place)
-                case Copy():
-                    self.mark(step.target)
-                    self.copy(step)
-                case Boundary():
-                    raise ExecutionError("the schedule has a second boundary")
+        """Emit the instructions of the issue order."""
+        for instruction in self.order.instructions:
+            match instruction:
+                case Allocate():
+                    self.allocate(instruction)
+                case Run():
+                    step = self.steps[instruction.step]
+                    if isinstance(step, Compute):
+                        self.mark(step.device)
+                        self.compute(instruction, step)
+                    elif isinstance(step, Copy):
+                        self.copy(instruction, step)
+                case Free():
+                    self.free(instruction)
+                case HandOver():
+                    self.hold_copied(instruction)
+                case Record():
+                    self.events[instruction.event] = self.graph.call_function(
+                        record_event, (self.key(instruction.queue),)
+                    )
+                case Wait():
+                    event = self.events[instruction.event]
+                    self.graph.call_function(
+                        wait_event, (self.key(instruction.queue), event)
+                    )
+        self.mark(0)
+
+    def key(self, queue: int) -> tuple[str, ...]:
+        """Return what the graph calls a queue."""
+        devices = self.order.queues[queue]
+        places = tuple(self.torch_places[device] for device in devices)
+        if len(devices) < 2:
+            return places
+        return (*places, *(device_names(self.program)[device] for device in devices))
 
     def mark(self, device: int) -> None:
         """Emit a note that what follows is on ``device``, where that is news."""
@@ -267,51 +324,66 @@ class _Pass:
             self.graph.call_function(mark_device, (device,))
             self.marked = device
 
-    def end(self) -> None:
-        """Come back to the first device, with no copy under way."""
-        for place in list(dict.fromkeys([*self.filling, *self.reading])):
-            self.await_copies(place, is_reused=True)
-        self.mark(0)
+    def allocate(self, instruction: Allocate) -> None:
+        """Emit the allocation of what a copy fills; operators make their own."""
+        step = self.steps[instruction.step]
+        if not isinstance(step, Copy):
+            return
+        self.mark(step.target)
+        source, target = (self.torch_places[d] for d in (step.source, step.target))
+        value = self.value((step.storage, step.source))
+        name = device_names(self.program)[step.target]
+        self.fresh[instruction.block] = self.graph.call_function(
+            new_block, (value, source, target, name)
+        )
 
-    def dying_at_once(self, position: int, device: int) -> set[int]:
-        """Return the storages discarded on ``device`` right after a step."""
-        dying: set[int] = set()
-        for step in self.steps[position + 1 :]:
-            if not isinstance(step, Discard):
-                break
-            if step.device == device:
-                dying.add(step.storage)
-        return dying
+    def free(self, instruction: Free) -> None:
+        """Emit that a block is given up, which holds it until then."""
+        block = self.order.blocks[instruction.block]
+        place = block.storage, block.device
+        if self.block_at.get(place, instruction.block) == instruction.block:
+            value = self.live.pop(place, None)
+            self.discarded.add(place)
+        else:
+            value = self.replaced.pop(place, None)
+        if value is not None and self.program.platform is not None:
+            self.graph.call_function(release, (value,))
 
-    def compute(self, step: Compute, dying: set[int], free: set[int]) -> None:
-        """Emit one run of an op.
+    def hold_copied(self, instruction: HandOver) -> None:
+        """Emit that blocks are held until here which copies beside the host touched."""
+        blocks = [self.order.blocks[block] for block in instruction.blocks]
+        places = self.copied & {(block.storage, block.device) for block in blocks}
+        # What is not there is a constant of the module.
+        values = [self.live[place] for place in sorted(places) if place in self.live]
+        if values:
+            self.graph.call_function(release, tuple(values))
 
-        ``dying`` are the storages discarded on its device right after it; ``free``
-        those among them that it may overwrite.
-        """
+    def compute(self, instruction: Run, step: Compute) -> None:
+        """Emit one run of an op."""
         op, device = step.op, step.device
+        for block in instruction.writes:
+            self.note_block(block)
         node = self.program.op_nodes[op]
         writes = self.program.graph.ops[op].writes
+        dying = dying_at_once(self.steps, instruction.step, device)
         if node is None:
             self.note_random_state(writes, device, dying)
             return
-        for storage in self.program.graph.ops[op].reads:
-            self.await_copies((storage, device), is_reused=storage in free)
         state = self.program.random_states.get(op)
         if state is not None and op in self.already_run:
             new = self.replay_random(node, self.value((state, device)), device)
         else:
-            new = self.run(node, free, device)
+            over = set(instruction.reads) & set(instruction.writes)
+            storages = {self.order.blocks[block].storage for block in over}
+            new = self.run(node, storages, device)
         self.already_run.add(op)
         for storage in writes:
             place = storage, device
-            # An output that was live before is replaced.
-            self.await_copies(place, is_reused=True)
             if storage in dying:
                 self.live.pop(place, None)
                 continue
             self.version[place] = self.version.get(place, 0) + 1
-            bases = self.bases_of(storage)
+            bases = bases_of(self.program, storage)
             if bases:  # Without one, no node of the joint graph uses this output.
                 self.live[place] = (
                     new
@@ -355,55 +427,33 @@ class _Pass:
         """The type of the step's own device."""
         return self.program.device.type
 
-    def copy(self, step: Copy) -> None:
+    def note_block(self, block: int) -> None:
+        """Note that a step fills a block; what was there before has one of its own."""
+        made = self.order.blocks[block]
+        place = made.storage, made.device
+        if self.block_at.get(place) != block and place in self.live:
+            self.replaced[place] = self.live[place]
+        self.block_at[place] = block
+
+    def copy(self, instruction: Run, step: Copy) -> None:
         """Emit a copy of a storage's bytes to another device."""
         source, target = (step.storage, step.source), (step.storage, step.target)
-        if not self.has_value(source):
-            return  # No node of the joint graph uses this output.
+        (block,) = instruction.writes
         value = self.value(source)
-        places = [self.torch_places[d] for d in (step.source, step.target)]
-        if set(places) == {"cpu"}:
-            self.await_copies(source, is_reused=False)
-            new = self.graph.call_function(copied, (value,))
-        else:
-            filling = [self.filling[source]] if source in self.filling else []
-            landing = self.graph.call_function(
-                start_copy,
-                (value, places[1], self.target_name(step.target), filling),
-            )
-            new = self.graph.call_function(landed_tensor, (landing,))
-            event = self.graph.call_function(landing_event, (landing,))
-            self.filling[target] = event
-            self.reading.setdefault(source, []).append(event)
+        if instruction.queue != HOST:
+            self.copied |= {source, target}
+        self.note_block(block)
+        new = self.graph.call_function(
+            copy_bytes, (self.key(instruction.queue), value, self.fresh.pop(block))
+        )
         new.meta = self.meta_of(step.storage, step.target)
         self.live[target] = new
         self.version[target] = self.version.get(target, 0) + 1
         self.discarded.discard(target)
 
-    def target_name(self, device: int) -> str:
-        """Return the plan's name of a device."""
-        platform = self.program.platform
-        return "" if platform is None else platform.names[device]
-
-    def await_copies(self, place: _Place, *, is_reused: bool) -> None:
-        """Let what follows on the place's device come after the copy that fills it.
-
-        Where the bytes are released or written over, it comes after the copies that
-        read them as well.
-        """
-        events: list[fx.Node] = []
-        if place in self.filling:
-            events.append(self.filling.pop(place))
-        if is_reused:
-            events += self.reading.pop(place, [])
-        for event in events:
-            self.graph.call_function(
-                await_copy, (event, self.torch_places[place[1]], self.value(place))
-            )
-
     def meta_of(self, storage: int, device: int) -> dict[str, Any]:
         """Return what is known of the tensor that a storage has on a device."""
-        bases = self.bases_of(storage)
+        bases = bases_of(self.program, storage)
         if not bases:
             return {}
         meta = dict(bases[0].meta)
@@ -435,18 +485,7 @@ class _Pass:
         new.meta = dict(node.meta)
         return new
 
-    def has_value(self, place: _Place) -> bool:
-        """Whether anything ever uses what is live at a place, so that it has a node."""
-        storage, _ = place
-        return bool(self.bases_of(storage)) or storage in self.replayed
-
-    def bases_of(self, storage: int) -> list[fx.Node]:
-        """Return the nodes whose value is the storage's own tensor."""
-        known = self.program.base_nodes
-        # What surrounds the step, such as the loss value, comes last and has none.
-        return known[storage] if storage < len(known) else []
-
-    def value(self, place: _Place) -> fx.Node:
+    def value(self, place: Place) -> fx.Node:
         """Return the emitted node that holds a storage on a device now."""
         found = self.live.get(place)
         if found is not None:
@@ -464,7 +503,7 @@ class _Pass:
 
     def constant_of(self, storage: int) -> fx.Node | None:
         """Return the node that gets a constant of the module, if the storage is one."""
-        bases = self.bases_of(storage)
+        bases = bases_of(self.program, storage)
         return bases[0] if bases and bases[0].op == "get_attr" else None
 
     def constant(self, node: fx.Node) -> fx.Node:
@@ -473,10 +512,10 @@ class _Pass:
             self.constants[node] = self.graph.node_copy(node)
         return self.constants[node]
 
-    def take_from_forward(self, place: _Place) -> fx.Node:
+    def take_from_forward(self, place: Place) -> fx.Node:
         """Add an input of backward for a storage that is live at the boundary."""
         storage, device = place
-        bases = self.bases_of(storage)
+        bases = bases_of(self.program, storage)
         with self.graph.inserting_before(self.tangents[0]):
             name = f"saved_{storage}_on_{device}" if device else f"saved_{storage}"
             node = self.graph.placeholder(name)
@@ -492,10 +531,10 @@ class _Pass:
         self.live[place] = node
         return node
 
-    def order_saved(self) -> list[_Place]:
+    def order_saved(self) -> list[Place]:
         """Put version-checked saved values first, as autograd's wrapper expects."""
 
-        def unchecked(place: _Place) -> bool:
+        def unchecked(place: Place) -> bool:
             return is_unchecked(self.saved[place])
 
         ordered = sorted(self.saved, key=unchecked)
@@ -516,14 +555,14 @@ class _Pass:
                 self.sizes[node] = self.graph.node_copy(node, self.size)
         return self.sizes[node]
 
-    def saved_value(self, place: _Place) -> fx.Node:
+    def saved_value(self, place: Place) -> fx.Node:
         node = self.live.get(place)
         storage, device = place
         if node is None:
             name = self.program.graph.storages[storage].name
             msg = f"backward reads storage {storage} {name!r}, which forward freed"
             raise ExecutionError(msg)
-        bases = self.bases_of(storage)
+        bases = bases_of(self.program, storage)
         if device == 0 and bases and bases[0] in self.program.unchecked_inputs:
             leave_unchecked(node)
         return node
@@ -544,7 +583,7 @@ class _Pass:
         self.views[node, device] = (versions, new)
         return new
 
-    def readable(self, storage: int, device: int) -> _Place:
+    def readable(self, storage: int, device: int) -> Place:
         """Return where an op on ``device`` finds a storage.
 
         That is the device itself, except for an input whose value is moot: logical
@@ -559,7 +598,7 @@ class _Pass:
         )
         return here if is_copied else (storage, 0)
 
-    def version_of(self, place: _Place) -> int:
+    def version_of(self, place: Place) -> int:
         self.value(place)
         return self.version.get(place, 0)
 

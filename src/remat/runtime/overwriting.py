@@ -118,6 +118,22 @@ def overwritable_argument(
     return None
 
 
+def overwritten_storage(
+    program: JointProgram, node: fx.Node, free: Iterable[int]
+) -> int | None:
+    """Return the storage that ``node`` writes its result over, or ``None``.
+
+    Parameters are those of :func:`overwritable_argument`.
+    """
+    found = overwritable_argument(program, node, free)
+    if found is None:
+        return None
+    argument = node.args[found[1]]
+    assert isinstance(argument, fx.Node)  # noqa: S101 - as the argument was found
+    (storage,) = program.storages_of[argument]
+    return storage
+
+
 def _is_plain(program: JointProgram, storage: int) -> bool:
     """Return whether the storage's block was surely made by the op that wrote it.
 

@@ -1,0 +1,360 @@
+"""The queues that a pass is issued to: the host, CUDA streams, and threads that copy.
+
+A queue takes copies, records events and waits for events, one after the other. Within the
+CPU's memory a link is a thread, from and to CUDA a stream; the instructions are the same.
+
+A run of a pass knows its queues (:class:`CopyRun`). Should a copy fail, none that is
+issued after it begins, and whoever waits raises what happened; should the pass itself
+raise or be interrupted, it leaves when no copy is under way any more.
+"""
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from remat.core.errors import ExecutionError
+
+Key = tuple[str, ...]
+"""A queue in a graph: empty for the host, torch's name of a device for its own.
+
+For a link, torch's names of source and target, and the plan's.
+"""
+
+
+class Event(Protocol):
+    """What a queue records."""
+
+    def synchronize(self) -> None:
+        """Wait until the event has happened."""
+        ...
+
+
+class IssueQueue(Protocol):
+    """What takes instructions, and does them in order."""
+
+    def copy(self, source: torch.Tensor, block: torch.Tensor) -> None:
+        """Copy the bytes of one block to another one of the same size."""
+        ...
+
+    def record(self) -> Event:
+        """Return an event that happens after all that was issued."""
+        ...
+
+    def wait(self, event: Any) -> None:
+        """Let what is issued next come after an event."""
+        ...
+
+    def join(self) -> None:
+        """Wait until nothing that was issued is under way."""
+        ...
+
+
+def move_bytes(source: torch.Tensor, block: torch.Tensor) -> None:
+    """Copy the bytes of a block of the CPU to another one, on this thread alone.
+
+    torch would open a second team of threads beside that of the operators, on the same
+    cores.
+    """
+    ctypes.memmove(block.data_ptr(), source.data_ptr(), source.nbytes)
+
+
+class HostQueue:
+    """The thread that issues: it does everything at once."""
+
+    def copy(self, source: torch.Tensor, block: torch.Tensor) -> None:
+        """Copy now."""
+        block.copy_(source)
+
+    def record(self) -> Event:
+        """Refuse: what the host has done needs no event."""
+        msg = "an event of the host's own queue is recorded"
+        raise ExecutionError(msg)
+
+    def wait(self, event: Any) -> None:
+        """Wait now."""
+        event.synchronize()
+
+    def join(self) -> None:
+        """Return: nothing is ever under way."""
+
+
+class DeviceQueue:
+    """The current stream of a CUDA device, on which its ops run."""
+
+    def __init__(self, place: str) -> None:
+        self._device = torch.device(place)
+
+    @property
+    def _stream(self) -> Any:
+        return torch.cuda.current_stream(self._device)
+
+    def copy(self, source: torch.Tensor, block: torch.Tensor) -> None:
+        """Copy among the ops."""
+        block.copy_(source, non_blocking=True)
+
+    def record(self) -> Event:
+        """Return an event after what was issued."""
+        return _recorded(self._stream)
+
+    def wait(self, event: Any) -> None:
+        """Let the ops that are issued next come after an event."""
+        _stream_wait(self._stream, event)
+
+    def join(self) -> None:
+        """Wait for the ops."""
+        self._stream.synchronize()
+
+
+class StreamQueue:
+    """A CUDA stream of a link."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def copy(self, source: torch.Tensor, block: torch.Tensor) -> None:
+        """Copy on the stream."""
+        with torch.cuda.stream(self._stream):
+            block.copy_(source, non_blocking=True)
+
+    def record(self) -> Event:
+        """Return an event after what was issued."""
+        return _recorded(self._stream)
+
+    def wait(self, event: Any) -> None:
+        """Let what is issued next come after an event."""
+        _stream_wait(self._stream, event)
+
+    def join(self) -> None:
+        """Wait for the copies."""
+        self._stream.synchronize()
+
+
+def _recorded(stream: Any) -> Event:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
+def _stream_wait(stream: Any, event: Any) -> None:
+    if isinstance(event, ThreadEvent):
+        # A stream cannot wait for a thread: the host does, and issues what comes next
+        # later.
+        event.synchronize()
+    else:
+        stream.wait_event(event)
+
+
+class ThreadEvent:
+    """Happens when a thread comes to it."""
+
+    def __init__(self, run: "CopyRun") -> None:
+        self._run = run
+        self._pending = threading.Lock()
+        self._pending.acquire()
+
+    def happen(self) -> None:
+        """Let those go on who wait."""
+        self._pending.release()
+
+    def join(self) -> None:
+        """Wait until the event has happened, whatever became of the copies."""
+        with self._pending:
+            pass
+
+    def synchronize(self) -> None:
+        """Wait until the event has happened.
+
+        Raises
+        ------
+        ExecutionError
+            If a copy of the run has failed.
+        """
+        self.join()
+        self._run.check()
+
+
+class ThreadQueue:
+    """The copies that one run of a pass gives to the thread of a link."""
+
+    def __init__(self, key: Key, run: "CopyRun") -> None:
+        self._put = _thread_of(key)
+        self._run = run
+
+    def copy(self, source: torch.Tensor, block: torch.Tensor) -> None:
+        """Let the thread copy."""
+        self._put(partial(self._run.attempt, partial(move_bytes, source, block)))
+
+    def record(self) -> ThreadEvent:
+        """Return an event after what was issued."""
+        event = ThreadEvent(self._run)
+        self._put(event.happen)
+        return event
+
+    def wait(self, event: Any) -> None:
+        """Let what is issued next come after an event."""
+        self._put(partial(self._run.attempt, event.synchronize))
+
+    def join(self) -> None:
+        """Wait for the copies."""
+        self.record().join()
+
+
+class CopyRun:
+    """One run of a pass, with the queues that it issues to.
+
+    Use it as a context manager around the run.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[Key, IssueQueue] = {}
+        self._failure: BaseException | None = None
+
+    def queue(self, key: Key) -> IssueQueue:
+        """Return the queue of a key; the run's own, on a thread or stream for all."""
+        found = self._queues.get(key)
+        if found is None:
+            found = self._queues[key] = self._open(key)
+        return found
+
+    def _open(self, key: Key) -> IssueQueue:
+        if not key:
+            return HostQueue()
+        if len(key) == 1:
+            return DeviceQueue(key[0])
+        on_cuda = [place for place in key[:2] if place.startswith("cuda")]
+        if on_cuda:
+            return StreamQueue(_stream_of(key, on_cuda[0]))
+        return ThreadQueue(key, self)
+
+    def attempt(self, task: Callable[[], None]) -> None:
+        """Do something on a thread, unless something failed before."""
+        if self._failure is not None:
+            return
+        try:
+            task()
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            self._failure = error
+
+    def check(self) -> None:
+        """Raise what a copy raised.
+
+        Raises
+        ------
+        ExecutionError
+            If one did.
+        """
+        if self._failure is not None:
+            msg = (
+                "a copy between devices failed, and the step with it: "
+                f"{type(self._failure).__name__}: {self._failure}"
+            )
+            raise ExecutionError(msg) from self._failure
+
+    def __enter__(self) -> "CopyRun":
+        _runs().append(self)
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        _runs().remove(self)
+        if error is None:
+            return  # The pass has waited for its copies.
+        # What has not begun is left undone.
+        self._failure = self._failure or error
+        for queue in self._queues.values():
+            _join(queue)
+
+
+def _join(queue: IssueQueue) -> None:
+    """Wait for a queue, and let an interruption come after that."""
+    try:
+        queue.join()
+    except KeyboardInterrupt:
+        _join(queue)
+        raise
+
+
+class _Running(threading.local):
+    def __init__(self) -> None:
+        self.runs: list[CopyRun] = []
+
+
+_RUNNING = _Running()
+
+
+def _runs() -> list[CopyRun]:
+    return _RUNNING.runs
+
+
+def queue_of(key: Key) -> IssueQueue:
+    """Return a queue of the pass that runs in this thread."""
+    return _runs()[-1].queue(key)
+
+
+def with_queues(forward: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Return the code of a pass with a run of its queues around it."""
+
+    def run(arguments: list[Any]) -> Any:
+        with CopyRun():
+            return forward(arguments)
+
+    return run
+
+
+_Put = Callable[[Callable[[], None]], None]
+
+_THREADS: dict[Key, _Put] = {}
+_STREAMS: dict[Key, Any] = {}
+_OPENING = threading.Lock()
+
+
+def _thread_of(key: Key) -> _Put:
+    """Return what gives tasks to the thread of a link, one in the process."""
+    with _OPENING:
+        found = _THREADS.get(key)
+        if found is None:
+            tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
+            # A daemon, which ends with the process: no step leaves it anything to do.
+            threading.Thread(
+                target=_work, args=(tasks,), name=f"remat {key}", daemon=True
+            ).start()
+            found = _THREADS[key] = tasks.put
+        return found
+
+
+def _work(tasks: "SimpleQueue[Callable[[], None]]") -> None:
+    while True:
+        task = tasks.get()
+        task()
+        # Before the next one says that this is done: its tensors are not held.
+        del task
+
+
+def _stream_of(key: Key, place: str) -> Any:
+    """Return the stream of a link, one in the process."""
+    with _OPENING:
+        if key not in _STREAMS:
+            _STREAMS[key] = torch.cuda.Stream(torch.device(place))
+        return _STREAMS[key]
+
+
+def _forget_threads() -> None:
+    """Begin anew in a process that was forked: it has none of the threads."""
+    global _OPENING  # noqa: PLW0603 - another thread may have held it
+    _OPENING = threading.Lock()
+    _THREADS.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads)
