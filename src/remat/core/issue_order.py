@@ -39,10 +39,9 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Take a block for the step at position ``step`` of the schedule."""
+    """Take a block, in its allocator's queue, for the step at position ``step``."""
 
     block: int
-    queue: int
     step: int
 
 
@@ -61,10 +60,9 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Give a block back to its allocator."""
+    """Give a block back, in its allocator's queue."""
 
     block: int
-    queue: int
     step: int
 
 
@@ -118,6 +116,12 @@ class IssueOrder:
     queues: tuple[Queue, ...]
     blocks: tuple[Block, ...]
     instructions: tuple[Instruction, ...]
+
+    def queue_of(self, instruction: Instruction) -> int:
+        """Return the queue to which an instruction is issued."""
+        if isinstance(instruction, Allocate | Free):
+            return self.blocks[instruction.block].queue
+        return instruction.queue
 
     def __repr__(self) -> str:
         waits = sum(isinstance(one, Wait) for one in self.instructions)

@@ -73,7 +73,7 @@ def first_race(order: IssueOrder) -> Race | None:
     events: dict[int, list[int]] = {}
     uses = [_Uses() for _ in order.blocks]
     for position, instruction in enumerate(order.instructions):
-        queue = instruction.queue
+        queue = order.queue_of(instruction)
         clock = clocks[queue]
         if queue != HOST:
             # Nothing begins before it is issued.
@@ -171,7 +171,7 @@ def _described(
             what = "a write" if block in instruction.writes else "a read"
         case Record() | Wait():
             what = "an event"
-    queue = order.queues[instruction.queue]
+    queue = order.queues[order.queue_of(instruction)]
     places = [repr(names[device]) for device in queue]
     where = ("the host", "the queue of device ", "the link from ")[len(queue)]
     return f"{what} at step {instruction.step} ({where}{' to '.join(places)})"

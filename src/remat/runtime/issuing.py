@@ -238,7 +238,7 @@ class _Issuer:
         for storage in op.writes:
             writes.append(self.allocate(position, storage, step.device))
         run = Run(queue, position, tuple(reads.values()), tuple(writes))
-        self.use(run, run.reads, run.writes)
+        self.use(queue, run, run.reads, run.writes)
         for block in old:
             if block is not None:
                 self.free(position, block)
@@ -251,20 +251,19 @@ class _Issuer:
         source = self.find(step.storage, step.source)
         queue = self.queues[step.source, step.target] if self.is_beside(step) else HOST
         target = self.allocate(position, step.storage, step.target)
-        self.use(Run(queue, position, (source,), (target,)), (source,), (target,))
+        run = Run(queue, position, (source,), (target,))
+        self.use(queue, run, run.reads, run.writes)
         if queue != HOST:
             number = self.clocks[queue][queue]
             self.copied[queue, number] = self.record(queue, position)
 
     def allocate(self, position: int, storage: int, device: int) -> int:
         block = self.new_block(storage, device)
-        queue = self.blocks[block].queue
-        self.use(Allocate(block, queue, position), (), (block,))
+        self.use(self.blocks[block].queue, Allocate(block, position), (), (block,))
         return block
 
     def free(self, position: int, block: int) -> None:
-        queue = self.blocks[block].queue
-        self.use(Free(block, queue, position), (), (block,))
+        self.use(self.blocks[block].queue, Free(block, position), (), (block,))
 
     def hand_over(self, position: int) -> None:
         """Give the caller what is live, in the queues of its devices."""
@@ -272,15 +271,18 @@ class _Issuer:
         for block in self.block_at.values():
             live.setdefault(self.blocks[block].queue, []).append(block)
         for queue, blocks in sorted(live.items()):
-            self.use(HandOver(queue, position, tuple(blocks)), (), blocks)
+            self.use(queue, HandOver(queue, position, tuple(blocks)), (), blocks)
         self.given_count = len(self.blocks)
 
     def use(
-        self, instruction: Instruction, reads: Sequence[int], changes: Sequence[int]
+        self,
+        queue: int,
+        instruction: Allocate | Run | Free | HandOver,
+        reads: Sequence[int],
+        changes: Sequence[int],
     ) -> None:
         """Issue an instruction after waits for what it has to come after."""
-        queue = instruction.queue
-        self.await_uses(instruction, reads, changes)
+        self.await_uses(queue, instruction.step, reads, changes)
         self.instructions.append(instruction)
         self.clocks[queue][queue] += 1
         number = self.clocks[queue][queue]
@@ -291,9 +293,8 @@ class _Issuer:
             self.read[block].clear()
 
     def await_uses(
-        self, instruction: Instruction, reads: Sequence[int], changes: Sequence[int]
+        self, queue: int, step: int, reads: Sequence[int], changes: Sequence[int]
     ) -> None:
-        queue, step = instruction.queue, instruction.step
         clock = self.begin(queue)
         uses = [self.changed[block] for block in (*reads, *changes)]
         for block in changes:
