@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from tests.device_schedules import scattered
 
-from remat.core.device_graph import arrange, fully_linked
+from remat.core.device_graph import fully_linked
 from remat.core.graph import Op, Phase, Storage, TrainingGraph
 from remat.core.issue_order import (
     HOST,
@@ -26,7 +26,10 @@ from remat.core.platform import Device, Platform
 from remat.core.schedule import Schedule
 from remat.runtime.issuing import issue_orders
 
-def random_graph(chance: random.Random, device_count: int, op_count: int) -> TrainingGraph:
+
+def random_graph(
+    chance: random.Random, device_count: int, op_count: int
+) -> TrainingGraph:
     """Return a graph that runs anywhere, with parameters, tangents and gradients."""
     forward_count = op_count // 2
     storages = [
@@ -40,7 +43,9 @@ def random_graph(chance: random.Random, device_count: int, op_count: int) -> Tra
             tangent = len(storages)
             storages.append(Storage(name="tangent", size_bytes=4))
         first = [tangent] if number == forward_count else []
-        few = chance.sample(range(len(storages)), min(len(storages), chance.randrange(1, 4)))
+        few = chance.sample(
+            range(len(storages)), min(len(storages), chance.randrange(1, 4))
+        )
         reads = tuple(dict.fromkeys([*first, *few]))
         writes = tuple(range(len(storages), len(storages) + chance.choice((1, 1, 2))))
         storages += [

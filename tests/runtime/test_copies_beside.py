@@ -13,14 +13,14 @@ import pytest
 import torch
 from tests.device_schedules import HandMade, logical, run_by, scattered
 from tests.interrupts import interrupted
-from tests.modules import Case, make_case
+from tests.modules import make_case
 from tests.training.test_device_memory import check, conv_net, verified
 
 from remat.core.errors import ExecutionError, RaceError
 from remat.core.graph import TrainingGraph
-from remat.core.issue_order import HOST, IssueOrder, Wait
+from remat.core.issue_order import IssueOrder, Wait
 from remat.core.platform import Platform
-from remat.core.schedule import Copy, Schedule
+from remat.core.schedule import Schedule
 from remat.runtime import lowering, queues
 from remat.runtime.issuing import issue_orders
 from remat.runtime.queues import CopyRun
@@ -64,6 +64,18 @@ def scattered_step(name: str, *, evicted: float) -> tuple[TrainingStep, FittedMo
     return TrainingStep(case.model, case.args, case.kwargs, case.loss, None), fitted
 
 
+class CardQueue(queues.HostQueue):
+    """A device that has done what it is given, and gives events as a card does."""
+
+    def __init__(self, run: CopyRun) -> None:
+        self.run = run
+
+    def record(self) -> queues.ThreadEvent:
+        event = queues.ThreadEvent(self.run)
+        event.happen()
+        return event
+
+
 class TestSteps:
     @pytest.mark.parametrize("name", ["conv net", "in-place"])
     def test_are_bitwise_eager_whatever_the_delays(
@@ -76,6 +88,35 @@ class TestSteps:
             assert not compare(step.outcome(None), step.outcome(fitted))
         assert len(delays.threads) > 2
         assert all(thread.startswith("remat") for thread in delays.threads)
+
+    def test_are_bitwise_eager_where_devices_have_queues_of_their_own(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # As on cards, except that an op of a device is done when it is issued.
+        def on_cards(graph: Any, schedule: Any, is_on_host: Any, **rest: Any) -> Any:
+            orders = issue_orders(graph, schedule, [False] * len(is_on_host), **rest)
+            made.extend(orders)
+            return orders
+
+        def opened(run: CopyRun, key: queues.Key) -> Any:
+            return CardQueue(run) if len(key) == 1 else queues.ThreadQueue(key, run)
+
+        made: list[IssueOrder] = []
+        monkeypatch.setattr(lowering, "issue_orders", on_cards)
+        monkeypatch.setattr(CopyRun, "_open", opened)
+        monkeypatch.setattr(queues, "move_bytes", Delays(seed=4))
+        step, fitted = scattered_step("in-place", evicted=0.5)
+        with step.restored():
+            assert not compare(step.outcome(None), step.outcome(fitted))
+        waits = {
+            order.queues[one.queue]
+            for order in made
+            for one in order.instructions
+            if isinstance(one, Wait)
+        }
+        # Devices, links, and no host.
+        assert {(0,), (1,), (0, 1), (1, 0)} <= waits
+        assert () not in waits
 
     def test_are_as_large_as_planned(self, monkeypatch: pytest.MonkeyPatch) -> None:
         delays = Delays(seed=2, share=0.05, longest_s=0.01)
@@ -162,7 +203,9 @@ class TestQueues:
             run.queue(()).wait(event)
             assert torch.equal(target, block(7))
 
-    def test_a_link_waits_for_another_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_link_waits_for_another_one(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         gate = Gate(monkeypatch)
         middle, target = block(), block()
         with CopyRun() as run:
@@ -217,12 +260,14 @@ class TestQueues:
             raise MemoryError
 
         monkeypatch.setattr(queues, "move_bytes", fail)
-        with pytest.raises(ExecutionError, match="MemoryError"), CopyRun() as run:
-            run.queue(LINK).copy(block(), block())
-            event = run.queue(LINK).record()
-            run.queue(BACK).wait(event)
-            run.queue(BACK).copy(block(), block())
-            run.queue(BACK).record().synchronize()
+        with CopyRun() as run:
+            there, back = run.queue(LINK), run.queue(BACK)
+            there.copy(block(), block())
+            back.wait(there.record())
+            back.copy(block(), block())
+            event = back.record()
+            with pytest.raises(ExecutionError, match="MemoryError"):
+                event.synchronize()
 
     def test_two_steps_at_once_share_a_link(self) -> None:
         wrong: list[int] = []

@@ -12,14 +12,9 @@ import remat
 from remat.core.platform import Device, Link, Platform
 from remat.profile.costing import place_name
 from remat.profile.links import default_devices, measured_platform
-from remat.runtime.copies import (
-    await_copy,
-    copied,
-    landed_tensor,
-    landing_event,
-    start_copy,
-)
+from remat.runtime.copies import copy_bytes, new_block, record_event, wait_event
 from remat.runtime.pinned import ACCOUNTS, pinned_block
+from remat.runtime.queues import CopyRun, DeviceQueue, StreamQueue, ThreadEvent
 from remat.solvers import registry
 from remat.training.verification import VerifyReport
 
@@ -107,17 +102,42 @@ def test_random_ops_stay_where_their_generator_is(monkeypatch: Any) -> None:
 @pytest.mark.gpu
 def test_a_copy_to_the_host_and_back_is_the_same() -> None:
     value = torch.randn(64, 32, device="cuda").T[3:]
-    there = start_copy(value, "cpu", "host")
-    back = start_copy(
-        landed_tensor(there), "cuda:0", "cuda:0", after=[landing_event(there)]
-    )
-    await_copy(landing_event(back), "cuda:0", value)
-    await_copy(landing_event(there), "cpu", value)
-    for copy in (landed_tensor(there), landed_tensor(back)):
+    card = ("cuda:0",)
+    out, back = ("cuda:0", "cpu", "cuda:0", "host"), ("cpu", "cuda:0", "host", "cuda:0")
+    with CopyRun():
+        wait_event(out, record_event(card))
+        there = copy_bytes(out, value, new_block(value, "cuda:0", "cpu", "host"))
+        block = new_block(there, "cpu", "cuda:0", "cuda:0")
+        wait_event(back, record_event(card))
+        wait_event(back, record_event(out))
+        again = copy_bytes(back, there, block)
+        wait_event(card, record_event(back))
+        wait_event((), record_event(out))
+    for copy in (there, again):
         assert copy.stride() == value.stride()
         assert copy.storage_offset() == value.storage_offset()
         assert torch.equal(copy.cpu(), value.cpu())
-    assert landed_tensor(there).is_pinned()
+    assert there.is_pinned()
+
+
+@pytest.mark.gpu
+def test_a_step_that_raises_has_waited_for_its_streams() -> None:
+    value = torch.ones(1 << 26, device="cuda")
+    link = ("cuda:0", "cpu", "cuda:0", "host")
+
+    def stop() -> None:
+        with CopyRun() as run:
+            wait_event(link, record_event(("cuda:0",)))
+            for _ in range(4):
+                copy_bytes(link, value, new_block(value, "cuda:0", "cpu", "host"))
+            events.append(run.queue(link).record())
+            msg = "enough"
+            raise ValueError(msg)
+
+    events: list[Any] = []
+    with pytest.raises(ValueError, match="enough"):
+        stop()
+    assert events[0].query()
 
 
 @pytest.mark.gpu
@@ -157,6 +177,76 @@ def test_a_hand_written_platform_is_executed(monkeypatch: Any) -> None:
     assert plan.platform.names == ("cuda:0", "store")
 
 
+class Calls:
+    """Stands for torch.cuda, and notes what is called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[str] = []
+        for name in ("current_stream", "Event", "stream"):
+            monkeypatch.setattr(torch.cuda, name, self.noted(name))
+
+    def noted(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            self.made.append(f"{name}{tuple(map(str, arguments))}")
+            return Noted(name, self)
+
+        return call
+
+
+class Noted:
+    """A stream or an event that notes what is done with it."""
+
+    def __init__(self, name: str, calls: Calls) -> None:
+        self.name, self.calls = name, calls
+
+    def __getattr__(self, name: str) -> Any:
+        return self.calls.noted(f"{self.name}.{name}")
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __enter__(self) -> None:
+        self.calls.made.append(f"enter {self.name}")
+
+    def __exit__(self, *_exception: object) -> None:
+        self.calls.made.append(f"exit {self.name}")
+
+
+def test_queues_of_cuda_record_and_wait_on_their_own_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = Calls(monkeypatch)
+    card, link = DeviceQueue("cuda:1"), StreamQueue(Noted("link", calls))
+    link.wait(card.record())
+    link.copy(torch.ones(3), torch.zeros(3))
+    card.wait(link.record())
+    link.join()
+    assert calls.made == [
+        "current_stream('cuda:1',)",
+        "Event()",
+        "Event.record('current_stream',)",
+        "link.wait_event('Event',)",
+        "stream('link',)",
+        "enter stream",
+        "exit stream",
+        "Event()",
+        "Event.record('link',)",
+        "current_stream('cuda:1',)",
+        "current_stream.wait_event('Event',)",
+        "link.synchronize()",
+    ]
+
+
+def test_a_stream_comes_after_a_thread_as_the_host_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = Calls(monkeypatch)
+    event = ThreadEvent(CopyRun())
+    event.happen()
+    StreamQueue(Noted("link", calls)).wait(event)
+    assert calls.made == []
+
+
 def test_copies_on_the_cpu_lie_as_their_source_does() -> None:
     base = torch.randn(6, 8)
     for value in (
@@ -167,7 +257,8 @@ def test_copies_on_the_cpu_lie_as_their_source_does() -> None:
         torch.empty(0, 3),
         torch.tensor(3),
     ):
-        copy = copied(value)
+        with CopyRun():
+            copy = copy_bytes((), value, new_block(value, "cpu", "cpu", "host"))
         assert (copy.stride(), copy.storage_offset()) == (
             value.stride(),
             value.storage_offset(),

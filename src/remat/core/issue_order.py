@@ -1,12 +1,14 @@
 """In which order a pass of a step is issued, and to which queues.
 
-One thread, the *host*, issues everything. What it issues to the host's own queue is done
-at once; what it issues to another queue (a device that works by itself, or a link between
-two devices) is done later, after what was issued to that queue before. Between queues
-events alone make an order: an event is recorded in one queue and waited for in another.
+One thread, the *host*, issues everything. What it issues to the host's own queue is
+done at once; what it issues to another queue (a device that works by itself, or a link
+between two devices) is done later, after what was issued to that queue before. Between
+queues events alone make an order: an event is recorded in one queue and waited for in
+another.
 
 The runtime's graphs are made from this, instruction by instruction, and
-:func:`remat.core.races.check_no_race` proves of it that no two queues meet in one block.
+:func:`remat.core.races.check_no_race` proves of it that no two queues meet in one
+block.
 """
 
 from dataclasses import dataclass
@@ -28,8 +30,8 @@ class Block:
     storage, device
         What lies in it, and where.
     queue
-        The queue in whose order the allocator hands it out and takes it back. It asks no
-        other queue: what is freed there may be handed out there again at once.
+        The queue in whose order the allocator hands it out and takes it back. It asks
+        no other queue: what is freed there may be handed out there again at once.
     """
 
     storage: int

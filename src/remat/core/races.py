@@ -8,9 +8,9 @@ allocator. So a block that lies where another one lay needs no rule of its own: 
 of the first come before it is given back, that comes before the second is taken, in the
 order of one queue, and all uses of the second come after.
 
-Vector clocks are those of Mattern (Virtual Time and Global States of Distributed Systems,
-1989), used on streams as by Eizenberg, Peng, Pigli, Mansky and Devietti (BARRACUDA, PLDI
-2017) on threads of a GPU.
+Vector clocks are those of Mattern (Virtual Time and Global States of Distributed
+Systems, 1989), used on streams as by Eizenberg, Peng, Pigli, Mansky and Devietti
+(BARRACUDA, PLDI 2017) on threads of a GPU.
 """
 
 from collections.abc import Sequence
@@ -149,8 +149,8 @@ def check_no_race(
         f"{storage} on device {names[block.device]!r}: nothing makes "
         f"{_described(second, race.block, order, names)} come after "
         f"{_described(first, race.block, order, names)}, so the bytes may be wrong. "
-        "This is a fault of remat, found before the plan ran; please report it with the "
-        "plan's file"
+        "This is a fault of remat, found before the plan ran; please report it with "
+        "the plan's file"
     )
     raise RaceError(
         msg, storage=block.storage, device=block.device, steps=(first.step, second.step)

@@ -3,10 +3,10 @@
 What is copied is a whole storage, so that every view can be made again on the other
 side and the bytes are those that the plan counts.
 
-A target block is allocated by the host in the order of the steps, like any other: a block
-that a plan calls free is free then. Which queue does what, and what waits for what, is
-said by the issue order (:mod:`remat.core.issue_order`). Host memory of a copy from or to
-CUDA is pinned.
+A target block is allocated by the host in the order of the steps, like any other: a
+block that a plan calls free is free then. Which queue does what, and what waits for
+what, is said by the issue order (:mod:`remat.core.issue_order`). Host memory of a copy
+from or to CUDA is pinned.
 """
 
 from typing import Any

@@ -248,7 +248,8 @@ class _Pass:
     # Backward only: what it takes from forward, keyed by place.
     saved: dict[Place, fx.Node] = field(default_factory=dict[Place, fx.Node])
     discarded: set[Place] = field(default_factory=set[Place])
-    # The block of the issue order that a place is in, and the value that an op replaces.
+    # The block of the issue order that a place is in, and the value that an op
+    # replaces.
     block_at: dict[Place, int] = field(default_factory=dict[Place, int])
     replaced: dict[Place, fx.Node] = field(default_factory=dict[Place, fx.Node])
     # Fresh blocks that a copy will fill, and events, by their numbers.

@@ -1,7 +1,8 @@
 """The queues that a pass is issued to: the host, CUDA streams, and threads that copy.
 
-A queue takes copies, records events and waits for events, one after the other. Within the
-CPU's memory a link is a thread, from and to CUDA a stream; the instructions are the same.
+A queue takes copies, records events and waits for events, one after the other. Within
+the CPU's memory a link is a thread, from and to CUDA a stream; the instructions are the
+same.
 
 A run of a pass knows its queues (:class:`CopyRun`). Should a copy fail, none that is
 issued after it begins, and whoever waits raises what happened; should the pass itself
