@@ -470,7 +470,7 @@ class _Pass:
         return meta
 
     def note_random_state(
-        self, writes: tuple[int, ...], device: int, dying: set[int]
+        self, writes: tuple[int, ...], device: int, dying: frozenset[int]
     ) -> None:
         for storage in writes:
             if storage in self.replayed and storage not in dying:

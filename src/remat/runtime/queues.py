@@ -185,7 +185,7 @@ class ThreadQueue:
     """The copies that one run of a pass gives to the thread of a link."""
 
     def __init__(self, key: Key, run: "CopyRun") -> None:
-        self._put = _thread_of(key)
+        self._put = _LINKS.thread(key)
         self._run = run
 
     def copy(self, source: torch.Tensor, block: torch.Tensor) -> None:
@@ -216,6 +216,7 @@ class CopyRun:
     def __init__(self) -> None:
         self._queues: dict[Key, IssueQueue] = {}
         self._failure: BaseException | None = None
+        self._is_stopped = False
 
     def queue(self, key: Key) -> IssueQueue:
         """Return the queue of a key; the run's own, on a thread or stream for all."""
@@ -231,17 +232,18 @@ class CopyRun:
             return DeviceQueue(key[0])
         on_cuda = [place for place in key[:2] if place.startswith("cuda")]
         if on_cuda:
-            return StreamQueue(_stream_of(key, on_cuda[0]))
+            return StreamQueue(_LINKS.stream(key, on_cuda[0]))
         return ThreadQueue(key, self)
 
     def attempt(self, task: Callable[[], None]) -> None:
         """Do something on a thread, unless something failed before."""
-        if self._failure is not None:
+        if self._failure is not None or self._is_stopped:
             return
         try:
             task()
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-            self._failure = error
+            # Frames would hold the blocks for as long as the error is known.
+            self._failure = error.with_traceback(None)
 
     def check(self) -> None:
         """Raise what a copy raised.
@@ -272,18 +274,22 @@ class CopyRun:
         if error is None:
             return  # The pass has waited for its copies.
         # What has not begun is left undone.
-        self._failure = self._failure or error
-        for queue in self._queues.values():
-            _join(queue)
+        self._is_stopped = True
+        interruptions = [_join(queue) for queue in self._queues.values()]
+        for interruption in filter(None, interruptions):
+            raise interruption
 
 
-def _join(queue: IssueQueue) -> None:
-    """Wait for a queue, and let an interruption come after that."""
-    try:
-        queue.join()
-    except KeyboardInterrupt:
-        _join(queue)
-        raise
+def _join(queue: IssueQueue) -> KeyboardInterrupt | None:
+    """Wait for a queue, and return what interrupted that: it comes after."""
+    interruption = None
+    while True:
+        try:
+            queue.join()
+        except KeyboardInterrupt as error:
+            interruption = error
+        else:
+            return interruption
 
 
 class _Running(threading.local):
@@ -315,23 +321,37 @@ def with_queues(forward: Callable[[list[Any]], Any]) -> Callable[[list[Any]], An
 
 _Put = Callable[[Callable[[], None]], None]
 
-_THREADS: dict[Key, _Put] = {}
-_STREAMS: dict[Key, Any] = {}
-_OPENING = threading.Lock()
 
+class _Links:
+    """The thread or the stream of each link: one in the process, for all plans."""
 
-def _thread_of(key: Key) -> _Put:
-    """Return what gives tasks to the thread of a link, one in the process."""
-    with _OPENING:
-        found = _THREADS.get(key)
-        if found is None:
-            tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
-            # A daemon, which ends with the process: no step leaves it anything to do.
-            threading.Thread(
-                target=_work, args=(tasks,), name=f"remat {key}", daemon=True
-            ).start()
-            found = _THREADS[key] = tasks.put
-        return found
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget all: a process that was forked has none of the threads."""
+        self._opening = threading.Lock()
+        self._threads: dict[Key, _Put] = {}
+        self._streams: dict[Key, Any] = {}
+
+    def thread(self, key: Key) -> _Put:
+        """Return what gives tasks to the thread of a link."""
+        with self._opening:
+            if key not in self._threads:
+                tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
+                # A daemon, which ends with the process: no step leaves it work to do.
+                threading.Thread(
+                    target=_work, args=(tasks,), name=f"remat {key}", daemon=True
+                ).start()
+                self._threads[key] = tasks.put
+            return self._threads[key]
+
+    def stream(self, key: Key, place: str) -> Any:
+        """Return the stream of a link, on a CUDA device."""
+        with self._opening:
+            if key not in self._streams:
+                self._streams[key] = torch.cuda.Stream(torch.device(place))
+            return self._streams[key]
 
 
 def _work(tasks: "SimpleQueue[Callable[[], None]]") -> None:
@@ -342,20 +362,7 @@ def _work(tasks: "SimpleQueue[Callable[[], None]]") -> None:
         del task
 
 
-def _stream_of(key: Key, place: str) -> Any:
-    """Return the stream of a link, one in the process."""
-    with _OPENING:
-        if key not in _STREAMS:
-            _STREAMS[key] = torch.cuda.Stream(torch.device(place))
-        return _STREAMS[key]
-
-
-def _forget_threads() -> None:
-    """Begin anew in a process that was forked: it has none of the threads."""
-    global _OPENING  # noqa: PLW0603 - another thread may have held it
-    _OPENING = threading.Lock()
-    _THREADS.clear()
-
+_LINKS = _Links()
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_threads)
+    os.register_at_fork(after_in_child=_LINKS.begin)
