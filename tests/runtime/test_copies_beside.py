@@ -14,15 +14,17 @@ import torch
 from tests.device_schedules import logical, run_by, scattered
 from tests.interrupts import interrupted
 from tests.modules import make_case
+from torch import fx
 
 from remat.core.errors import ExecutionError, RaceError
 from remat.core.graph import TrainingGraph
 from remat.core.issue_order import IssueOrder, Wait
 from remat.core.platform import Platform
 from remat.core.schedule import Schedule
-from remat.runtime import lowering, queues
+from remat.runtime import copies, lowering, queues
 from remat.runtime.issuing import issue_orders
 from remat.runtime.queues import CopyRun
+from remat.training import step_backend
 from remat.training.device_memory import measure_devices
 from remat.training.fitted_model import FittedModel
 from remat.training.verification import TrainingStep, compare
@@ -179,6 +181,88 @@ class TestSteps:
                 with pytest.raises(ExecutionError, match="OSError: the link is down"):
                     step.outcome(fitted)
             assert not compare(expected, step.outcome(fitted))
+
+
+class ReadBack:
+    """What a graph's code does to copies, read from its nodes alone.
+
+    Knows nothing of the issue order: which copies are done when is followed node by
+    node, and so is until when the code holds their blocks.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.nodes = list(graph.nodes)
+        self.place = {node: place for place, node in enumerate(self.nodes)}
+        # Per queue and per event, the copies that have been made by then.
+        self.done: dict[Any, set[fx.Node]] = {(): set()}
+        self.events: dict[fx.Node, set[fx.Node]] = {}
+        self.copies: list[fx.Node] = []
+        # Per copy, the place from which on the host knows that it is made.
+        self.known: dict[fx.Node, int] = {}
+
+    def check(self) -> int:
+        """Check every use of what is copied, and return how many copies there are."""
+        for node in self.nodes:
+            key = node.args[0] if node.args else None
+            match node.target:
+                case copies.copy_bytes:
+                    self.copy(node, key)
+                case copies.record_event:
+                    self.events[node] = self.by(key)
+                case copies.wait_event:
+                    self.by(key).update(self.events[node.args[1]])
+                    for copy in self.done[()]:
+                        self.known.setdefault(copy, self.place[node])
+                case _:
+                    # Others read what they take, or make a view of it to be read.
+                    assert not self.unfinished(node.all_input_nodes, ())
+        for copy in self.copies:
+            # The copy lies in the block that was made for it.
+            for held in (copy.args[1], copy):
+                assert self.last_use(held) > self.known[copy], held
+        return len(self.copies)
+
+    def by(self, key: Any) -> set[fx.Node]:
+        return self.done.setdefault(key, set())
+
+    def copy(self, node: fx.Node, key: Any) -> None:
+        done = self.by(key)
+        # What is issued comes after all that the host knows.
+        done |= self.done[()]
+        assert not self.unfinished([node.args[1]], key)
+        done.add(node)
+        if key:
+            self.copies.append(node)
+
+    def unfinished(self, nodes: list[Any], key: Any) -> list[fx.Node]:
+        # Whoever holds a copy's block only, or takes its size, reads nothing.
+        return [
+            node
+            for node in nodes
+            if node.target is copies.copy_bytes and node not in self.by(key)
+        ]
+
+    def last_use(self, node: Any) -> int:
+        return max(self.place[user] for user in node.users)
+
+
+class TestGraphs:
+    @pytest.mark.parametrize("name", ["conv net", "in-place"])
+    def test_wait_before_they_read_and_hold_until_copies_are_made(
+        self, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def noted(*arguments: Any) -> lowering.LoweredStep:
+            made.append(lowering.lower(*arguments))
+            return made[-1]
+
+        made: list[lowering.LoweredStep] = []
+        monkeypatch.setattr(step_backend, "lower", noted)
+        step, fitted = scattered_step(name, evicted=0.7)
+        with step.restored():
+            step.train(fitted)
+        for lowered in made:
+            assert ReadBack(lowered.forward.graph).check() > 5
+            assert ReadBack(lowered.backward.graph).check() > 5
 
 
 def block(value: int = 0) -> torch.Tensor:

@@ -82,8 +82,8 @@ def test_the_check_agrees_with_all_ways_in_which_queues_can_run() -> None:
     assert min(found.values()) > 30
 
 
-QUEUES = ((), (0,), (0, 1))
-"""The host with its memory, a card, and the link from the card to the host."""
+QUEUES = ((), (0,), (0, 1), (1, 0))
+"""The host with its memory, a card, and the links there and back."""
 
 NAMES = ("card", "host")
 
@@ -113,7 +113,7 @@ class TestErrorsOfOtherTools:
         assert first_of(*MAKE, *OFFLOAD, *AWAIT, Free(0, step=2)) is None
 
     def test_a_source_is_freed_while_it_is_copied(self) -> None:
-        # Megatron-LM#7398, torchtune#1867: no record_stream, and nothing instead.
+        # meta-pytorch/torchtune#1867, huggingface/diffusers#14657.
         assert first_of(*MAKE, *OFFLOAD, Free(0, step=2)) == Race(0, 5, 6)
 
     def test_a_source_is_overwritten_while_it_is_copied(self) -> None:
@@ -121,7 +121,7 @@ class TestErrorsOfOtherTools:
         assert first_of(*MAKE, *OFFLOAD, write) == Race(0, 5, 6)
 
     def test_a_copy_begins_before_its_source_is_made(self) -> None:
-        # torchtitan#2581: inside of `with stream`, the stream waits for itself.
+        # pytorch/torchtitan#2581: inside of `with stream`, a stream waits for itself.
         itself = Record(0, queue=2, step=1), Wait(0, queue=2, step=1)
         copy = Run(2, step=1, reads=(0,), writes=(1,))
         assert first_of(*MAKE, Allocate(1, step=1), *itself, copy) == Race(0, 1, 5)
@@ -141,10 +141,32 @@ class TestErrorsOfOtherTools:
         order = (*MAKE, *OFFLOAD, *back, *again, Free(1, step=4))
         assert first_of(*order, blocks=(block,)) == Race(1, 9, 10)
 
+    def test_a_copy_back_begins_before_the_copy_out_is_made(self) -> None:
+        # NVIDIA/Megatron-LM#7398: it reads what is still being filled.
+        fetch = (
+            Allocate(2, step=2),
+            Record(1, queue=1, step=2),
+            Wait(1, queue=3, step=2),
+        )
+        back = Run(3, step=2, reads=(1,), writes=(2,))
+        block = Block(0, 0, queue=1)
+        order = (*MAKE, *OFFLOAD, *fetch, back)
+        assert first_of(*order, blocks=(block,)) == Race(1, 5, 9)
+        wait = Record(2, queue=2, step=1), Wait(2, queue=3, step=2)
+        order = (*MAKE, *OFFLOAD, *fetch, *wait, back)
+        assert first_of(*order, blocks=(block,)) is None
+
     def test_a_block_is_filled_before_the_last_use_of_the_memory_under_it(self) -> None:
-        # TRL#7195: the allocator hands out in the card's order what the link fills.
+        # vllm-project/vllm#47324, ROCm/ATOM#1956: the allocator hands out in the card's
+        # order what the link fills.
         fetch = Allocate(0, step=0), Run(2, step=0, reads=(1,), writes=(0,))
         assert first_of(*fetch) == Race(0, 0, 1)
+
+    def test_an_event_is_recorded_before_what_it_is_to_cover(self) -> None:
+        # huggingface/trl#7195: a clone that is made after the wait.
+        copy = Run(2, step=1, reads=(0,), writes=(1,))
+        order = (MAKE[0], *LET, MAKE[1], Allocate(1, step=1), copy)
+        assert first_of(*order) == Race(0, 3, 5)
 
     def test_an_event_that_is_recorded_too_late_holds_nothing_up(self) -> None:
         late = (LET[1], LET[0])
