@@ -9,8 +9,8 @@ every operator, which is a model and not a measurement). Each plan is run: gradi
 compared bit for bit, and the peak of each device is measured.
 
 All devices are logical ones of this machine's CPU, with real copies between them at
-measured bandwidth. They share its cores, so nothing overlaps and the measured time is
-that of one thing at a time; the overlapped time is predicted.
+measured bandwidth. They share its cores, so that ops do not overlap, and copies do
+where a core is free; the overlapped time is predicted.
 
 Run as ``python -m studies.offload`` from the repository; lines go to
 ``studies/results/offload.jsonl``.
