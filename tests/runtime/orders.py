@@ -23,7 +23,7 @@ from remat.core.issue_order import (
     accesses,
 )
 from remat.core.platform import Device, Platform
-from remat.core.schedule import Schedule
+from remat.core.schedule import Compute, Schedule
 from remat.runtime.issuing import issue_orders
 
 
@@ -90,9 +90,20 @@ def random_case(
 
 
 def random_orders(seed: int, op_count: int = 8) -> tuple[IssueOrder, IssueOrder]:
-    """Return the issue orders of a random plan; small copies are the host's."""
+    """Return the issue orders of a random plan.
+
+    Small copies are the host's, and ops write over what dies with them.
+    """
     graph, schedule, is_on_host = random_case(seed, op_count)
-    return issue_orders(graph, schedule, is_on_host, least_bytes_beside=3)
+
+    def overwritten(position: int, dying: frozenset[int]) -> int | None:
+        step = schedule.steps[position]
+        reads = graph.ops[step.op].reads if isinstance(step, Compute) else ()
+        return min(dying.intersection(reads), default=None)
+
+    return issue_orders(
+        graph, schedule, is_on_host, overwritten=overwritten, least_bytes_beside=3
+    )
 
 
 def without(order: IssueOrder, position: int) -> IssueOrder:

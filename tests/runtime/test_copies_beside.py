@@ -264,6 +264,10 @@ class TestGraphs:
             assert ReadBack(lowered.forward.graph).check() > 5
             assert ReadBack(lowered.backward.graph).check() > 5
 
+    def test_without_copies_are_run_as_they_are(self) -> None:
+        module = fx.symbolic_trace(torch.nn.ReLU())
+        assert copies.runnable(module) == module.forward
+
 
 def block(value: int = 0) -> torch.Tensor:
     return torch.full((64,), value, dtype=torch.uint8)

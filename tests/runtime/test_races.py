@@ -31,26 +31,28 @@ from remat.core.races import Race, check_no_race, first_race
 from remat.runtime.issuing import issue_orders
 
 
-def test_no_false_alarm_on_1000_random_plans() -> None:
+@pytest.mark.parametrize("plan_count", [50, 1000])
+def test_no_false_alarm_on_random_plans(plan_count: int) -> None:
     waits = 0
-    for seed in range(1000):
+    for seed in range(plan_count):
         for order in random_orders(seed, op_count=6):
             assert first_race(order) is None
             waits += sum(isinstance(one, Wait) for one in order.instructions)
-    assert waits > 10_000
+    assert waits > 10 * plan_count
 
 
-def test_every_event_wait_and_queue_that_is_removed_is_found() -> None:
+@pytest.mark.parametrize("plan_count", [5, 50])
+def test_every_event_wait_and_queue_that_is_removed_is_found(plan_count: int) -> None:
     kinds: Counter[str] = Counter()
-    for seed in range(50):
+    for seed in range(plan_count):
         for order in random_orders(seed):
             kinds.update(type(one).__name__ for one in order.instructions)
             for mutant in removed_one_by_one(order):
                 assert first_race(mutant) is not None
                 kinds["removed"] += 1
-    assert kinds["Wait"] > 500
-    assert kinds["Record"] > 500
-    assert kinds["removed"] > 4000
+    assert kinds["Wait"] > 10 * plan_count
+    assert kinds["Record"] > 10 * plan_count
+    assert kinds["removed"] > 80 * plan_count
 
 
 def test_what_is_moved_to_another_queue_is_found_where_it_matters() -> None:

@@ -9,13 +9,28 @@ what, is said by the issue order (:mod:`remat.core.issue_order`). Host memory of
 from or to CUDA is pinned.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 
 from remat.runtime.pinned import pinned_block
-from remat.runtime.queues import Event, Key, queue_of
+from remat.runtime.queues import CopyRun, Event, Key, queue_of
 from remat.torch_compat.names import neg_view
+
+
+def runnable(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """Return the code of a pass: its own if it copies nothing, else in a copy run."""
+    forward = module.forward
+    if not module.graph.find_nodes(op="call_function", target=copy_bytes):
+        return forward
+
+    def run(arguments: list[Any]) -> Any:
+        with CopyRun():
+            return forward(arguments)
+
+    return run
 
 
 def new_block(

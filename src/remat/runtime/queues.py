@@ -309,16 +309,6 @@ def queue_of(key: Key) -> IssueQueue:
     return _runs()[-1].queue(key)
 
 
-def with_queues(forward: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Return the code of a pass with a run of its queues around it."""
-
-    def run(arguments: list[Any]) -> Any:
-        with CopyRun():
-            return forward(arguments)
-
-    return run
-
-
 _Put = Callable[[Callable[[], None]], None]
 
 

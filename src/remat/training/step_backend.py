@@ -30,8 +30,8 @@ from remat.core.errors import CaptureError, PlanWarning, RematError
 from remat.core.graph import Role
 from remat.core.liveness import schedule_from_order, store_all_order
 from remat.core.schedule import Schedule
+from remat.runtime.copies import runnable
 from remat.runtime.lowering import LoweredStep, lower
-from remat.runtime.queues import with_queues
 from remat.runtime.undefined import DefinedTangents
 from remat.torch_compat.attributes import boxed
 from remat.torch_compat.metadata import example_of, source_of
@@ -396,7 +396,7 @@ class PlannedBackend:
         """Return boxed code that drops each value at its last use."""
         module.graph.set_codegen(BoxedCodeGen())
         module.recompile()
-        forward = with_queues(module.forward)
+        forward = runnable(module)
 
         def run(arguments: list[Any]) -> Any:
             self.check_may_run()
