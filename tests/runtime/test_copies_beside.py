@@ -356,6 +356,8 @@ class TestQueues:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def fail(_source: torch.Tensor, _target: torch.Tensor) -> None:
+            # The other link waits by then.
+            time.sleep(0.05)
             raise MemoryError
 
         monkeypatch.setattr(queues, "move_bytes", fail)
@@ -365,8 +367,9 @@ class TestQueues:
             back.wait(there.record())
             back.copy(block(), block())
             event = back.record()
-            with pytest.raises(ExecutionError, match="MemoryError"):
+            with pytest.raises(ExecutionError, match="MemoryError") as caught:
                 event.synchronize()
+        assert isinstance(caught.value.__cause__, MemoryError)
 
     def test_two_steps_at_once_share_a_link(self) -> None:
         wrong: list[int] = []

@@ -86,35 +86,8 @@ class HostQueue:
         """Return: nothing is ever under way."""
 
 
-class DeviceQueue:
-    """The current stream of a CUDA device, on which its ops run."""
-
-    def __init__(self, place: str) -> None:
-        self._device = torch.device(place)
-
-    @property
-    def _stream(self) -> Any:
-        return torch.cuda.current_stream(self._device)
-
-    def copy(self, source: torch.Tensor, block: torch.Tensor) -> None:
-        """Copy among the ops."""
-        block.copy_(source, non_blocking=True)
-
-    def record(self) -> Event:
-        """Return an event after what was issued."""
-        return _recorded(self._stream)
-
-    def wait(self, event: Any) -> None:
-        """Let the ops that are issued next come after an event."""
-        _stream_wait(self._stream, event)
-
-    def join(self) -> None:
-        """Wait for the ops."""
-        self._stream.synchronize()
-
-
 class StreamQueue:
-    """A CUDA stream of a link."""
+    """A CUDA stream: of a link, or the one on which a device's ops run."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -126,30 +99,22 @@ class StreamQueue:
 
     def record(self) -> Event:
         """Return an event after what was issued."""
-        return _recorded(self._stream)
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
 
     def wait(self, event: Any) -> None:
         """Let what is issued next come after an event."""
-        _stream_wait(self._stream, event)
+        if isinstance(event, ThreadEvent):
+            # A stream cannot wait for a thread: the host does, and issues what comes
+            # next later.
+            event.synchronize()
+        else:
+            self._stream.wait_event(event)
 
     def join(self) -> None:
-        """Wait for the copies."""
+        """Wait for what was issued."""
         self._stream.synchronize()
-
-
-def _recorded(stream: Any) -> Event:
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event
-
-
-def _stream_wait(stream: Any, event: Any) -> None:
-    if isinstance(event, ThreadEvent):
-        # A stream cannot wait for a thread: the host does, and issues what comes next
-        # later.
-        event.synchronize()
-    else:
-        stream.wait_event(event)
 
 
 class ThreadEvent:
@@ -229,7 +194,8 @@ class CopyRun:
         if not key:
             return HostQueue()
         if len(key) == 1:
-            return DeviceQueue(key[0])
+            # The caller's choice, and the same until the pass ends.
+            return StreamQueue(torch.cuda.current_stream(torch.device(key[0])))
         on_cuda = [place for place in key[:2] if place.startswith("cuda")]
         if on_cuda:
             return StreamQueue(_LINKS.stream(key, on_cuda[0]))
@@ -242,8 +208,9 @@ class CopyRun:
         try:
             task()
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-            # Frames would hold the blocks for as long as the error is known.
-            self._failure = error.with_traceback(None)
+            if self._failure is None:  # Else this one follows from that.
+                # Frames would hold the blocks for as long as the error is known.
+                self._failure = error.with_traceback(None)
 
     def check(self) -> None:
         """Raise what a copy raised.
