@@ -229,8 +229,9 @@ def is_racy_by_running(order: IssueOrder, most_states: int = 100_000) -> bool:
         return done[queue] > index
 
     # How much the host has issued, and how much each queue has done.
-    start: tuple[int, tuple[int, ...]] = 0, (0,) * len(order.queues)
-    seen, todo = {start}, [start]
+    start = 0, (0,) * len(order.queues)
+    seen: set[tuple[int, tuple[int, ...]]] = {start}
+    todo = list(seen)
     while todo:
         assert len(seen) < most_states
         issued, done = todo.pop()
