@@ -10,6 +10,7 @@ from remat.capture.dropout import eager_dropout
 from remat.capture.gradient_layouts import dense_gradients
 from remat.capture.norm_statistics import correct_statistics
 from remat.capture.real_layouts import real_layouts
+from remat.capture.recurrent import keep_workspaces, whole_layers
 from remat.capture.slice_gradients import join_gradient_pieces
 from remat.capture.undecomposed import whole_operators
 
@@ -17,12 +18,19 @@ from remat.capture.undecomposed import whole_operators
 @contextmanager
 def eager_tracing() -> Generator[None]:
     """Trace what eager PyTorch runs, with the layouts that it gives."""
-    with real_layouts(), dense_gradients(), whole_operators(), eager_dropout():
+    with (
+        real_layouts(),
+        dense_gradients(),
+        whole_operators(),
+        whole_layers(),
+        eager_dropout(),
+    ):
         yield
 
 
 def rewrite(joint: fx.GraphModule) -> None:
-    """Take out of a traced step, in place, what eager PyTorch does not do."""
+    """Make a traced step, in place, do what eager PyTorch does and no more."""
+    keep_workspaces(joint)
     drop_detaching(joint)
     join_gradient_pieces(joint)
     correct_statistics(joint)

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from remat.capture.first_call import prepare
 from remat.capture.joint_program import user_source_line
+from remat.capture.recurrent import recurrent_layers
 from remat.capture.returned import Note, loss_in, note_nothing
 from remat.capture.surroundings import tensors_in
 from remat.core.errors import CaptureError, RematError
@@ -140,6 +141,7 @@ def traced_entry(model: nn.Module, compiled: Callable[..., Any]) -> Callable[...
             dynamo_config.patch(ignore_logging_functions=_ignored_logs()),
             default_stance(),
             untimed_guards(),
+            recurrent_layers(model),
         ):
             try:
                 return compiled(*args, **kwargs)
@@ -426,7 +428,7 @@ def raise_capture_error(error: Exception, failure: RematError | None) -> NoRetur
         msg = f"the tracer itself failed: {what}; at {where}"
     elif messages.GRADIENT_INSIDE.search(text):
         msg = f"{GRADIENT_INSIDE}; at {where}"
-    elif messages.RECURRENT in text:
+    elif messages.RECURRENT.search(text):
         msg = (
             "nn.RNN, nn.GRU and nn.LSTM cannot be traced: their loop over time is one "
             f"operator that the tracer refuses; at {where}. Write the loop with "

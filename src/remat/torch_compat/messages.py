@@ -27,7 +27,9 @@ AT_A_LOCK = re.compile(
 ASSERTION = "assertion failed"
 GRADIENT_INSIDE = re.compile(r"torch\.autograd\.grad|Tensor\.backward|trace_autograd")
 FAKE_CALL = "making fake tensor call"
-RECURRENT = "RNN, GRU, or LSTM"
+RECURRENT = re.compile(
+    r"RNN, GRU, or LSTM|unsupported operator: aten\.(?:lstm|gru|rnn_tanh|rnn_relu)\."
+)
 BACKWARD_HOOKS = "Module-level backwards hooks"
 LOGGED = "logging.Logger"
 BY_VALUE = "data-dependent expression"

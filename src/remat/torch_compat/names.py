@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch._C import DisableTorchFunction as DisableTorchFunction
     from torch._C import DispatchKey as DispatchKey
     from torch._C import (
+        _AutoDispatchBelowAutograd,
         _DisablePythonDispatcher,
         _get_dispatch_mode,
         _TorchDispatchModeKey,
@@ -115,6 +116,7 @@ if TYPE_CHECKING:
     maybe_mark_dynamic = torch._dynamo.maybe_mark_dynamic
     BoxedCodeGen = _BoxedCodeGen
     functorch_config = torch._functorch.config
+    BelowAutograd = _AutoDispatchBelowAutograd
     DispatchModeKey = _TorchDispatchModeKey
     get_dispatch_mode = _get_dispatch_mode
     DisablePythonDispatcher = _DisablePythonDispatcher

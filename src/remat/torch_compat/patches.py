@@ -2,8 +2,8 @@
 
 What is changed belongs to the whole process. So only one thread changes it at a time,
 under the lock that ``torch.compile`` takes to trace: what other threads compile never
-sees it, and threads that run compiled steps do not look there. The one exception,
-:func:`untimed_guards`, changes no result.
+sees it, and threads that run compiled steps do not look there. There are two exceptions:
+:func:`untimed_guards` changes no result, and :class:`ThreadKernels` none of others.
 """
 
 import threading
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from remat.torch_compat.attributes import composite_kernel
 from remat.torch_compat.names import (
     DispatchKey,
     FakeTensorMode,
@@ -214,3 +215,62 @@ def _install(kernels: Mapping[Any, Mapping[Any, Callable[..., Any] | None]]) -> 
             else:
                 op.py_kernels[key] = kernel
         op._dispatch_cache.clear()
+
+
+class ThreadKernels:
+    """Python kernels of operators for those threads that ask for them, and only then.
+
+    Nobody knows beforehand whether a call will trace, and those that do not must not
+    wait: there is no lock around them. The kernels are there while any thread asks, and
+    send the others on.
+
+    Parameters
+    ----------
+    kernels
+        From operator overloads to kernels; each is given the kernel that it replaces,
+        and the arguments.
+    """
+
+    def __init__(self, kernels: Mapping[Any, Callable[..., Any]]) -> None:
+        self._kernels = kernels
+        self._lock = threading.Lock()
+        self._count = 0
+        self._before: dict[Any, dict[Any, Callable[..., Any] | None]] = {}
+        self._here = threading.local()
+
+    @contextmanager
+    def seen(self) -> Generator[None]:
+        """Let this thread trace with them."""
+        with self._lock:
+            self._count += 1
+            if self._count == 1:
+                self._before = {
+                    op: {k: op.py_kernels.get(k) for k in KEYS} for op in self._kernels
+                }
+                _install({op: self._chosen(op) for op in self._kernels})
+        depth = getattr(self._here, "depth", 0)
+        self._here.depth = depth + 1
+        try:
+            yield
+        finally:
+            self._here.depth = depth
+            with self._lock:
+                self._count -= 1
+                if not self._count:
+                    _install(self._before)
+
+    def _chosen(self, op: Any) -> dict[Any, Callable[..., Any]]:
+        ours = self._kernels[op]
+
+        def choosing(theirs: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                if getattr(self._here, "depth", 0):
+                    return ours(theirs, *args, **kwargs)
+                return theirs(*args, **kwargs)
+
+            return run
+
+        return {
+            key: choosing(theirs or composite_kernel(op))
+            for key, theirs in self._before[op].items()
+        }

@@ -121,6 +121,9 @@ NAMES: dict[str, Private] = {
     # --- operators and their dispatch ---
     "OpOverload": Private("torch._ops:OpOverload", "telling operators from functions"),
     "DispatchKey": Private("torch._C:DispatchKey", "tracing operators whole"),
+    "BelowAutograd": Private(
+        "torch._C:_AutoDispatchBelowAutograd", "running the layers of an nn.LSTM"
+    ),
     "DispatchModeKey": Private(
         "torch._C:_TorchDispatchModeKey", "telling what records a call"
     ),
@@ -415,6 +418,7 @@ TEXTS: tuple[Private, ...] = (
     Private(
         "torch._dynamo.variables.builder", _TRACER_ERRORS, text="RNN, GRU, or LSTM"
     ),
+    Private("torch._dynamo.utils", _TRACER_ERRORS, text="unsupported operator: "),
     Private(
         "torch._dynamo.variables.distributed",
         _TRACER_ERRORS,
