@@ -15,6 +15,7 @@ from remat.torch_compat.names import FakeTensorMode, MemoryFormatMeta, guards
 from remat.torch_compat.patches import (
     KEYS,
     Patch,
+    ThreadKernels,
     alone,
     fake_results,
     patched,
@@ -297,3 +298,29 @@ def test_two_threads_fit_and_train_at_once() -> None:
         pairs = zip(found[index], expected[index], strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
     assert state_of_torch() == before
+
+
+def test_kernels_of_a_thread_are_not_those_of_others() -> None:
+    seen: list[str] = []
+
+    def kernel(theirs: Callable[..., object], *args: object) -> object:
+        seen.append(threading.current_thread().name)
+        return theirs(*args)
+
+    def dispatched() -> None:
+        _DROPOUT.py_kernels[KEYS[0]](torch.ones(3), 0.5, False)
+
+    kernels = ThreadKernels({_DROPOUT: kernel})
+    before = state_of_torch()
+    with kernels.seen():
+        other = threading.Thread(target=dispatched)
+        other.start()
+        other.join()
+        assert seen == []
+        with kernels.seen():
+            dispatched()
+        dispatched()
+        assert seen == [threading.current_thread().name] * 2
+    assert state_of_torch() == before
+    dispatched()
+    assert len(seen) == 2

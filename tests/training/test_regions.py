@@ -380,6 +380,12 @@ class Selecting(nn.Module):
         return self.layers[2](chosen).pow(2).sum() + squared(outer).mean()
 
 
+@in_no_graph
+def run_plainly(layers: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    found, _ = layers(x)
+    return found
+
+
 class Tagger(nn.Module):
     """An LSTM between parts that are traced, and a loss outside of graphs."""
 
@@ -396,7 +402,7 @@ class Tagger(nn.Module):
         return self.last(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner, _ = self.rest(self.features(x)[:, None])
+        inner = run_plainly(self.rest, self.features(x)[:, None])
         return self.scores(inner).pow(2).mean()
 
 

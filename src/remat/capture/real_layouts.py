@@ -10,6 +10,8 @@ tell channels-last from contiguous: a channels-last map of one pixel, or of one 
 is contiguous too, and each kernel settles that its own way. There the kernel itself is
 asked, on zeros, once for each such operator. A view of a batch of one is another such
 case: the stride of the batch decides whether it is taken for channels-last.
+
+Of the layers of an ``nn.LSTM`` it gets sizes wrong, too.
 """
 
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from remat.capture.recurrent import REAL_RESULTS
 from remat.torch_compat.attributes import schema_of
 from remat.torch_compat.names import (
     DisablePythonDispatcher,
@@ -124,6 +127,9 @@ def _with_real_layouts(dispatch: Callable[..., Any]) -> Callable[..., Any]:
         mode: FakeTensorMode, operator: Any, types: Any, args: Any, kwargs: Any
     ) -> Any:
         results = dispatch(mode, operator, types, args, kwargs)
+        if operator in REAL_RESULTS:
+            with mode:
+                return REAL_RESULTS[operator](results, *args)
         if operator in _VIEWS:
             with mode:
                 return _with_real_strides(results, *args)

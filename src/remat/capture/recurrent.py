@@ -20,11 +20,9 @@ from remat.torch_compat.attributes import composite_kernel, schema_of
 from remat.torch_compat.names import (
     BelowAutograd,
     UnsupportedOperatorException,
-    disable_current_modes,
     dynamo_config,
-    no_python_dispatcher,
+    no_dispatch,
     tree_map_only,
-    unset_fake_temporarily,
 )
 from remat.torch_compat.patches import ThreadKernels
 
@@ -32,14 +30,24 @@ _aten = torch.ops.aten
 
 _LSTM = _aten.lstm.input
 _LAYER = _aten.mkldnn_rnn_layer.default
-_WORKSPACE = 3
-"""Which result of a layer is what its backward pass needs besides."""
+_LAYER_BACKWARD = _aten.mkldnn_rnn_layer_backward.default
+
+_FIRST_BIAS = 3
+"""Which of a layer's gradients is that of the first of its two biases."""
 
 _LIBRARY = torch.library.Library("remat", "FRAGMENT")
-_LIBRARY.define(
-    str(schema_of(_LAYER)).replace("aten::mkldnn_rnn_layer", "lstm_layer"),
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+for _operator, _name in (
+    (_LAYER, "lstm_layer"),
+    (_LAYER_BACKWARD, "lstm_layer_backward"),
+):
+    _LIBRARY.define(
+        _name + str(schema_of(_operator)).removeprefix(_operator.name()),
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+_OURS = {
+    _LAYER: torch.ops.remat.lstm_layer.default,
+    _LAYER_BACKWARD: torch.ops.remat.lstm_layer_backward.default,
+}
 
 _splits: ContextVar[bool] = ContextVar("_splits", default=False)
 
@@ -53,8 +61,22 @@ def _run_layer(*args: Any) -> Any:
         return _LAYER(*args)
 
 
+def _run_layer_backward(*args: Any) -> tuple[torch.Tensor, ...]:
+    return _apart(_LAYER_BACKWARD(*args))
+
+
+def _apart(gradients: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Return gradients of which no two are one tensor.
+
+    Those of the two biases are, and each will be the gradient of a parameter.
+    """
+    place = _FIRST_BIAS + 1
+    copy = gradients[_FIRST_BIAS].clone()
+    return *gradients[:place], copy, *gradients[place + 1 :]
+
+
 _LIBRARY.impl("lstm_layer", _run_layer, "CPU")
-_LIBRARY.impl("lstm_layer", _LAYER, "Meta")
+_LIBRARY.impl("lstm_layer_backward", _run_layer_backward, "CPU")
 
 
 def _lstm(theirs: Callable[..., Any], *args: Any) -> Any:
@@ -133,30 +155,32 @@ def whole_layers() -> Generator[None]:
         _splits.reset(before)
 
 
-def keep_workspaces(joint: fx.GraphModule) -> None:
-    """Let the layers of a joint graph keep what their backward passes need, in place.
+def _with_workspace(
+    results: Sequence[torch.Tensor], *args: Any
+) -> tuple[torch.Tensor, ...]:
+    """Return what a layer makes, with all that it keeps for its backward pass.
 
-    The tracer's formula knows nothing of its size; each layer is run once, on zeros.
+    The tracer's formula knows nothing of its size: the layer is run once, on zeros.
     """
-    for node in joint.graph.find_nodes(op="call_function", target=_LAYER):
-        node.target = torch.ops.remat.lstm_layer.default
-        values = node.meta["val"]
-        size_bytes = _workspace_bytes(node)
-        with values[0].fake_mode:
-            workspace = values[_WORKSPACE].new_empty(size_bytes)
-        node.meta["val"] = (*values[:_WORKSPACE], workspace)
-        for user in node.users:
-            if user.args[1] == _WORKSPACE:
-                user.meta["val"] = workspace
-    joint.recompile()
-
-
-def _workspace_bytes(node: fx.Node) -> int:
-    """Return the size of what a layer keeps."""
-    args = fx.map_arg(node.args, lambda argument: argument.meta["val"])
-    with unset_fake_temporarily(), disable_current_modes(), no_python_dispatcher():
-        return _run_layer(*tree_map_only(torch.Tensor, _zeros, args))[_WORKSPACE].nbytes
+    with no_dispatch():
+        reals = _run_layer(*tree_map_only(torch.Tensor, _zeros, args))
+    return *results[:-1], results[-1].new_empty(reals[-1].shape)
 
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:
     return torch.zeros(like.shape, dtype=like.dtype)
+
+
+REAL_RESULTS: dict[Any, Callable[..., tuple[torch.Tensor, ...]]] = {
+    _LAYER: _with_workspace,
+    _LAYER_BACKWARD: lambda results, *_args: _apart(results),
+}
+"""Operator -> from the tracer's results and the arguments to those that there are."""
+
+
+def run_layers(joint: fx.GraphModule) -> None:
+    """Let the layers of a joint graph run here as they are traced, in place."""
+    for operator, ours in _OURS.items():
+        for node in joint.graph.find_nodes(op="call_function", target=operator):
+            node.target = ours
+    joint.recompile()

@@ -10,7 +10,7 @@ from remat.capture.dropout import eager_dropout
 from remat.capture.gradient_layouts import dense_gradients
 from remat.capture.norm_statistics import correct_statistics
 from remat.capture.real_layouts import real_layouts
-from remat.capture.recurrent import keep_workspaces, whole_layers
+from remat.capture.recurrent import run_layers, whole_layers
 from remat.capture.slice_gradients import join_gradient_pieces
 from remat.capture.undecomposed import whole_operators
 
@@ -30,7 +30,7 @@ def eager_tracing() -> Generator[None]:
 
 def rewrite(joint: fx.GraphModule) -> None:
     """Make a traced step, in place, do what eager PyTorch does and no more."""
-    keep_workspaces(joint)
+    run_layers(joint)
     drop_detaching(joint)
     join_gradient_pieces(joint)
     correct_statistics(joint)

@@ -331,7 +331,8 @@ def _refused_hooks(model: nn.Module) -> CaptureError:
         "register_full_backward_pre_hook) cannot be traced, and there are some on "
         f"{', '.join(hooked) or 'every module'}: remove them (handle.remove()), and "
         "hook tensors instead, for example output.register_hook(...) in a forward hook; "
-        "hooks on parameters work too"
+        "hooks on parameters work too. With regions='breaks' such a module runs as it is, "
+        "and the graphs around it are planned"
     )
 
 
@@ -430,10 +431,12 @@ def raise_capture_error(error: Exception, failure: RematError | None) -> NoRetur
         msg = f"{GRADIENT_INSIDE}; at {where}"
     elif messages.RECURRENT.search(text):
         msg = (
-            "nn.RNN, nn.GRU and nn.LSTM cannot be traced: their loop over time is one "
-            f"operator that the tracer refuses; at {where}. Write the loop with "
-            "nn.RNNCell, nn.GRUCell or nn.LSTMCell, or fit the part of the model without "
-            f"it; {_SPLIT}"
+            "nn.RNN and nn.GRU cannot be traced, nor an nn.LSTM that is not on the CPU in "
+            "single precision, with sizes that do not vary and without autocast, "
+            "proj_size and packed sequences: their loop over time is one operator that "
+            f"the tracer takes apart; at {where}. Write the loop with nn.RNNCell, "
+            "nn.GRUCell or nn.LSTMCell, or fit the part of the model without it; "
+            f"{_SPLIT}"
         )
     elif messages.FAKE_CALL in text:
         what = _what_failed(text)

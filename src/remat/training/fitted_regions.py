@@ -169,8 +169,8 @@ class FittedRegions(FittedModel):
             logger.warning(
                 "%d blocks of %s have no graph, %s among them: they run as they are, and "
                 "nothing of them is computed again. The tracer leaves out functions that "
-                "break the graph in a loop or call modules such as nn.LSTM; move what "
-                "breaks it into a function of its own that these call",
+                "break the graph in a loop; move what breaks it into a function of its "
+                "own that these call",
                 len(untraced),
                 self.name,
                 untraced[0],

@@ -180,8 +180,8 @@ class RegionPlanner(Planner):
         if gathering is None or not gathering.seen:
             msg = (
                 "the tracer made no graph of the model: it leaves out functions that "
-                "break the graph in a loop or call modules such as nn.LSTM. Move what "
-                "breaks it into a function of its own that these call"
+                "break the graph in a loop. Move what breaks it into a function of its "
+                "own that these call"
             )
             raise CaptureError(msg)
         with outside_of_tracing():

@@ -1,0 +1,171 @@
+"""Recurrent modules: layers of an LSTM are operators, all else splits the graph."""
+
+import re
+from collections import Counter
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import remat
+from remat.core.errors import BudgetError, CaptureError
+from remat.planning.plan import Plan
+
+LENGTH, BATCH, WIDTH, HIDDEN = 20, 4, 8, 16
+X = torch.randn(LENGTH, BATCH, WIDTH, generator=torch.Generator().manual_seed(0))
+STATE = torch.randn(1, BATCH, HIDDEN, generator=torch.Generator().manual_seed(1))
+LAYER, LAYER_BACKWARD = "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"
+
+
+class Tagger(nn.Module):
+    """A recurrent module between linear layers, with the loss inside."""
+
+    def __init__(self, recurrent: nn.Module, width: int = HIDDEN) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+        self.recurrent = recurrent
+        self.last = nn.Linear(width, 3)
+
+    def recur(self, x: Tensor, *states: Tensor) -> Tensor:
+        found, _ = self.recurrent(x, *([states] if states else []))
+        return found
+
+    def forward(self, x: Tensor, *states: Tensor) -> Tensor:
+        found = self.recur(self.first(x).relu(), *states)
+        return self.last(found).tanh().pow(2).mean()
+
+
+class Packed(Tagger):
+    def recur(self, x: Tensor, *_states: Tensor) -> Tensor:
+        lengths = torch.tensor([LENGTH, 5, 7, 9])
+        packed = pack_padded_sequence(x, lengths, enforce_sorted=False)
+        return pad_packed_sequence(self.recurrent(packed)[0])[0]
+
+
+def deep() -> Tagger:
+    how: dict[str, Any] = {"num_layers": 3, "dropout": 0.3, "bidirectional": True}
+    return Tagger(nn.LSTM(WIDTH, HIDDEN, **how), 2 * HIDDEN)
+
+
+@cache
+def least_plan() -> Plan:
+    """Return the plan of the smallest budget that is known for the deep one."""
+    with pytest.raises(BudgetError) as refused:
+        remat.plan(deep(), X, budget=1)
+    return remat.plan(deep(), X, budget=refused.value.required_bytes)
+
+
+def counts(plan: Plan) -> Counter[str]:
+    return Counter(re.sub(r"_\d+$", "", op.name) for op in plan.graph.ops)
+
+
+def test_each_layer_and_direction_is_one_operator() -> None:
+    found = counts(least_plan())
+    assert (found[LAYER], found[LAYER_BACKWARD]) == (6, 6)
+    # All there is besides are the linear layers, dropout, and states of zeros.
+    assert len(least_plan().graph.ops) < 90
+
+
+def test_layers_are_computed_again() -> None:
+    plan = least_plan()
+    repeated = [plan.graph.ops[op].name for op in plan.schedule.recompute_counts()]
+    assert any(LAYER in name for name in repeated)
+    assert plan.peak_bytes < 0.85 * plan.baseline_peak_bytes
+
+
+CASES = {
+    "deep": deep,
+    "batch first": lambda: Tagger(nn.LSTM(WIDTH, HIDDEN, 2, batch_first=True)),
+    "no bias": lambda: Tagger(nn.LSTM(WIDTH, HIDDEN, 2, bias=False)),
+    "eval": lambda: deep().eval(),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_bitwise_eager(case: str) -> None:
+    report = remat.verify(CASES[case](), X, budget="80%", repeats=1)
+    assert (report.against_captured, report.against_eager) == ((), ())
+    assert report.is_within_budget
+    assert 0 <= report.prediction_error < 0.01
+
+
+def test_states_may_be_given_and_take_gradients() -> None:
+    batch = X.clone().requires_grad_(), STATE.clone().requires_grad_(), STATE
+    model = Tagger(nn.LSTM(WIDTH, HIDDEN))
+    report = remat.verify(model, batch, budget="90%", repeats=1, regions="breaks")
+    assert (report.against_captured, report.against_eager) == ((), ())
+    assert counts(report.plan)[LAYER] == 1
+
+
+def test_they_are_trained_as_without_remat() -> None:
+    torch.manual_seed(0)
+    planned, plain = deep(), deep()
+    plain.load_state_dict(planned.state_dict())
+    remat.fit(planned, X, plan=least_plan())
+    for model in (planned, plain):
+        torch.manual_seed(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(X).backward()
+            optimizer.step()
+    pairs = zip(planned.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+OTHERS = {
+    "gru": lambda: Tagger(nn.GRU(WIDTH, HIDDEN)),
+    "projected": lambda: Tagger(nn.LSTM(WIDTH, HIDDEN, proj_size=5), 5),
+    "packed": lambda: Packed(nn.LSTM(WIDTH, HIDDEN)),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_all_else_is_in_no_graph(case: str) -> None:
+    how: dict[str, Any] = {"budget": "100%", "costs": "estimated"}
+    with pytest.raises(CaptureError, match='or give regions="breaks"'):
+        remat.plan(OTHERS[case](), X, regions="whole", **how)
+    report = remat.verify(OTHERS[case](), X, repeats=1, regions="breaks", **how)
+    assert (report.against_captured, report.against_eager) == ((), ())
+    assert not counts(report.plan)[LAYER]
+    # The code behind is traced as well.
+    assert int(str(report.plan.settings["graphs"]).split(",")[0]) >= 2
+
+
+def test_half_precision_and_autocast_are_in_no_graph() -> None:
+    plan = partial(remat.plan, budget="100%", regions="whole", costs="estimated")
+    with pytest.raises(CaptureError, match="single precision"):
+        plan(deep().bfloat16(), X.bfloat16())
+    with (
+        pytest.raises(CaptureError, match="without autocast"),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        plan(deep(), X)
+
+
+def test_hooked_modules_run_as_they_are() -> None:
+    class Hooked(Tagger):
+        def __init__(self) -> None:
+            super().__init__(nn.LSTM(WIDTH, HIDDEN))
+            self.seen = 0
+            self.last.register_full_backward_hook(self.count)
+
+        def count(self, *_: object) -> None:
+            self.seen += 1
+
+    torch.manual_seed(0)
+    model, plain = Hooked(), Hooked()
+    plain.load_state_dict(model.state_dict())
+    with pytest.raises(CaptureError, match="regions='breaks'"):
+        remat.fit(model, X, budget="100%", costs="estimated")
+    remat.fit(model, X, budget="100%", regions="breaks", costs="estimated")
+    model.seen = 0
+    for each in (model, plain):
+        each(X).backward()
+    assert model.seen == plain.seen == 1
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(*(p.grad for p in pair)) for pair in pairs)
