@@ -281,6 +281,18 @@ class TestWrongUsage:
                 ["plan", "--graph", "g.json", "--budget", "1", "--regions", "breaks"],
                 "--regions has no effect",
             ),
+            (
+                ["plan", "--graph", "g.json", "--budget", "1", "--dynamic", "x:0=2:9"],
+                "--dynamic has no effect",
+            ),
+            (
+                ["fit", f"{SCRIPT}:pair", "--budget", "1MB", "--dynamic", "y:0=2:99"],
+                "--dynamic: dynamic names 'y', which is no argument",
+            ),
+            (
+                ["verify", SCRIPT, "--budget", "1", *["--dynamic", "0:0=2:99"] * 2],
+                "--dynamic gives dimension 0 of 0 twice",
+            ),
             (["curve", "--graph", "graph.json", "--points", "1"], "from 2 to 10000"),
             (["curve", "--graph", "graph.json", "--points", "10001"], "from 2 to"),
             (["curve", "--graph", "graph.json", "--budgets", ","], "names no budget"),
@@ -314,6 +326,7 @@ class TestWrongUsage:
             ["plan", SCRIPT, "--budget", "1", "--time-limit", "0"],
             ["plan", SCRIPT, "--budget", "1", "--time-limit", "soon"],
             ["plan", SCRIPT, "--budget", "1", "--seed", "-1"],
+            ["plan", SCRIPT, "--budget", "1", "--dynamic", "x:0=64"],
             ["plan", SCRIPT, "--budget", "1", "--seed", str(2**31)],
             ["show"],
         ],
@@ -530,6 +543,16 @@ class TestOnModels:
         monkeypatch.setattr("remat.cli.commands.fit.train", lambda *_: fake)
         assert main(["fit", SCRIPT, "--budget", "100%"]) == 4
         assert "over budget: the step takes" in capsys.readouterr().err
+
+    def test_sizes_that_vary_are_planned_and_verified(self, capsys) -> None:
+        words = [f"{SCRIPT}:pair", "--budget", "90%", "--dynamic", "0:0=2:128", "--json"]
+        assert main(["plan", *words]) == 0
+        planned = json.loads(capsys.readouterr().out)
+        assert main(["verify", *words, "--repeats", "1"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["predicted_peak_bytes"] == planned["peak_bytes"]
+        found = [shape["shapes"] for shape in report["shapes"]]
+        assert found == ["input [2, 8]", "input [64, 8]"]
 
     def test_verify_keeps_its_promises(self, capsys) -> None:
         words = ["verify", f"{SCRIPT}:thing", "--budget", "100%", "--repeats", "1"]

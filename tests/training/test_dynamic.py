@@ -1,6 +1,7 @@
 """One plan for many shapes: traced once, planned for the largest, judged at others."""
 
 import copy
+import dataclasses
 import importlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -582,7 +583,6 @@ def test_what_makes_no_sense_is_refused_at_the_door(
         ({"regions": "breaks"}, "leave regions='breaks' out"),
         ({"kernels": "fused"}, "leave kernels='fused' out"),
         ({"budget": {"cpu": "1 GiB", "cpu:1": "1 GiB"}}, "plans for one device"),
-        ({"loss": torch.mean}, "compute the loss in the model"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(
@@ -593,12 +593,90 @@ def test_options_that_do_not_go_together_are_refused(
         remat.fit(Layers(), batch_of(20), **how)
 
 
-def test_backend_and_verify_refuse_by_name() -> None:
-    dynamic = {"x": {1: (2, 64)}}
+def test_the_backend_refuses_by_name() -> None:
     with pytest.raises(ValueError, match=r"dynamic= is for remat\.fit"):
-        remat.backend(budget="1 GiB", dynamic=dynamic)
-    with pytest.raises(ValueError, match="verify compares steps of one shape"):
-        remat.verify(Layers(), batch_of(20), budget="90%", dynamic=dynamic)
+        remat.backend(budget="1 GiB", dynamic={"x": {1: (2, 64)}})
+
+
+# --- with other options --------------------------------------------------------------
+
+
+class Outer(Layers):
+    """Returns what a loss outside reads; several tensors, so that it is called again."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in self.layers:
+            x = x + layer(x)
+        return {"first": x, "rest": [x.tanh()]}
+
+
+TARGET = torch.randn(4, 64, 32, generator=torch.Generator().manual_seed(0))
+
+
+def difference(outputs: Any) -> torch.Tensor:
+    found = outputs["rest"][0]
+    return nn.functional.mse_loss(found, TARGET[:, : found.shape[1]])
+
+
+def test_a_loss_outside_is_planned_at_the_largest_size() -> None:
+    how: dict[str, Any] = {"budget": "80%", "loss": difference, "costs": "estimated"}
+    model = Outer()
+    plain = copy.deepcopy(model)
+    plan = remat.fit(model, batch_of(20), dynamic={"x": {1: (2, 64)}}, **how)
+    static = remat.plan(Outer(), batch_of(64), **how)
+    for name in ("peak_bytes", "budget_bytes", "baseline_peak_bytes"):
+        assert getattr(plan, name) == getattr(static, name)
+    for size in (64, 3, 20):
+        for each in (model, plain):
+            torch.manual_seed(size)
+            each.zero_grad()
+            difference(each(batch_of(size))).backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(gradient_of(one), gradient_of(other))
+    assert fitted(model).backend.training_step_count == 1
+    assert fitted(model).planner.planned_count == 1
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def test_a_loss_for_one_size_is_refused_with_what_to_write() -> None:
+    class Plain(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.layers[0](x)
+
+    def loss(outputs: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(outputs, TARGET[:, :20])
+
+    with pytest.raises(CaptureError, match=r"With dynamic= .* for as many as it is given"):
+        remat.plan(
+            Plain(),
+            batch_of(20),
+            budget="100%",
+            loss=loss,
+            costs="estimated",
+            dynamic={"x": {1: (2, 64)}},
+        )
+
+
+def test_the_largest_the_smallest_and_the_example_are_verified() -> None:
+    report = remat.verify(
+        Layers(), batch_of(20), budget="70%", repeats=1, dynamic={"x": {1: (2, 64)}}
+    )
+    assert report.is_exact
+    assert report.is_within_budget
+    assert 0 <= report.prediction_error < 0.01
+    assert [shape.shapes for shape in report.shapes] == ["x [4, 2, 32]", "x [4, 20, 32]"]
+    assert all(shape.against_eager == () for shape in report.shapes)
+    assert report.shapes[0].measured_peak_bytes < report.measured_peak_bytes
+    assert "x [4, 20, 32]: " in str(report)
+    broken = dataclasses.replace(
+        report, shapes=(dataclasses.replace(report.shapes[0], measured_peak_bytes=2**40),)
+    )
+    assert not broken.is_within_budget
+    assert "budget BROKEN" in str(broken)
 
 
 def test_dimensions_of_torch_export_are_taken() -> None:

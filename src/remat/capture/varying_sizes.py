@@ -109,6 +109,9 @@ class SizeInputs:
         The symbols' values in the call that was traced.
     traced
         The inputs as the tracer knows them.
+    shapes
+        Of each tensor with dimensions that may vary its shape, with symbols; ``None``
+        if it is no input.
     """
 
     symbols: tuple[Any, ...]
@@ -116,6 +119,7 @@ class SizeInputs:
     ranges: tuple[Range | None, ...]
     first: Sizes
     traced: tuple[Any, ...]
+    shapes: tuple[tuple[Any, ...] | None, ...]
 
     def sizes_in(self, inputs: Sequence[Any]) -> Sizes:
         """Return the symbols' values in a call."""
@@ -186,6 +190,17 @@ def size_inputs(
         ranges=tuple(ranges.get(symbol) for symbol in symbols),
         first=tuple(values[symbol] for symbol in symbols),
         traced=traced,
+        shapes=tuple(
+            next(
+                (
+                    tuple(fake.shape)
+                    for fake, real in zip(traced, inputs, strict=True)
+                    if real is tensor
+                ),
+                None,
+            )
+            for tensor, _ in asked
+        ),
     )
 
 
@@ -443,8 +458,15 @@ class _AtSizes:
 
 def at_largest(tensor: torch.Tensor, ranges: Mapping[int, Range]) -> torch.Tensor:
     """Return a tensor without memory that is as large as one may become."""
+    with FakeTensorMode():
+        return torch.empty(
+            largest_shape(tensor, ranges), dtype=tensor.dtype, device=tensor.device
+        )
+
+
+def largest_shape(tensor: torch.Tensor, ranges: Mapping[int, Range]) -> list[int]:
+    """Return the shape that a tensor has where it is as large as it may become."""
     shape = list(tensor.shape)
     for dim, (_, largest) in ranges.items():
         shape[dim] = max(shape[dim], largest)
-    with FakeTensorMode():
-        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    return shape

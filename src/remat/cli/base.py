@@ -2,12 +2,13 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from remat.core.errors import FileFormatError, UnitError, UsageError
 from remat.core.platform import Platform
@@ -17,6 +18,12 @@ from remat.files.documents import check_can_write
 from remat.files.serialisation import load_platform
 from remat.planning.several_devices import Budget, budgets_bytes
 from remat.solvers import SOLVERS
+
+
+Dynamic: TypeAlias = dict[str | int, dict[int, tuple[int, int]]]
+"""Argument, by name or position -> dimension -> its smallest and its largest size."""
+
+_VARYING = re.compile(r"(\w+):(\d+)=(\d+):(\d+)")
 
 
 class ExitCode(IntEnum):
@@ -254,6 +261,34 @@ def add_solving(parser: argparse.ArgumentParser, *, has_objective: bool = True) 
         "into, or as its repeated blocks, all under one budget (default: as one graph, "
         "deep models as their blocks)",
     )
+    group.add_argument(
+        "--dynamic",
+        action="append",
+        type=_varying,
+        metavar="ARGUMENT:DIMENSION=FROM:TO",
+        help="a dimension of the batch that varies, as in input_ids:1=2:512; once for "
+        "each. The step is planned for the largest size, and judged at others",
+    )
+
+
+def chosen_dynamic(options: argparse.Namespace) -> Dynamic | None:
+    """Return which dimensions of the batch vary, ``None`` if none does.
+
+    Raises
+    ------
+    UsageError
+        If one is given twice.
+    """
+    if not options.dynamic:
+        return None
+    found: Dynamic = {}
+    for argument, dimension, limits in options.dynamic:
+        dims = found.setdefault(argument, {})
+        if dimension in dims:
+            msg = f"--dynamic gives dimension {dimension} of {argument!r} twice"
+            raise UsageError(msg)
+        dims[dimension] = limits
+    return found
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
@@ -268,6 +303,20 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--debug", action="store_true", help="show the traceback of an error"
     )
+
+
+def _varying(text: str) -> tuple[str | int, int, tuple[int, int]]:
+    found = _VARYING.fullmatch(text)
+    if found is None:
+        msg = (
+            f"{text!r} is not ARGUMENT:DIMENSION=FROM:TO: an argument of forward by name "
+            "or position, a dimension counted from 0, and its smallest and largest size, "
+            "as in input_ids:1=2:512"
+        )
+        raise argparse.ArgumentTypeError(msg)
+    name, dimension, low, high = found.groups()
+    argument = int(name) if name.isdecimal() else name
+    return argument, int(dimension), (int(low), int(high))
 
 
 def _seed(text: str) -> int:

@@ -4,6 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 import remat
+from remat.cli.base import Dynamic, chosen_dynamic
 from remat.core.errors import FileFormatError, UsageError
 from remat.core.graph import TrainingGraph
 from remat.core.platform import Platform
@@ -40,6 +41,9 @@ def check_source(options: argparse.Namespace) -> None:
     if options.graph is not None and options.regions != "auto":
         msg = "--regions has no effect with --graph: the file holds one graph"
         raise UsageError(msg)
+    if options.graph is not None and options.dynamic:
+        msg = "--dynamic has no effect with --graph: the file holds one size of each"
+        raise UsageError(msg)
 
 
 def load_graph_of(path: str) -> TrainingGraph:
@@ -66,7 +70,16 @@ def plan_options(
     platform: Platform | None,
     progress: ProgressCallback,
 ) -> "PlanOptions":
-    """Return what the command line says of how to plan a training step."""
+    """Return what the command line says of how to plan a training step.
+
+    Raises
+    ------
+    UsageError
+        If what is to vary is not in the batch.
+    """
+    dynamic = chosen_dynamic(options)
+    if dynamic is not None:
+        _check_dynamic(dynamic, workload)
     return {
         "optimizer": workload.optimizer,
         "loss": workload.loss,
@@ -79,8 +92,21 @@ def plan_options(
         "costs": "estimated" if options.estimated else "measured",
         "kernels": options.kernels,
         "regions": options.regions,
+        "dynamic": dynamic,
         "progress": progress,
     }
+
+
+def _check_dynamic(dynamic: Dynamic, workload: "Workload") -> None:
+    # Imports torch, as who loaded the workload did.
+    from remat.training.shape_ranges import ShapeRanges, checked_shapes  # noqa: PLC0415
+
+    try:
+        ranges = ShapeRanges.of(workload.model, checked_shapes(dynamic))
+        ranges.check(workload.args, workload.kwargs)
+    except (TypeError, ValueError) as error:
+        msg = f"--dynamic: {error}"
+        raise UsageError(msg) from error
 
 
 def plan_workload(

@@ -347,7 +347,7 @@ class RegionPlanner(Planner):
             budget = parse_budget(budget, whole_bytes=trace.peak_bytes[0])
         return plan_regions(self._composed, solve, budget)
 
-    def example_outputs(self, model: nn.Module) -> FakeOutputs:  # noqa: ARG002
+    def example_outputs(self, model: nn.Module, batch: Any) -> FakeOutputs:  # noqa: ARG002
         """Return what the gathered forward pass returned, made of fake tensors."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         made, bases = fakes_like(tensors_in(self._outputs), mode)

@@ -177,12 +177,6 @@ class PlanRequest:
         if self.has_several_devices:
             msg = "dynamic= plans for one device; give one budget"
             raise ValueError(msg)
-        if self.loss is not None:
-            msg = (
-                "dynamic= cannot try a loss= on outputs of all sizes; compute the loss in "
-                "the model, as from labels, or leave loss= out"
-            )
-            raise ValueError(msg)
         checked_shapes(self.dynamic)
 
     def _check_budget(self) -> None:

@@ -1,7 +1,7 @@
 """Which dimensions of the batch vary, between which sizes: the option ``dynamic``."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -243,19 +243,27 @@ class ShapeRanges:
         return call, tuple(asked)
 
     def largest(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        """Return stand-ins for a call, as large as it may become, of zeros."""
+        """Return stand-ins for a call, as large as it may become."""
+        return self._resized(args, kwargs, 1)
 
-        def enlarged(name: str | int, value: Any) -> Any:
+    def smallest(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """Return stand-ins for a call, as small as it may become."""
+        return self._resized(args, kwargs, 0)
+
+    def _resized(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], end: int
+    ) -> Call:
+        def resized(name: str | int, value: Any) -> Any:
             dims = self.dims_of(name, value)
             shape = [
-                dims[dim][1] if dim in dims else size
+                dims[dim][end] if dim in dims else size
                 for dim, size in enumerate(getattr(value, "shape", ()))
             ]
-            return _zeros(value, shape) if dims else value
+            return value if shape == [*getattr(value, "shape", ())] else _cut(value, shape)
 
         return (
-            tuple(enlarged(self.name_of(i), value) for i, value in enumerate(args)),
-            {name: enlarged(name, value) for name, value in kwargs.items()},
+            tuple(resized(self.name_of(i), value) for i, value in enumerate(args)),
+            {name: resized(name, value) for name, value in kwargs.items()},
         )
 
     def outside(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
@@ -266,6 +274,15 @@ class ShapeRanges:
             for name, value in given
             for dim, (low, high) in self.dims_of(name, value).items()
             if not low <= value.shape[dim] <= high
+        )
+
+    def words_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """Return in words the shapes of what varies in a call."""
+        given = [*((self.name_of(i), v) for i, v in enumerate(args)), *kwargs.items()]
+        return ", ".join(
+            f"{name} {list(value.shape)}"
+            for name, value in given
+            if self.dims_of(name, value)
         )
 
     def words(self) -> str:
@@ -280,11 +297,20 @@ class ShapeRanges:
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _zeros(like: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    """Return zeros of another shape, whose dimensions lie in memory as ``like``'s."""
+def untouched_like(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return memory of another shape, whose dimensions lie as ``like``'s."""
     order = sorted(range(like.dim()), key=like.stride, reverse=True)
-    made = torch.zeros(
-        [shape[dim] for dim in order], dtype=like.dtype, device=like.device
-    )
+    made = like.new_empty([shape[dim] for dim in order])
     back = [order.index(dim) for dim in range(like.dim())]
     return made.permute(back).requires_grad_(like.requires_grad)
+
+
+def _cut(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor of another shape, with the values of one cut off or repeated."""
+    made = untouched_like(value, shape)
+    with torch.no_grad():
+        for dim, size in enumerate(shape):
+            places = torch.arange(size, device=value.device) % value.shape[dim]
+            value = value.index_select(dim, places)
+        made.copy_(value)
+    return made

@@ -15,6 +15,7 @@ from remat.capture.autocast import autocast_again, autocast_now
 from remat.capture.example_batch import example_batch
 from remat.capture.joint_program import JointProgram
 from remat.capture.outputs import FakeOutputs, fake_output, fake_outputs
+from remat.capture.returned import ReturnedTensor
 from remat.capture.surroundings import (
     Surroundings,
     add_surroundings,
@@ -29,6 +30,7 @@ from remat.capture.varying_sizes import (
     Sizes,
     VaryingSizes,
     at_largest,
+    largest_shape,
 )
 from remat.core.device_graph import arrange, home_of, place_of
 from remat.core.errors import (
@@ -67,6 +69,7 @@ from remat.torch_compat.attributes import storage_identity
 from remat.torch_compat.names import tree_map, unset_fake_temporarily
 from remat.training.callers import gradient_buckets_bytes
 from remat.training.request import PlanRequest
+from remat.training.shape_ranges import untouched_like
 from remat.training.sized_plans import SizedPlan
 from remat.training.variants import Kind, TracedCall, describe_tensor
 
@@ -505,19 +508,52 @@ class Planner:
         if self.loss is not None and self.model is not None:
             with autocast_again(program.autocast):
                 outputs = (
-                    self.example_outputs(self.model)
+                    self.example_outputs(self.model, self.batch_at(program))
                     if program.returned is None
-                    else fake_output(program.returned)
+                    else fake_output(_at_sizes(program, program.returned))
                 )
-                return self.loss.memory(outputs)
+                return self._memory_of_loss(self.loss, outputs)
         if program.loss is not None:
             return LossMemory(peak_bytes=0, held_bytes=0)
         # Only outputs that take a gradient have one.
         return assumed_loss_bytes(program.tangent_values())
 
-    def example_outputs(self, model: nn.Module) -> FakeOutputs:
-        """Return what the model returns for the batch."""
-        args, kwargs = self.batch
+    def _memory_of_loss(self, loss: DescribedLoss, outputs: FakeOutputs) -> LossMemory:
+        try:
+            return loss.memory(outputs)
+        except CaptureError as error:
+            if self.request.dynamic is None:
+                raise
+            msg = (
+                f"{error}. With dynamic= the loss is tried on outputs of the largest size: "
+                "let it take its targets for as many as it is given, such as "
+                "y[:, :outputs.shape[1]] of targets for the largest"
+            )
+            raise CaptureError(msg) from error
+
+    def batch_at(self, program: JointProgram) -> Any:
+        """Return the batch at the sizes that a program is for, without its values.
+
+        Arguments that the graph does not read are as large as they may become.
+        """
+        varying = program.varying
+        if varying is None:
+            return self.batch
+        found: dict[int, torch.Tensor] = {}
+        pairs = zip(self.varying_inputs, varying.inputs.shapes, strict=True)
+        for (tensor, ranges), shape in pairs:
+            known = (
+                largest_shape(tensor, ranges)
+                if shape is None
+                else varying.evaluated(shape, program.sizes)
+            )
+            if known != list(tensor.shape):
+                found[id(tensor)] = untouched_like(tensor, known)
+        return tree_map(lambda leaf: found.get(id(leaf), leaf), self.batch)
+
+    def example_outputs(self, model: nn.Module, batch: Any) -> FakeOutputs:
+        """Return what the model returns for a batch."""
+        args, kwargs = batch
         return fake_outputs(model, args, kwargs)
 
     def make_plan(self, program: JointProgram) -> Plan:
@@ -703,7 +739,7 @@ class CompilerPlanner(Planner):
             self.budgets.setdefault(self.call, budget_of(self.latest))
         return chosen
 
-    def example_outputs(self, model: nn.Module) -> FakeOutputs:
+    def example_outputs(self, model: nn.Module, batch: Any) -> FakeOutputs:
         """Return what the model returns for the call's arguments.
 
         Raises
@@ -712,7 +748,7 @@ class CompilerPlanner(Planner):
             If that is not what the traced graph returns.
         """
         try:
-            outputs = super().example_outputs(model)
+            outputs = super().example_outputs(model, batch)
             found = tuple(describe_tensor(t) for t in outputs.tensors)
         # Whatever the model raises without the arguments that cannot be seen.
         except Exception as error:  # noqa: BLE001
@@ -726,6 +762,18 @@ class CompilerPlanner(Planner):
             "remat.fit, which is given the example, or leave loss= out of remat.backend"
         )
         raise CaptureError(msg)
+
+
+def _at_sizes(program: JointProgram, returned: ReturnedTensor) -> ReturnedTensor:
+    """Return what a model returns at the sizes that a program is for."""
+    varying = program.varying
+    if varying is None:
+        return returned
+    return replace(
+        returned,
+        shape=tuple(varying.evaluated(returned.shape, program.sizes)),
+        stride=tuple(varying.evaluated(returned.stride, program.sizes)),
+    )
 
 
 def accept_plan(program: JointProgram, plan: Plan) -> Plan:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Unpack
+from typing import Any, TypeAlias, Unpack
 
 import torch
 from torch import nn
@@ -46,8 +46,11 @@ from remat.training.request import (
     requested,
     shows_options,
 )
+from remat.training.shape_ranges import DynamicShapes, ShapeRanges, checked_shapes
 
 Outcome = dict[str, torch.Tensor]
+
+_Batch: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,41 @@ class Difference:
 
     name: str
     largest: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeReport:
+    """What :func:`verify` found at one more shape of a batch whose sizes vary.
+
+    Parameters
+    ----------
+    shapes
+        Names and shapes of what varies, in words.
+    against_captured, against_eager, compared_count
+        As in :class:`VerifyReport`, of one backward pass.
+    budget_bytes, measured_peak_bytes
+        The budget, and the measured peak of the planned step.
+    """
+
+    shapes: str
+    against_captured: tuple[Difference, ...]
+    against_eager: tuple[Difference, ...]
+    compared_count: int
+    budget_bytes: int
+    measured_peak_bytes: int
+
+    @property
+    def is_within_budget(self) -> bool:
+        """Whether the measured peak is at most the budget."""
+        return self.measured_peak_bytes <= self.budget_bytes
+
+    def __str__(self) -> str:
+        verdict = "" if self.is_within_budget else ", budget BROKEN"
+        return (
+            f"{self.shapes}: {format_bytes(self.measured_peak_bytes)} measured{verdict}; "
+            f"{_verdict(self.against_captured, self.compared_count)} the captured step, "
+            f"{_verdict(self.against_eager, self.compared_count)} eager PyTorch"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +128,9 @@ class VerifyReport:
     devices
         With several devices, the peak of each; the figures above are then those of the
         first. Empty with one.
+    shapes
+        With ``dynamic=``, what was found at the smallest sizes and at the example's; the
+        figures above are then those of the largest.
     """
 
     plan: Plan
@@ -105,18 +146,23 @@ class VerifyReport:
     plain_ns: int
     slowdown: float
     devices: tuple[DevicePeak, ...] = ()
+    shapes: tuple[ShapeReport, ...] = ()
 
     @property
     def is_exact(self) -> bool:
         """Whether all is bitwise equal to the captured step without remat."""
-        return not self.against_captured
+        return not self.against_captured and not any(
+            shape.against_captured for shape in self.shapes
+        )
 
     @property
     def is_within_budget(self) -> bool:
         """Whether the measured peak is at most the budget, on every device."""
         if self.devices:
             return all(device.is_within_budget for device in self.devices)
-        return self.measured_peak_bytes <= self.budget_bytes
+        return self.measured_peak_bytes <= self.budget_bytes and all(
+            shape.is_within_budget for shape in self.shapes
+        )
 
     @property
     def prediction_error(self) -> float:
@@ -141,6 +187,7 @@ class VerifyReport:
             "plain_ns": self.plain_ns,
             "slowdown": self.slowdown,
             "devices": [asdict(device) for device in self.devices],
+            "shapes": [asdict(shape) for shape in self.shapes],
             "plan": self.plan.summary(),
         }
 
@@ -175,6 +222,7 @@ class VerifyReport:
                     if self.pass_count > 1
                     else "  passes      one: accumulation does not fit this budget"
                 ),
+                *(f"  {'shapes' if not i else '':<12}{x}" for i, x in enumerate(self.shapes)),
             ]
         )
 
@@ -252,6 +300,10 @@ def verify(
         ``loss`` is taken, or else the sum of the outputs.
     solver, objective, time_limit, seed, costs, kernels, regions
         As for :func:`remat.fit`.
+    dynamic
+        As for :func:`remat.fit`. Compared and measured is the step of the largest sizes,
+        whose batch has the example's values, repeated; results, and the peak with the
+        budget, at the smallest sizes and the example's as well.
     progress
         Called with what is being done and the share of it that is done.
     repeats
@@ -277,24 +329,22 @@ def verify(
     """
     kwargs = keywords(kwargs)
     request = requested("verify", options, budget=budget)
-    if request.dynamic is not None:
-        msg = (
-            "verify compares steps of one shape, and dynamic= is for many: leave it out, "
-            "and verify an example of each shape that matters"
-        )
-        raise ValueError(msg)
     check_repeats(repeats)
     check_model(model)
     check_tracer()
     model = plain_model(model)
     example = positional(args), kwargs
     check_batch(model, *example, may_be_sharded=request.regions != "whole")
-    step = TrainingStep(
-        model,
-        *example,
-        request.loss,
-        request.optimizer,
-        backward_in_autocast=request.backward_in_autocast,
+    examples = _examples(model, example, request.dynamic)
+    step, *others = (
+        TrainingStep(
+            model,
+            *each,
+            request.loss,
+            request.optimizer,
+            backward_in_autocast=request.backward_in_autocast,
+        )
+        for each in examples.values()
     )
     reference = PlanRequest(
         budget=_NO_LIMIT,
@@ -326,6 +376,10 @@ def verify(
         else:
             planned_peak = step.peak_bytes(planned)
         plain_times, planned_times = step.paired_times(planned, repeats)
+        found = [
+            _shape_report(*pair, planned, reference, plan.budget_bytes or 0)
+            for pair in zip(list(examples)[1:], others, strict=True)
+        ]
     return VerifyReport(
         plan=plan,
         against_captured=against_captured,
@@ -342,7 +396,45 @@ def verify(
             mine / plain for mine, plain in zip(planned_times, plain_times, strict=True)
         ),
         devices=peaks,
+        shapes=tuple(found),
     )
+
+
+def _examples(
+    model: nn.Module, example: _Batch, dynamic: DynamicShapes | None
+) -> dict[str, _Batch]:
+    """Return the batches to verify by their shapes in words, the planned one first."""
+    if dynamic is None:
+        return {"": example}
+    ranges = ShapeRanges.of(model, checked_shapes(dynamic))
+    ranges.check(*example)
+    batches = [ranges.largest(*example), ranges.smallest(*example), example]
+    found: dict[str, _Batch] = {}
+    for args, kwargs in batches:
+        found.setdefault(ranges.words_of(args, kwargs), (args, dict(kwargs)))
+    return found
+
+
+def _shape_report(
+    shapes: str,
+    step: "TrainingStep",
+    planned: FittedModel,
+    reference: PlanRequest,
+    budget_bytes: int,
+) -> ShapeReport:
+    with step.restored():
+        mine = step.outcome(planned, 1)
+        captured = step.outcome(fitted_for(step.model, reference), 1)
+        against_captured = compare(captured, mine)
+        del captured
+        return ShapeReport(
+            shapes=shapes,
+            against_captured=against_captured,
+            against_eager=compare(step.outcome(None, 1), mine),
+            compared_count=len(mine),
+            budget_bytes=budget_bytes,
+            measured_peak_bytes=step.peak_bytes(planned),
+        )
 
 
 _NO_LIMIT = 2**62
