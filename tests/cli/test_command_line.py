@@ -290,7 +290,10 @@ class TestWrongUsage:
                 "--dynamic: dynamic names 'y', which is no argument",
             ),
             (
-                ["verify", SCRIPT, "--budget", "1", *["--dynamic", "0:0=2:99"] * 2],
+                [
+                    *["verify", f"{SCRIPT}:pair", "--budget", "1"],
+                    *["--dynamic", "0:0=2:99"] * 2,
+                ],
                 "--dynamic gives dimension 0 of 0 twice",
             ),
             (["curve", "--graph", "graph.json", "--points", "1"], "from 2 to 10000"),

@@ -166,7 +166,7 @@ class FittedModel:
             if request.dynamic is None
             else ShapeRanges.of(model, checked_shapes(request.dynamic))
         )
-        self.is_traced_once = self.ranges is not None
+        self.is_traced_once = self.ranges is not None and self.is_whole
         # With the model's own hooks or without, per memory of the optimizer.
         self._compiled: dict[tuple[bool, tuple[int, int]], Callable[..., Any]] = {}
         self.told: set[str] = set()

@@ -45,6 +45,7 @@ from remat.torch_compat.metadata import outputs_of_tangents
 from remat.torch_compat.names import FakeTensorMode, tree_map
 from remat.torch_compat.sharding import Gathered, GatheredGroup, gathering_alone
 from remat.training.request import PlanRequest
+from remat.training.sized_plans import SizedStep
 from remat.training.step_planning import Planner, accept_plan, outside_of_tracing
 
 _HOW = {
@@ -86,11 +87,24 @@ class PlannedStep:
     composed: ComposedStep
     held_bytes: tuple[int, ...]
     backward_bytes: tuple[int, ...]
+    way: "_Way" = field(default_factory=lambda: _Way())
 
     def without_plan(self, gradient_bytes: int) -> "PlannedStep":
         """Return a step of which no region is planned, onto so many gradients."""
         before = self.held_bytes[0] + gradient_bytes
         return replace(self, choices=(), held_bytes=(before,), backward_bytes=(0,))
+
+
+class _Way:
+    """Which graphs ran in the places of others so far in a step, and whether that fits.
+
+    For each graph that was tried next the way from here, ``None`` where it does not fit.
+    """
+
+    def __init__(self) -> None:
+        self.next: weakref.WeakKeyDictionary[RegionCode, _Way | None] = (
+            weakref.WeakKeyDictionary()
+        )
 
 
 @dataclass
@@ -99,15 +113,20 @@ class _Running:
 
     step: PlannedStep
     position: int = 0
-    # The step with the sizes that its regions have had in this call.
+    # Which graphs have run in the places of others, and the step with their sizes. What
+    # is known of a way need not be judged again.
+    way: "_Way" = field(init=False)
     composed: ComposedStep = field(init=False)
+    behind: list[tuple[int, RegionCode]] = field(
+        default_factory=list[tuple[int, RegionCode]]
+    )
     # The first region without a plan, and what is held before the next one then.
     unplanned: int | None = None
     held_bytes: int = 0
     backward_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self.composed = self.step.composed
+        self.composed, self.way = self.step.composed, self.step.way
 
 
 class RegionPlanner(Planner):
@@ -439,21 +458,50 @@ class RegionPlanner(Planner):
         It is of the same operators on the same inputs, traced again for other sizes or
         another number, and the plan keeps its budget with these sizes.
         """
-        plan, planned = running.step.plan, running.step.choices[position].code
+        planned = running.step.choices[position].code
         if planned.sources != code.sources:
             return False
         known, found = self.programs[planned], self.programs[code]
         if known.fingerprint == found.fingerprint:
             return True
-        resized = running.composed.resized(
-            position, self._costed(known), self._costed(found)
-        )
-        if resized is None:
-            return False
-        trace = simulate(resized.graph, plan.platform, plan.schedule)
-        if trace.violation is None:
-            running.composed = resized
+        running.behind.append((position, code))
+        if code not in running.way.next:
+            fits = self._is_within(running)
+            running.way.next[code] = _Way() if fits else None
+        way = running.way.next[code]
+        if way is not None:
+            running.way = way
+        return way is not None
+
+    def _is_within(self, running: _Running) -> bool:
+        """Whether the plan keeps its budget with the sizes of the graphs that ran."""
+        plan = running.step.plan
+        composed: ComposedStep | None = running.composed
+        for position, code in running.behind:
+            planned = self.programs[running.step.choices[position].code]
+            composed = composed.resized(
+                position,
+                self._costed(planned),
+                self._costed_like(planned, self.programs[code]),
+            )
+            if composed is None:
+                return False
+        running.behind.clear()
+        running.composed = composed
+        trace = simulate(composed.graph, plan.platform, plan.schedule)
         return trace.violation is None
+
+    def _costed_like(
+        self, planned: JointProgram, found: JointProgram
+    ) -> TrainingGraph:
+        """Return a region's graph with its costs, or those of the largest sizes."""
+        costed = self._costed(planned)
+        if self.request.dynamic is not None:
+            sized = SizedStep.of(planned, costed)
+            smaller = sized.program_like(found)
+            if smaller is not None:
+                return sized.with_costs(smaller.graph, costed)
+        return self._costed(found)
 
     def _run_unplanned(
         self, running: _Running, code: RegionCode, position: int

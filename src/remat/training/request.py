@@ -165,12 +165,6 @@ class PlanRequest:
             raise ValueError(msg)
 
     def _check_dynamic(self) -> None:
-        if self.regions not in ("auto", "whole"):
-            msg = (
-                f"dynamic= plans a model of one graph; leave regions={self.regions!r} "
-                "out, or plan each shape by itself"
-            )
-            raise ValueError(msg)
         if self.kernels != "eager":
             msg = "dynamic= runs eager kernels; leave kernels='fused' out"
             raise ValueError(msg)

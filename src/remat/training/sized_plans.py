@@ -14,31 +14,36 @@ from remat.profile.costing import ALLOCATION_GRANULES_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
-class SizedPlan:
-    """A plan of a step whose sizes vary, made for some of them.
+class SizedStep:
+    """A step, or a part of one, whose sizes vary, with its costs at some of them.
 
     Parameters
     ----------
     program
-        The traced step without what surrounds it, at these sizes.
-    plan
-        Its plan.
+        What was traced, without what surrounds it, at these sizes.
+    graph
+        The same with its costs; may have more behind it.
     numbers
         Per storage of the traced step its bytes, with symbols, ``None`` if fixed.
     traced_bytes
-        The same at the sizes of the plan.
+        The same at these sizes.
+    bounds
+        Per distinct expression the number, and what it is at these sizes.
     """
 
     program: JointProgram
-    plan: Plan
+    graph: TrainingGraph
     numbers: tuple[Any, ...]
     traced_bytes: tuple[Any, ...]
     bounds: Mapping[Any, tuple[Any, Any]]
-    """Per distinct expression the number, and what it is at the sizes of the plan."""
 
     @classmethod
-    def of(cls, program: JointProgram, plan: Plan) -> "SizedPlan":
-        """Return what is needed to judge a plan at other sizes than its own."""
+    def of(cls, program: JointProgram, graph: TrainingGraph) -> "SizedStep":
+        """Return what is needed to know a step at other sizes than its own."""
+        return cls(**cls._sized(program, graph))
+
+    @staticmethod
+    def _sized(program: JointProgram, graph: TrainingGraph) -> dict[str, Any]:
         numbers = [
             None if by is None else by.symbolic_bytes() for by in program.sized_by
         ]
@@ -46,17 +51,17 @@ class SizedPlan:
         traced = (
             numbers if varying is None else varying.evaluated(numbers, program.sizes)
         )
-        return cls(
-            program=program,
-            plan=plan,
-            numbers=tuple(numbers),
-            traced_bytes=tuple(traced),
-            bounds={
+        return {
+            "program": program,
+            "graph": graph,
+            "numbers": tuple(numbers),
+            "traced_bytes": tuple(traced),
+            "bounds": {
                 expression_of(number): (number, size)
                 for number, size in zip(numbers, traced, strict=True)
                 if is_symbol(number)
             },
-        )
+        }
 
     def covers(self, sizes: Sizes) -> bool:
         """Whether operators were measured for sizes at least as large."""
@@ -104,7 +109,7 @@ class SizedPlan:
     ) -> JointProgram:
         storages = list(program.graph.storages)
         for position, new in enumerate(new_bytes):
-            planned = self.plan.graph.storages[position].size_bytes
+            planned = self.graph.storages[position].size_bytes
             if new is not None:
                 planned = self.allocated(planned, self.traced_bytes[position], new)
             storages[position] = replace(storages[position], size_bytes=planned)
@@ -127,7 +132,9 @@ class SizedPlan:
             return round_up(new, granule)
         return planned if new <= traced else math.ceil(planned * new / traced)
 
-    def with_costs(self, surrounded: TrainingGraph, measured: Plan) -> TrainingGraph:
+    def with_costs(
+        self, surrounded: TrainingGraph, measured: TrainingGraph
+    ) -> TrainingGraph:
         """Return a graph of other sizes with the costs at the plan's sizes.
 
         The workspace of an operator is taken to be that at the sizes at which it was
@@ -139,21 +146,33 @@ class SizedPlan:
         surrounded
             The graph, with what surrounds the step.
         measured
-            A plan for sizes that are no smaller, of which the workspace counts, too.
+            The graph at sizes that are no smaller, whose workspace counts, too.
         """
-        graphs = [self.plan.graph]
-        graphs += [] if measured is self.plan else [measured.graph]
+        graphs = [self.graph]
+        graphs += [] if measured is self.graph else [measured]
         ops: list[Op] = []
         for position, op in enumerate(surrounded.ops):
             if not op.is_external:
                 sizes = [_workspace(graph, position, surrounded) for graph in graphs]
-                planned = self.plan.graph.ops[position]
+                planned = self.graph.ops[position]
                 ops.append(
                     replace(op, cost_ns=planned.cost_ns, workspace_bytes=(max(sizes),))
                 )
             else:
                 ops.append(op)
         return replace(surrounded, ops=tuple(ops))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizedPlan(SizedStep):
+    """A plan of a step whose sizes vary, made for some of them."""
+
+    plan: Plan
+
+    @classmethod
+    def planned(cls, program: JointProgram, plan: Plan) -> "SizedPlan":
+        """Return what is needed to judge a plan at other sizes than its own."""
+        return cls(plan=plan, **cls._sized(program, plan.graph))
 
 
 def _have_same_ops(first: TrainingGraph, second: TrainingGraph) -> bool:

@@ -329,7 +329,7 @@ class Planner:
         program = replace(sized.program_at(sizes), given_storages=given)
         surroundings = self.surroundings(program, gradient_bytes)
         graph = add_surroundings(program, surroundings).graph
-        return at_sizes(sized.plan, sized.with_costs(graph, measured.plan))
+        return at_sizes(sized.plan, sized.with_costs(graph, measured.graph))
 
     def _variant_by_gradients(
         self, call: TracedCall, gradient_bytes: int
@@ -404,10 +404,10 @@ class Planner:
         if not program.sizes:
             self._variants.setdefault(call, {})[self.gradient_bytes] = plan
             if self.request.dynamic is not None:
-                self._traced_alone.append(SizedPlan.of(program, plan))
+                self._traced_alone.append(SizedPlan.planned(program, plan))
         else:
             kind = program.sizes, self.gradient_bytes
-            self._sized.setdefault(call, {})[kind] = SizedPlan.of(program, plan)
+            self._sized.setdefault(call, {})[kind] = SizedPlan.planned(program, plan)
 
     def _plan_of_larger(self, program: JointProgram) -> Plan | None:
         """Return a plan made for a larger shape of a step, if its schedule holds here.
@@ -421,7 +421,7 @@ class Planner:
             if smaller is None:
                 continue
             surrounded = add_surroundings(smaller, self.surroundings(smaller))
-            graph = sized.with_costs(surrounded.graph, sized.plan)
+            graph = sized.with_costs(surrounded.graph, sized.graph)
             plan = at_sizes(sized.plan, graph)
             if plan is not None:
                 return replace(plan, fingerprint=program.fingerprint)
