@@ -34,7 +34,6 @@ from remat.training.fitted_model import FittedModel, logger
 from remat.training.region_backend import RegionBackend
 from remat.training.region_planning import PlannedStep, RegionPlanner
 from remat.training.request import PlanRequest, Regions
-from remat.training.shape_ranges import Call, VaryingShape
 from remat.training.step_planning import Planner
 
 _MANY_TRACES = 3
@@ -284,29 +283,24 @@ class FittedRegions(FittedModel):
         # A second profiler could not measure what there is between the graphs.
         if is_new and not (profiler_enabled() and known):
             self._stale.discard(kind)
-            self.plan_step(*self._to_plan(args, kwargs), gradient_bytes)
+            self.plan_step(args, kwargs, gradient_bytes)
         self.begin_call(gradient_bytes)
 
     def kind_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return what is equal for calls that run by one plan."""
-        if self.ranges is not None and not self.ranges.outside(args, kwargs):
-            args, kwargs = self.ranges.alike(args, kwargs)
         return _kind_of(self.model, args, kwargs)
-
-    def _to_plan(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        """Return the call to plan for one: the largest of those that run by one plan.
-
-        The tracer knows the sizes of a graph's inputs that are given to it, and not of
-        those that are made between graphs. So each shape is traced by itself.
-        """
-        if self.ranges is None or self.ranges.outside(args, kwargs):
-            return args, kwargs
-        return self.ranges.largest(args, kwargs)
 
     def _plan_varying(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], gradient_bytes: int
     ) -> Plan:
-        return self.plan_step(*self._to_plan(args, kwargs), gradient_bytes)
+        """Plan the step, or the largest one where sizes vary.
+
+        The tracer knows the sizes that it is given, and not those of what is made
+        between graphs. So each shape is traced by itself, and judged before it runs.
+        """
+        if self.ranges is not None:
+            args, kwargs = self.ranges.largest(args, kwargs)
+        return self.plan_step(args, kwargs, gradient_bytes)
 
     def begin_call(self, gradient_bytes: int) -> None:
         """Let the call that is about to run, of the kind seen last, run by its plan."""
@@ -482,8 +476,6 @@ def _kind_of(
 
 
 def _described(value: Any) -> Any:
-    if isinstance(value, VaryingShape):
-        return value
     if isinstance(value, torch.Tensor):
         return (
             value.shape,

@@ -105,8 +105,7 @@ class RegionBackend(PlannedBackend):
             return outputs
 
         variant(RegionChoice(code=code_now(), number=FRUGAL), example_inputs)
-        is_told = self.planner.request.dynamic is None
-        if is_told and self.planner.running is not None:
+        if self.planner.running is not None:
             self.planner.note_repetition(self.planner.programs[code_now()])
         return torch.compiler.disable(run)
 

@@ -34,6 +34,7 @@ from remat.planning.regions import (
     frugal_needs,
     plan_regions,
 )
+from remat.planning.replanning import at_sizes
 from remat.planning.several_devices import Budget
 from remat.profile.allocations import Recording
 from remat.profile.costing import with_costs
@@ -45,8 +46,13 @@ from remat.torch_compat.metadata import outputs_of_tangents
 from remat.torch_compat.names import FakeTensorMode, tree_map
 from remat.torch_compat.sharding import Gathered, GatheredGroup, gathering_alone
 from remat.training.request import PlanRequest
-from remat.training.sized_plans import SizedStep
-from remat.training.step_planning import Planner, accept_plan, outside_of_tracing
+from remat.training.sized_plans import SizedStep, have_same_ops
+from remat.training.step_planning import (
+    Planner,
+    PlanKey,
+    accept_plan,
+    outside_of_tracing,
+)
 
 _HOW = {
     "auto": ": its blocks, as the model is deep",
@@ -87,24 +93,11 @@ class PlannedStep:
     composed: ComposedStep
     held_bytes: tuple[int, ...]
     backward_bytes: tuple[int, ...]
-    way: "_Way" = field(default_factory=lambda: _Way())
 
     def without_plan(self, gradient_bytes: int) -> "PlannedStep":
         """Return a step of which no region is planned, onto so many gradients."""
         before = self.held_bytes[0] + gradient_bytes
         return replace(self, choices=(), held_bytes=(before,), backward_bytes=(0,))
-
-
-class _Way:
-    """Which graphs ran in the places of others so far in a step, and whether that fits.
-
-    For each graph that was tried next the way from here, ``None`` where it does not fit.
-    """
-
-    def __init__(self) -> None:
-        self.next: weakref.WeakKeyDictionary[RegionCode, _Way | None] = (
-            weakref.WeakKeyDictionary()
-        )
 
 
 @dataclass
@@ -113,20 +106,15 @@ class _Running:
 
     step: PlannedStep
     position: int = 0
-    # Which graphs have run in the places of others, and the step with their sizes. What
-    # is known of a way need not be judged again.
-    way: "_Way" = field(init=False)
+    # The step with the sizes that its regions have had in this call.
     composed: ComposedStep = field(init=False)
-    behind: list[tuple[int, RegionCode]] = field(
-        default_factory=list[tuple[int, RegionCode]]
-    )
     # The first region without a plan, and what is held before the next one then.
     unplanned: int | None = None
     held_bytes: int = 0
     backward_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self.composed, self.way = self.step.composed, self.step.way
+        self.composed = self.step.composed
 
 
 class RegionPlanner(Planner):
@@ -162,6 +150,8 @@ class RegionPlanner(Planner):
             weakref.WeakKeyDictionary()
         )
         self._graphs: dict[str, TrainingGraph] = {}
+        # Where sizes vary, those whose operators were measured.
+        self._sized_regions: list[SizedStep] = []
         self._fronts: Fronts = {}
         self._outputs: Any = None
         # Parameters in pieces, and how the forward pass gathered them.
@@ -208,14 +198,32 @@ class RegionPlanner(Planner):
             try:
                 program = self._compose(gathering, recording)
                 key = self._key_of(program.fingerprint, self.gradient_bytes)
-                if key not in self.plans:
-                    self.plans[key] = self.make_plan(program)
+                plan = self._plan_that_holds(program, key)
+                if plan is None:
+                    plan = self.make_plan(program)
                     self.planned_count += 1
-                self.latest = plan = self.plans[key]
+                self.plans[key] = self.latest = plan
                 self.planned_s = time.monotonic()
             finally:
                 self._outputs = None
         return self._chosen(gathering, plan)
+
+    def _plan_that_holds(self, program: JointProgram, key: PlanKey) -> Plan | None:
+        """Return a known plan of the step, if its schedule keeps the budget now.
+
+        Of equal graphs, what happens between them may have other sizes. Where the sizes
+        of a call vary, those of the graphs may be others as well.
+        """
+        known = self.plans.get(key)
+        if known is not None and known.graph == program.graph:
+            return known
+        others = [] if self.request.dynamic is None else self.plans.values()
+        for plan in filter(None, (known, *others)):
+            if have_same_ops(plan.graph, program.graph):
+                found = at_sizes(plan, program.graph)
+                if found is not None:
+                    return replace(found, fingerprint=program.fingerprint)
+        return None
 
     def _compose(self, gathering: Gathering, recording: Recording) -> JointProgram:
         """Return the whole step as far as planning needs it, surroundings included."""
@@ -316,7 +324,7 @@ class RegionPlanner(Planner):
 
     def _costed(self, program: JointProgram) -> TrainingGraph:
         """Return a region's graph with what its operators cost."""
-        found = self._graphs.get(program.fingerprint)
+        found = self._graphs.get(program.fingerprint) or self._costed_larger(program)
         if found is None:
             request = self.request
             home, place = self.home_of(program)
@@ -329,8 +337,18 @@ class RegionPlanner(Planner):
                     place=place,
                     is_alone=True,
                 )
-            self._graphs[program.fingerprint] = found
+            if request.dynamic is not None:
+                self._sized_regions.append(SizedStep.of(program, found))
+        self._graphs[program.fingerprint] = found
         return found
+
+    def _costed_larger(self, program: JointProgram) -> TrainingGraph | None:
+        """Return a region's graph with the costs of the same at larger sizes."""
+        for sized in self._sized_regions:
+            smaller = sized.program_like(program)
+            if smaller is not None:
+                return sized.with_costs(smaller.graph, sized.graph)
+        return None
 
     def make_plan(self, program: JointProgram) -> Plan:
         """Return a new plan of a step of several graphs, or the given one."""
@@ -458,50 +476,21 @@ class RegionPlanner(Planner):
         It is of the same operators on the same inputs, traced again for other sizes or
         another number, and the plan keeps its budget with these sizes.
         """
-        planned = running.step.choices[position].code
+        plan, planned = running.step.plan, running.step.choices[position].code
         if planned.sources != code.sources:
             return False
         known, found = self.programs[planned], self.programs[code]
         if known.fingerprint == found.fingerprint:
             return True
-        running.behind.append((position, code))
-        if code not in running.way.next:
-            fits = self._is_within(running)
-            running.way.next[code] = _Way() if fits else None
-        way = running.way.next[code]
-        if way is not None:
-            running.way = way
-        return way is not None
-
-    def _is_within(self, running: _Running) -> bool:
-        """Whether the plan keeps its budget with the sizes of the graphs that ran."""
-        plan = running.step.plan
-        composed: ComposedStep | None = running.composed
-        for position, code in running.behind:
-            planned = self.programs[running.step.choices[position].code]
-            composed = composed.resized(
-                position,
-                self._costed(planned),
-                self._costed_like(planned, self.programs[code]),
-            )
-            if composed is None:
-                return False
-        running.behind.clear()
-        running.composed = composed
-        trace = simulate(composed.graph, plan.platform, plan.schedule)
+        resized = running.composed.resized(
+            position, self._costed(known), self._costed(found)
+        )
+        if resized is None:
+            return False
+        trace = simulate(resized.graph, plan.platform, plan.schedule)
+        if trace.violation is None:
+            running.composed = resized
         return trace.violation is None
-
-    def _costed_like(
-        self, planned: JointProgram, found: JointProgram
-    ) -> TrainingGraph:
-        """Return a region's graph with its costs, or those of the largest sizes."""
-        costed = self._costed(planned)
-        if self.request.dynamic is not None:
-            sized = SizedStep.of(planned, costed)
-            smaller = sized.program_like(found)
-            if smaller is not None:
-                return sized.with_costs(smaller.graph, costed)
-        return self._costed(found)
 
     def _run_unplanned(
         self, running: _Running, code: RegionCode, position: int

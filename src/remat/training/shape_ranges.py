@@ -113,29 +113,6 @@ def _is_int(number: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class VaryingShape:
-    """All of a tensor but its values, and its sizes where they vary."""
-
-    shape: tuple[int | None, ...]
-    order: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, dims: Mapping[int, Range]) -> "VaryingShape":
-        """Return it for a tensor of which these dimensions vary."""
-        shape = enumerate(tensor.shape)
-        return cls(
-            shape=tuple(None if dim in dims else size for dim, size in shape),
-            order=tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)),
-            dtype=tensor.dtype,
-            device=tensor.device,
-            requires_grad=tensor.requires_grad,
-        )
-
-
-@dataclass(frozen=True)
 class ShapeRanges:
     """Which dimensions of a model's arguments vary, and between which sizes.
 
@@ -264,18 +241,6 @@ class ShapeRanges:
             {name: marked(name, value) for name, value in kwargs.items()},
         )
         return call, tuple(asked)
-
-    def alike(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        """Return what is equal for calls that differ in nothing but what varies."""
-
-        def alike(name: str | int, value: Any) -> Any:
-            dims = self.dims_of(name, value)
-            return VaryingShape.of(value, dims) if dims else value
-
-        return (
-            tuple(alike(self.name_of(i), value) for i, value in enumerate(args)),
-            {name: alike(name, value) for name, value in kwargs.items()},
-        )
 
     def largest(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Return stand-ins for a call, as large as it may become."""

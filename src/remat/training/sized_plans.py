@@ -94,7 +94,7 @@ class SizedStep:
 
         ``None`` if it is not the same step, op for op, or is larger anywhere.
         """
-        if not _have_same_ops(self.program.graph, other.graph):
+        if not have_same_ops(self.program.graph, other.graph):
             return None
         new_bytes = [
             None if by is None else by.symbolic_bytes() for by in other.sized_by
@@ -175,7 +175,7 @@ class SizedPlan(SizedStep):
         return cls(plan=plan, **cls._sized(program, plan.graph))
 
 
-def _have_same_ops(first: TrainingGraph, second: TrainingGraph) -> bool:
+def have_same_ops(first: TrainingGraph, second: TrainingGraph) -> bool:
     """Return whether two graphs differ in sizes alone."""
     if len(first.storages) != len(second.storages):
         return False
