@@ -425,7 +425,7 @@ class _AtSizes:
         self.sizes = sizes
         self.mode = FakeTensorMode()
         self.known: dict[Any, Any] = {}
-        self.blocks: dict[int, torch.Tensor] = {}
+        self.blocks: dict[int, torch.UntypedStorage] = {}
 
     def __call__(self, value: Any) -> Any:
         if is_symbol(value):
@@ -441,18 +441,18 @@ class _AtSizes:
         shape = [self.number(size) for size in value.shape]
         stride = [self.number(step) for step in value.stride()]
         offset = self.number(value.storage_offset())
+        # Views made under the mode would take ten times as long.
+        bare = torch.empty(0, dtype=value.dtype, device="meta")
+        bare.set_(self.block(value), offset, shape, stride)
+        made = FakeTensor(self.mode, bare, value.device)
         with self.mode, torch.no_grad():
-            block = self.block(value)
-            made = block.view(value.dtype).as_strided(shape, stride, offset)
             return made.conj() if value.is_conj() else made
 
-    def block(self, value: FakeTensor) -> torch.Tensor:
+    def block(self, value: FakeTensor) -> torch.UntypedStorage:
         key = storage_identity(value)
         if key not in self.blocks:
             size_bytes = self.number(value.untyped_storage().nbytes())
-            self.blocks[key] = torch.empty(
-                size_bytes, dtype=torch.uint8, device=value.device
-            )
+            self.blocks[key] = torch.UntypedStorage(size_bytes, device="meta")
         return self.blocks[key]
 
 
