@@ -13,6 +13,7 @@ from torch import nn
 
 import remat
 from remat.core.errors import BudgetError, CaptureError, PlanMismatchError
+from remat.planning.plan import Plan
 from remat.torch_compat.attributes import storage_identity
 from remat.training.fitted_model import FittedModel, fitted_on
 
@@ -159,25 +160,40 @@ def predicted_bytes(model: nn.Module, size: int) -> int:
     return min(found)
 
 
+@dataclasses.dataclass
+class Case:
+    """A model that was fitted, what was planned, and a copy without remat."""
+
+    model: nn.Module
+    plain: nn.Module
+    plan: Plan
+
+
+def fit_case(model: nn.Module, **options: Any) -> Case:
+    plain = copy.deepcopy(model)
+    how: dict[str, Any] = {"costs": "estimated", "dynamic": {"x": {1: (2, 64)}}}
+    plan = remat.fit(model, (), {"x": batch_of(20)}, **{**how, **options})
+    return Case(model, plain, plan)
+
+
+@pytest.fixture(scope="module")
+def layers() -> Case:
+    """A model for tests that change nothing of it but how often it was traced."""
+    return fit_case(Layers(), budget="60%")
+
+
 # --- one trace -----------------------------------------------------------------------
 
 
-def test_one_trace_serves_all_sizes_bit_for_bit() -> None:
-    model = Layers()
-    plain = copy.deepcopy(model)
-    plan = remat.fit(
-        model,
-        (),
-        {"x": batch_of(20)},
-        budget="60%",
-        costs="estimated",
-        dynamic={"x": {1: (2, 64)}},
-    )
-    assert plan.recomputed_op_count
+def test_one_trace_serves_all_sizes_bit_for_bit(layers: Case) -> None:
+    backend, planner = fitted(layers.model).backend, fitted(layers.model).planner
+    before = backend.training_step_count, planner.planned_count
+    assert layers.plan.recomputed_op_count
     for size in (64, 2, 3, 17, 20, 63, 33):
-        assert_bitwise(model, plain, {"x": batch_of(size)})
-    assert fitted(model).backend.training_step_count == 1
-    assert fitted(model).planner.planned_count == 1
+        assert_bitwise(layers.model, layers.plain, {"x": batch_of(size)})
+    # What other tests add, other modes and sizes out of range, is not traced again.
+    assert (backend.training_step_count, planner.planned_count) == before
+    assert before[0] == 1 or before[1] > 1
 
 
 def test_the_plan_is_for_the_largest_whatever_the_example() -> None:
@@ -197,10 +213,9 @@ def test_the_plan_is_for_the_largest_whatever_the_example() -> None:
     assert {plan.baseline_peak_bytes for plan in plans} == {static.baseline_peak_bytes}
 
 
-def test_the_caller_s_tensors_are_not_marked() -> None:
-    model, x = Layers(), batch_of(20)
-    remat.fit(model, x, budget="90%", costs="estimated", dynamic={"x": {1: (2, 64)}})
-    model(x)
+def test_the_caller_s_tensors_are_not_marked(layers: Case) -> None:
+    x = batch_of(20)
+    layers.model(x)
     assert not vars(x)
 
 
@@ -385,18 +400,7 @@ def test_a_size_may_fit_onto_gradients_where_the_largest_does_not() -> None:
         model(x=batch_of(64))
 
 
-def test_passes_of_several_sizes_may_wait_for_their_backward() -> None:
-    model = Layers()
-    plain = copy.deepcopy(model)
-    remat.fit(
-        model,
-        (),
-        {"x": batch_of(20)},
-        budget="75%",
-        costs="estimated",
-        dynamic={"x": {1: (2, 64)}},
-    )
-
+def test_passes_of_several_sizes_may_wait_for_their_backward(layers: Case) -> None:
     def gradients(called: nn.Module) -> list[torch.Tensor | None]:
         called.zero_grad(set_to_none=True)
         torch.manual_seed(3)
@@ -406,29 +410,23 @@ def test_passes_of_several_sizes_may_wait_for_their_backward() -> None:
         long.backward()
         return [p.grad for p in called.parameters()]
 
-    pairs = zip(gradients(model), gradients(plain), strict=True)
+    pairs = zip(gradients(layers.model), gradients(layers.plain), strict=True)
     assert all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
 
 
-def test_other_modes_are_traced_once_for_all_sizes_too() -> None:
-    model = Layers()
-    plain = copy.deepcopy(model)
-    remat.fit(
-        model,
-        (),
-        {"x": batch_of(20)},
-        budget="75%",
-        costs="estimated",
-        dynamic={"x": {1: (2, 64)}},
-    )
+def test_other_modes_are_traced_once_for_all_sizes_too(layers: Case) -> None:
+    model, plain = layers.model, layers.plain
+    count = fitted(model).backend.training_step_count
     for module in (model, plain):
         module.eval()
     for size in (30, 64, 7):
         assert_bitwise(model, plain, {"x": batch_of(size)})
-    assert fitted(model).backend.training_step_count == 2
+    assert fitted(model).backend.training_step_count == count + 1
     with torch.no_grad():
         assert torch.equal(model(batch_of(11)), plain(batch_of(11)))
-    assert fitted(model).backend.training_step_count == 2
+    assert fitted(model).backend.training_step_count == count + 1
+    for module in (model, plain):
+        module.train()
 
 
 def test_a_saved_plan_serves_all_sizes_again(tmp_path: Any) -> None:
@@ -451,22 +449,13 @@ def test_a_saved_plan_serves_all_sizes_again(tmp_path: Any) -> None:
 
 
 def test_sizes_out_of_range_are_planned_by_themselves_and_said(
-    caplog: pytest.LogCaptureFixture,
+    layers: Case, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = Layers()
-    plain = copy.deepcopy(model)
-    plan = remat.fit(
-        model,
-        (),
-        {"x": batch_of(20)},
-        budget="90%",
-        costs="estimated",
-        dynamic={"x": {1: (2, 64)}},
-    )
     with caplog.at_level(logging.WARNING, logger="remat"):
-        assert_bitwise(model, plain, {"x": batch_of(70)})
+        assert_bitwise(layers.model, layers.plain, {"x": batch_of(70)})
     assert "70 in dimension 1 of 'x' is outside of 2 to 64" in caplog.text
-    assert peak_bytes(model, {"x": batch_of(70)}) <= (plan.budget_bytes or 0)
+    peak = peak_bytes(layers.model, {"x": batch_of(70)})
+    assert peak <= (layers.plan.budget_bytes or 0)
 
 
 def test_unequal_ranges_of_one_size_are_refused() -> None:
@@ -580,7 +569,6 @@ def test_what_makes_no_sense_is_refused_at_the_door(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"regions": "breaks"}, "leave regions='breaks' out"),
         ({"kernels": "fused"}, "leave kernels='fused' out"),
         ({"budget": {"cpu": "1 GiB", "cpu:1": "1 GiB"}}, "plans for one device"),
     ],
@@ -693,3 +681,74 @@ def test_dimensions_of_torch_export_are_taken() -> None:
     )
     assert_bitwise(model, plain, {"x": batch_of(64)})
     assert fitted(model).backend.training_step_count == 1
+
+
+# --- several graphs ------------------------------------------------------------------
+
+
+@torch.compiler.disable
+def in_no_graph(x: torch.Tensor) -> torch.Tensor:
+    return x.tanh()
+
+
+class Split(Layers):
+    """In two graphs, or in four equal blocks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = x + layer(x)
+            if index == 1:
+                x = in_no_graph(x)
+        return x.square().mean()
+
+
+@pytest.fixture(scope="module", params=["breaks", "blocks"])
+def split(request: pytest.FixtureRequest) -> Case:
+    return fit_case(Split(), budget="70%", regions=request.param)
+
+
+def test_several_graphs_run_the_largest_ones_schedule_at_every_size(split: Case) -> None:
+    static = remat.plan(
+        Split(),
+        batch_of(64),
+        budget="70%",
+        costs="estimated",
+        regions=fitted(split.model).regions,
+    )
+    assert split.plan.recomputed_op_count
+    for name in ("peak_bytes", "budget_bytes", "baseline_peak_bytes"):
+        assert getattr(split.plan, name) == getattr(static, name)
+    for size in (64, 33, 2):
+        assert_bitwise(split.model, split.plain, {"x": batch_of(size)})
+        peak = peak_bytes(split.model, {"x": batch_of(size)})
+        assert peak <= (split.plan.budget_bytes or 0)
+    assert fitted(split.model).planner.planned_count == 1
+    count = fitted(split.model).backend.training_step_count
+    with torch.no_grad():
+        assert torch.equal(*(m.eval()(batch_of(9)) for m in (split.model, split.plain)))
+    for model in (split.model, split.plain):
+        model.train()
+    assert_bitwise(split.model, split.plain, {"x": batch_of(33)})
+    assert fitted(split.model).backend.training_step_count == count
+
+
+def test_several_graphs_of_a_size_that_needs_more_are_planned_when_it_comes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Broken(Rest):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rest = in_no_graph(self.table[: 128 - 2 * x.shape[1]])
+            return x.square().mean() + self.layers(rest)
+
+    case = fit_case(
+        Broken(), budget="160%", regions="breaks", dynamic={"x": {1: (10, 60)}}
+    )
+    assert not case.plan.recomputed_op_count
+    with caplog.at_level(logging.WARNING, logger="remat"):
+        for size in (60, 10, 60):
+            assert_bitwise(case.model, case.plain, {"x": batch_of(size)})
+            peak = peak_bytes(case.model, {"x": batch_of(size)})
+            assert peak <= (case.plan.budget_bytes or 0)
+    assert fitted(case.model).planner.planned_count == 2
+    (said,) = caplog.messages
+    assert "planned a new kind of step of Broken" in said

@@ -1,5 +1,7 @@
 """Recurrent modules: layers of an LSTM are operators, all else splits the graph."""
 
+import copy
+import logging
 import re
 from collections import Counter
 from functools import cache, partial
@@ -145,6 +147,25 @@ def test_half_precision_and_autocast_are_in_no_graph() -> None:
         torch.autocast("cpu", torch.bfloat16),
     ):
         plan(deep(), X)
+
+
+def test_lengths_that_vary_are_traced_one_by_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    planned = Tagger(nn.LSTM(WIDTH, HIDDEN))
+    plain = copy.deepcopy(planned)
+    how: dict[str, Any] = {"budget": "90%", "costs": "estimated"}
+    with caplog.at_level(logging.WARNING, logger="remat"):
+        plan = remat.fit(planned, X[:9], dynamic={0: {0: (2, LENGTH)}}, **how)
+    assert "cannot be traced once for all sizes" in caplog.text
+    assert counts(plan)[LAYER] == 1
+    for length in (LENGTH, 2, 9):
+        for model in (planned, plain):
+            model.zero_grad()
+            model(X[:length]).backward()
+        pairs = zip(planned.parameters(), plain.parameters(), strict=True)
+        assert all(torch.equal(*(p.grad for p in pair)) for pair in pairs)
 
 
 def test_hooked_modules_run_as_they_are() -> None:
