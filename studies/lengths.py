@@ -1,11 +1,11 @@
 """One plan for many lengths: what it takes to plan, and whether it keeps its promises.
 
-``python -m studies.lengths`` plans each model for one length of 201, and once for all from
-2 to 201, each in a fresh process on one thread with nothing cached. Models planned for all
-are then called with 200 lengths, in random order: every output and gradient is compared
-with eager PyTorch's, the judge's time is added up, and the peak over all steps is measured.
-Lines are added to ``studies/results/lengths.jsonl``; ``--tables`` writes the newest of each
-into ``docs/studies.md``. Seconds are the processor's.
+``python -m studies.lengths`` plans each model for one length of 201, and once for all
+from 2 to 201, each in a fresh process on one thread with nothing cached. Models planned
+for all are then called with 200 lengths, in random order: every output and gradient is
+compared with eager PyTorch's, the judge's time is added up, and the peak over all steps
+is measured. Lines are added to ``studies/results/lengths.jsonl``; ``--tables`` writes
+the newest of each into ``docs/studies.md``. Seconds are the processor's.
 """
 
 import argparse
@@ -142,7 +142,7 @@ def trained(
             judged_s += time.process_time() - start
 
     lengths = list(LENGTHS)
-    random.Random(0).shuffle(lengths)
+    random.Random(0).shuffle(lengths)  # noqa: S311 - an order, no secret
     batches = [batch(length) for length in lengths]
     fitted.planner.variant_that_fits = timed  # type: ignore[method-assign]
     unequal = 0
@@ -255,7 +255,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
             if not ended.is_ok:
                 failures += 1
-                print(f"{name} {kind}: {ended.status}: {ended.message}", file=sys.stderr)
+                print(
+                    f"{name} {kind}: {ended.status}: {ended.message}", file=sys.stderr
+                )
     return min(failures, 1)
 
 

@@ -548,7 +548,14 @@ class TestOnModels:
         assert "over budget: the step takes" in capsys.readouterr().err
 
     def test_sizes_that_vary_are_planned_and_verified(self, capsys) -> None:
-        words = [f"{SCRIPT}:pair", "--budget", "90%", "--dynamic", "0:0=2:128", "--json"]
+        words = [
+            f"{SCRIPT}:pair",
+            "--budget",
+            "90%",
+            "--dynamic",
+            "0:0=2:128",
+            "--json",
+        ]
         assert main(["plan", *words]) == 0
         planned = json.loads(capsys.readouterr().out)
         assert main(["verify", *words, "--repeats", "1"]) == 0

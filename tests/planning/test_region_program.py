@@ -1,8 +1,13 @@
 """The program over regions, against all choices of their options."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.planning.test_regions import (
@@ -15,10 +20,12 @@ from tests.planning.test_regions import (
     composed,
 )
 
+from remat.core.graph import TrainingGraph
 from remat.core.liveness import BOUNDARY, schedule_from_order, store_all_order
 from remat.core.platform import single_device
 from remat.core.problem import Limits, Problem, Status
 from remat.core.simulator import simulate
+from remat.planning import region_program
 from remat.planning.portfolio import solve
 from remat.planning.region_program import (
     Fronts,
@@ -211,3 +218,151 @@ def test_an_option_changes_what_runs_by_its_own_peaks() -> None:
     assert list(stage.held_bytes) == [0, -60]
     assert list(stage.running_bytes) == [2000, 2015]
     assert list(stage_of(7, 3000, 2000, front).running_bytes) == [3000, 2990]
+
+
+# --- how the program is asked --------------------------------------------------------
+
+
+class Scripted(RegionSearch):
+    """A program that needs other bytes than the budgets that it is asked for.
+
+    ``peak_of`` says what the judge finds of the answer, ``None`` if there is none.
+    """
+
+    def __init__(
+        self,
+        peak_of: Callable[[int], int | None],
+        cost_of: Callable[[int], int] = lambda asked: 10_000 - asked,
+    ) -> None:
+        self.peak_of, self.cost_of = peak_of, cost_of
+        self.asked: list[int] = []
+
+    def choose(self, budget_bytes: int) -> list[int] | None:
+        self.asked.append(budget_bytes)
+        return None if self.peak_of(budget_bytes) is None else [budget_bytes]
+
+    def judged(self, choice: Sequence[int]) -> Any:
+        (asked,) = choice
+        peak_bytes, serial_ns = self.peak_of(asked), self.cost_of(asked)
+        return asked, SimpleNamespace(peak_bytes=(peak_bytes,), serial_ns=serial_ns)
+
+
+@pytest.mark.parametrize(
+    ("peak_of", "asked", "answer"),
+    [
+        # Sums that are too high, until less than two bytes in a thousand are left.
+        (lambda asked: asked * 4 // 5, [1000, 1200, 1240, 1248], 1248),
+        # Sums that are too low, from both sides.
+        (lambda asked: asked * 5 // 4, [1000, 750, 813, 797, 801, 800], 800),
+        # Nothing fits what is asked for, and more may.
+        (lambda asked: None if asked < 1700 else 999, [1000, 1500, 1750], 1750),
+        (
+            lambda asked: None if asked < 1900 else 999,
+            [1000, 1500, 1750, 1875, 1937],
+            1937,
+        ),
+        # No peak is near the budget: halves between what fits and what exceeds it.
+        (
+            lambda asked: 500 if asked <= 900 else 1400,
+            [1000, 600, 800, 900, 950, 925, 912, 906],
+            900,
+        ),
+        # The same, until the two are as near.
+        (
+            lambda asked: 500 if asked <= 998 else 1400,
+            [1000, 600, 800, 900, 950, 975, 987, 993],
+            993,
+        ),
+        (
+            lambda asked: 100 if asked <= 3 else 1004,
+            [1000, 996, 992, 988, 984, 980, 976, 972],
+            None,
+        ),
+    ],
+)
+def test_it_is_asked_for_as_much_as_the_judge_is_off(
+    peak_of: Callable[[int], int | None], asked: list[int], answer: int | None
+) -> None:
+    search = Scripted(peak_of)
+    assert search.run(1000) == answer
+    assert search.asked == asked
+
+
+def test_what_fits_next_to_what_exceeds_ends_it() -> None:
+    search = Scripted({1000: 1002, 998: 500}.__getitem__)
+    assert search.run(1000) == 998
+    assert search.asked == [1000, 998]
+
+
+def test_the_quickest_that_fits_is_taken_the_first_of_as_quick() -> None:
+    peaks = {1000: 800, 1200: 900, 1300: 999}.__getitem__
+    assert Scripted(peaks, {1000: 7, 1200: 5, 1300: 6}.__getitem__).run(1000) == 1200
+    assert Scripted(peaks, {1000: 5, 1200: 6, 1300: 5}.__getitem__).run(1000) == 1000
+
+
+def test_states_are_thinned_out_to_the_quickest_of_those_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(region_program, "_STATES", 4)
+
+    def cheapest(*states: tuple[int, int]) -> list[tuple[int, int]]:
+        used, cost, kept = region_program._cheapest(*np.array(states).T)
+        found = list(zip(used.tolist(), cost.tolist(), strict=True))
+        assert found == [states[index] for index in kept]
+        return found
+
+    # More for as much or less time is no state, nor is as much for more.
+    assert cheapest((5, 3), (5, 2), (4, 9), (6, 2), (7, 2), (4, 8)) == [(4, 8), (5, 2)]
+    four = [(1, 9), (2, 8), (3, 7), (90, 6)]
+    assert cheapest(*four) == four
+    # Quarters of 10 to 49: of each the most bytes, which is the least time.
+    states = [(10, 9), (11, 8), (19, 7), (20, 6), (29, 5), (30, 4), (49, 3)]
+    assert cheapest(*states) == [(10, 9), (19, 7), (29, 5), (30, 4), (49, 3)]
+
+
+def test_regions_pay_where_half_are_equal_to_others() -> None:
+    for count, pays in ((3, False), (4, True)):
+        parts = stack([4, 1, 10], count, list(range(1, count + 1)))
+        assert RegionProgram(step=composed(parts)).repeats is pays
+
+
+def test_time_is_shared_among_the_regions_that_are_left() -> None:
+    shares: list[float] = []
+
+    class Shared(Limits):
+        def share(self, part: float) -> Limits:
+            shares.append(part)
+            return super().share(part)
+
+    step = composed(stack([4, 1, 10], 6, [1, 2, 3, 4, 5, 6]))
+    problem = Problem(graph=step.graph, platform=single_device(60))
+    seen: list[float] = []
+    RegionProgram(step=step).solve(
+        problem, Shared(), lambda _activity, part: seen.append(part)
+    )
+    # One share more than regions: the program needs time as well.
+    assert shares[0] == pytest.approx(1 / 3)
+    assert 1 / 2 in shares
+    assert seen == [0, 0.45, 0.9]
+
+
+def test_a_region_is_solved_for_levels_of_what_it_holds_and_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def note(_self: LoneRegion, held: int, most: int, _limits: Limits) -> list[Any]:
+        asked.append((held, most))
+        return []
+
+    def smallest(graph: TrainingGraph, **_: Any) -> Any:
+        resident = sum(s.size_bytes for s in graph.storages if s.is_resident)
+        schedule = schedule_from_order(graph, store_all_order(graph))
+        return SimpleNamespace(budget_bytes=resident + 22, schedule=schedule)
+
+    monkeypatch.setattr(LoneRegion, "_solved", note)
+    monkeypatch.setattr(region_program, "smallest_budget", smallest)
+    region = chain([[4, 1, 10, 4]] * 2, [1, 2]).regions[1]
+    LoneRegion(region, frozenset({X})).front(Limits())
+    held = [4, 4, 5, 6, 7, 8, 9, 9, 10, 11, 12, 13]
+    assert asked == [(each, most) for most in (31, 27) for each in held]

@@ -590,7 +590,7 @@ def test_the_backend_refuses_by_name() -> None:
 
 
 class Outer(Layers):
-    """Returns what a loss outside reads; several tensors, so that it is called again."""
+    """Returns what a loss outside reads: several tensors, so it is called again."""
 
     def forward(self, x: torch.Tensor) -> Any:
         for layer in self.layers:
@@ -638,7 +638,9 @@ def test_a_loss_for_one_size_is_refused_with_what_to_write() -> None:
     def loss(outputs: torch.Tensor) -> torch.Tensor:
         return nn.functional.mse_loss(outputs, TARGET[:, :20])
 
-    with pytest.raises(CaptureError, match=r"With dynamic= .* for as many as it is given"):
+    with pytest.raises(
+        CaptureError, match=r"With dynamic= .* for as many as it is given"
+    ):
         remat.plan(
             Plain(),
             batch_of(20),
@@ -656,12 +658,16 @@ def test_the_largest_the_smallest_and_the_example_are_verified() -> None:
     assert report.is_exact
     assert report.is_within_budget
     assert 0 <= report.prediction_error < 0.01
-    assert [shape.shapes for shape in report.shapes] == ["x [4, 2, 32]", "x [4, 20, 32]"]
+    assert [shape.shapes for shape in report.shapes] == [
+        "x [4, 2, 32]",
+        "x [4, 20, 32]",
+    ]
     assert all(shape.against_eager == () for shape in report.shapes)
     assert report.shapes[0].measured_peak_bytes < report.measured_peak_bytes
     assert "x [4, 20, 32]: " in str(report)
     broken = dataclasses.replace(
-        report, shapes=(dataclasses.replace(report.shapes[0], measured_peak_bytes=2**40),)
+        report,
+        shapes=(dataclasses.replace(report.shapes[0], measured_peak_bytes=2**40),),
     )
     assert not broken.is_within_budget
     assert "budget BROKEN" in str(broken)
@@ -707,7 +713,9 @@ def split(request: pytest.FixtureRequest) -> Case:
     return fit_case(Split(), budget="70%", regions=request.param)
 
 
-def test_several_graphs_run_the_largest_ones_schedule_at_every_size(split: Case) -> None:
+def test_several_graphs_run_the_largest_ones_schedule_at_every_size(
+    split: Case,
+) -> None:
     static = remat.plan(
         Split(),
         batch_of(64),

@@ -27,7 +27,9 @@ class Tagger(nn.Module):
 
     def __init__(self, recurrent: nn.Module, width: int = HIDDEN) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+        self.first = nn.Sequential(
+            nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)
+        )
         self.recurrent = recurrent
         self.last = nn.Linear(width, 3)
 

@@ -808,3 +808,30 @@ def test_more_rows_than_planned_run_by_the_plan_as_far_as_they_fit() -> None:
         model(more)
     remat.fit(model, few, budget="400%", **BREAK)
     model(more).backward()
+
+
+class Aside(nn.Module):
+    """Works on a batch in no graph, besides what is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = Layers()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) + largest_of(y)
+
+
+@in_no_graph
+def largest_of(y: torch.Tensor) -> torch.Tensor:
+    return y.exp().square().max()
+
+
+def test_equal_graphs_with_more_between_them_are_judged_again() -> None:
+    model = Aside()
+    plan = remat.fit(model, (X, torch.randn(100)), budget="80%", **BREAK)
+    fitted = fitted_on(model)
+    assert fitted is not None
+    model(X, torch.randn(200))
+    assert fitted.planner.planned_count == 1
+    with pytest.raises(BudgetError):
+        model(X, torch.randn(plan.budget_bytes or 0))

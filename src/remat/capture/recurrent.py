@@ -1,11 +1,11 @@
 """``nn.LSTM`` on the CPU, traced as what eager PyTorch runs: one operator a layer.
 
-By default the tracer refuses recurrent modules; if made to take them, it writes their loop
-over time out, in thousands of operators that round otherwise. Eager PyTorch runs each layer
-and direction of an ``nn.LSTM`` by one kernel of oneDNN, whose backward pass is one as well,
-and so do traced steps: then layers are recomputed, kept and measured as any operator. What
-oneDNN does not take (:func:`_is_of_kernels`), and all of ``nn.GRU`` and ``nn.RNN``, splits
-the graph.
+By default the tracer refuses recurrent modules; if made to take them, it writes their
+loop over time out, in thousands of operators that round otherwise. Eager PyTorch runs
+each layer and direction of an ``nn.LSTM`` by one kernel of oneDNN, whose backward pass
+is one as well, and so do traced steps: then layers are recomputed, kept and measured as
+any operator. What oneDNN does not take (:func:`_is_of_kernels`), and all of ``nn.GRU``
+and ``nn.RNN``, splits the graph.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -86,7 +86,9 @@ def _lstm(theirs: Callable[..., Any], *args: Any) -> Any:
 
 
 def _is_of_kernels(
-    values: torch.Tensor, hidden: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+    values: torch.Tensor,
+    hidden: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
 ) -> bool:
     """Whether eager PyTorch runs an LSTM by kernels of oneDNN, and bits are known.
 

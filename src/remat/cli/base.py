@@ -19,7 +19,6 @@ from remat.files.serialisation import load_platform
 from remat.planning.several_devices import Budget, budgets_bytes
 from remat.solvers import SOLVERS
 
-
 Dynamic: TypeAlias = dict[str | int, dict[int, tuple[int, int]]]
 """Argument, by name or position -> dimension -> its smallest and its largest size."""
 

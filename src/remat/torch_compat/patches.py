@@ -2,7 +2,7 @@
 
 What is changed belongs to the whole process. So only one thread changes it at a time,
 under the lock that ``torch.compile`` takes to trace: what other threads compile never
-sees it, and threads that run compiled steps do not look there. There are two exceptions:
+sees it, and threads that run compiled steps do not look there. Two exceptions:
 :func:`untimed_guards` changes no result, and :class:`ThreadKernels` none of others.
 """
 

@@ -48,8 +48,8 @@ from remat.torch_compat.sharding import Gathered, GatheredGroup, gathering_alone
 from remat.training.request import PlanRequest
 from remat.training.sized_plans import SizedStep, have_same_ops
 from remat.training.step_planning import (
-    Planner,
     PlanKey,
+    Planner,
     accept_plan,
     outside_of_tracing,
 )

@@ -259,7 +259,9 @@ class ShapeRanges:
                 dims[dim][end] if dim in dims else size
                 for dim, size in enumerate(getattr(value, "shape", ()))
             ]
-            return value if shape == [*getattr(value, "shape", ())] else _cut(value, shape)
+            return (
+                value if shape == [*getattr(value, "shape", ())] else _cut(value, shape)
+            )
 
         return (
             tuple(resized(self.name_of(i), value) for i, value in enumerate(args)),

@@ -129,8 +129,8 @@ class VerifyReport:
         With several devices, the peak of each; the figures above are then those of the
         first. Empty with one.
     shapes
-        With ``dynamic=``, what was found at the smallest sizes and at the example's; the
-        figures above are then those of the largest.
+        With ``dynamic=``, what was found at the smallest sizes and at the example's;
+        the figures above are then those of the largest.
     """
 
     plan: Plan
@@ -222,7 +222,10 @@ class VerifyReport:
                     if self.pass_count > 1
                     else "  passes      one: accumulation does not fit this budget"
                 ),
-                *(f"  {'shapes' if not i else '':<12}{x}" for i, x in enumerate(self.shapes)),
+                *(
+                    f"  {'shapes' if not i else '':<12}{x}"
+                    for i, x in enumerate(self.shapes)
+                ),
             ]
         )
 
@@ -301,9 +304,9 @@ def verify(
     solver, objective, time_limit, seed, costs, kernels, regions
         As for :func:`remat.fit`.
     dynamic
-        As for :func:`remat.fit`. Compared and measured is the step of the largest sizes,
-        whose batch has the example's values, repeated; results, and the peak with the
-        budget, at the smallest sizes and the example's as well.
+        As for :func:`remat.fit`. Compared and measured is the step of the largest
+        sizes, whose batch has the example's values, repeated; results, and the peak
+        with the budget, at the smallest sizes and the example's as well.
     progress
         Called with what is being done and the share of it that is done.
     repeats
