@@ -349,20 +349,64 @@ def test_time_is_shared_among_the_regions_that_are_left() -> None:
 def test_a_region_is_solved_for_levels_of_what_it_holds_and_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    region = chain([[4, 1, 10, 4]] * 2, [1, 2]).regions[1]
     asked: list[tuple[int, int]] = []
 
-    def note(_self: LoneRegion, held: int, most: int, _limits: Limits) -> list[Any]:
-        asked.append((held, most))
-        return []
+    def resident_bytes(graph: TrainingGraph) -> int:
+        return sum(s.size_bytes for s in graph.storages if s.is_resident)
 
     def smallest(graph: TrainingGraph, **_: Any) -> Any:
-        resident = sum(s.size_bytes for s in graph.storages if s.is_resident)
+        assert load_of(graph) == 0
         schedule = schedule_from_order(graph, store_all_order(graph))
-        return SimpleNamespace(budget_bytes=resident + 22, schedule=schedule)
+        return SimpleNamespace(
+            budget_bytes=resident_bytes(graph) - 13, schedule=schedule
+        )
 
-    monkeypatch.setattr(LoneRegion, "_solved", note)
+    def load_of(graph: TrainingGraph) -> int:
+        """What is in use beside the region when its forward pass ends."""
+        (load,) = graph.ops[graph.forward_count - 1].workspace_bytes
+        others = [
+            *graph.ops[: graph.forward_count - 1],
+            *graph.ops[graph.forward_count :],
+        ]
+        assert [op.workspace_bytes for op in others] == workspaces
+        return load
+
+    def note(problem: Problem, *_: Any, **__: Any) -> Any:
+        graph = problem.graph
+        most = (problem.budget_bytes or 0) - resident_bytes(graph)
+        asked.append((most - load_of(graph), most))
+        return SimpleNamespace(schedule=None)
+
+    lone = LoneRegion(region, frozenset({X}))
+    last = lone._graph.forward_count - 1
+    ops = lone._graph.ops
+    workspaces = [op.workspace_bytes for op in (*ops[:last], *ops[last + 1 :])]
     monkeypatch.setattr(region_program, "smallest_budget", smallest)
-    region = chain([[4, 1, 10, 4]] * 2, [1, 2]).regions[1]
-    LoneRegion(region, frozenset({X})).front(Limits())
+    monkeypatch.setattr(region_program, "solve_portfolio", note)
+    lone.front(Limits())
     held = [4, 4, 5, 6, 7, 8, 9, 9, 10, 11, 12, 13]
-    assert asked == [(each, most) for most in (31, 27) for each in held]
+    # The second limit is half way from 31 to -13, and no less than what is held.
+    assert asked == [*((each, 31) for each in held), *((each, 9) for each in held[:6])]
+
+
+def test_a_region_without_backward_holds_nothing() -> None:
+    region = chain([[4, 1, 10, 4]] * 2, [1, 2]).regions[1]
+    graph = region.graph
+    forward = replace(
+        graph,
+        ops=graph.ops[: graph.forward_count],
+        storages=graph.storages[: OUT + 1],
+        tangents=(),
+        final_outputs=(),
+    )
+    alone = LoneRegion(
+        replace(region, graph=forward, slots={}, gradients=[]), frozenset({X})
+    )
+    front = alone.front(Limits())
+    (only,) = front.options
+    assert front.everything == only
+    assert only.order[-1] == BOUNDARY
+    # Inner value, output and scratch memory; nobody needs the input again.
+    assert only.forward_bytes == 10 + 4 + 3
+    assert only.held_bytes == only.backward_bytes == 0
