@@ -149,7 +149,7 @@ def trained(
     for each in batches:
         found = [_step(called, each) for called in (model, plain)]
         unequal += not all(map(torch.equal, *found))
-    del fitted.planner.variant_that_fits  # type: ignore[method-assign]
+    del fitted.planner.variant_that_fits
 
     def run() -> None:
         for each in batches:

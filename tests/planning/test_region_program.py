@@ -330,9 +330,9 @@ def test_time_is_shared_among_the_regions_that_are_left() -> None:
     shares: list[float] = []
 
     class Shared(Limits):
-        def share(self, part: float) -> Limits:
-            shares.append(part)
-            return super().share(part)
+        def share(self, share: float) -> Limits:
+            shares.append(share)
+            return super().share(share)
 
     step = composed(stack([4, 1, 10], 6, [1, 2, 3, 4, 5, 6]))
     problem = Problem(graph=step.graph, platform=single_device(60))

@@ -49,6 +49,13 @@ class Packed(Tagger):
         return pad_packed_sequence(self.recurrent(packed)[0])[0]
 
 
+def assert_equal_gradients(model: nn.Module, plain: nn.Module) -> None:
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
 def deep() -> Tagger:
     how: dict[str, Any] = {"num_layers": 3, "dropout": 0.3, "bidirectional": True}
     return Tagger(nn.LSTM(WIDTH, HIDDEN, **how), 2 * HIDDEN)
@@ -166,8 +173,7 @@ def test_lengths_that_vary_are_traced_one_by_one(
         for model in (planned, plain):
             model.zero_grad()
             model(X[:length]).backward()
-        pairs = zip(planned.parameters(), plain.parameters(), strict=True)
-        assert all(torch.equal(*(p.grad for p in pair)) for pair in pairs)
+        assert_equal_gradients(planned, plain)
 
 
 def test_hooked_modules_run_as_they_are() -> None:
@@ -190,5 +196,4 @@ def test_hooked_modules_run_as_they_are() -> None:
     for each in (model, plain):
         each(X).backward()
     assert model.seen == plain.seen == 1
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    assert all(torch.equal(*(p.grad for p in pair)) for pair in pairs)
+    assert_equal_gradients(model, plain)

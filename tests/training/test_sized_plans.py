@@ -56,7 +56,7 @@ def test_scratch_memory_grows_with_what_an_operator_works_on() -> None:
     planned = rest.plan.graph
     others = planned.storages[len(smaller.storages) :]
     surrounded = replace(planned, storages=(*smaller.storages, *others))
-    grown = rest.with_costs(surrounded, rest.plan)
+    grown = rest.with_costs(surrounded, rest.graph)
     pairs = zip(grown.ops, planned.ops, strict=True)
     changes = [(new.workspace_bytes[0], old.workspace_bytes[0]) for new, old in pairs]
     assert all(new >= old for new, old in changes)
