@@ -315,6 +315,8 @@ def test_states_are_thinned_out_to_the_quickest_of_those_alike(
     assert cheapest((5, 3), (5, 2), (4, 9), (6, 2), (7, 2), (4, 8)) == [(4, 8), (5, 2)]
     four = [(1, 9), (2, 8), (3, 7), (90, 6)]
     assert cheapest(*four) == four
+    # One more than there may be: the first, and of each quarter the last.
+    assert cheapest(*four[:3], (4, 6), (41, 5)) == [(1, 9), (4, 6), (41, 5)]
     # Quarters of 10 to 49: of each the most bytes, which is the least time.
     states = [(10, 9), (11, 8), (19, 7), (20, 6), (29, 5), (30, 4), (49, 3)]
     assert cheapest(*states) == [(10, 9), (19, 7), (29, 5), (30, 4), (49, 3)]
