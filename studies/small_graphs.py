@@ -24,11 +24,11 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
+from remat.backends import mathopt
 from remat.core.graph import TrainingGraph
 from remat.core.platform import Device, Link, Platform, single_device
 from remat.core.problem import Limits, Problem, Result, Status
 from remat.planning.portfolio import solve
-from remat.solvers.backends import mathopt
 from remat.solvers.base import Solver
 from remat.solvers.checkmate import Checkmate
 from remat.solvers.xengine import XEngine

@@ -43,6 +43,7 @@ from remat.algorithms.lower_sets.canonical import (
     canonical_schedule,
     implied_training_graph,
 )
+from remat.backends.mathopt import MipSolver
 from remat.core import platform
 from remat.core.errors import SolverUnsuitableError
 from remat.core.graph import Op, Phase, Storage, TrainingGraph
@@ -65,7 +66,6 @@ from remat.planning.portfolio import solve_portfolio
 from remat.search.device_execution import ExecutionRule
 from remat.search.eviction import EvictionRule
 from remat.solvers import SOLVERS, DeviceSearch, GreedyEviction, StoreAll
-from remat.solvers.backends.mathopt import MipSolver
 from remat.solvers.checkmate_model import Rows
 from remat.solvers.greedy_eviction import Candidate
 from remat.solvers.lower_sets import LowerSetsEffort

@@ -109,6 +109,7 @@ class TestWithoutTorch:
         "words",
         [
             ("show", "plan.json"),
+            ("check", "plan.json"),
             ("show", "graph.json"),
             ("show", "schedule.json", "--graph", "graph.json"),
             ("plan", "--graph", "graph.json", "--budget", "80%"),
@@ -328,6 +329,8 @@ class TestWrongUsage:
             ["fit", SCRIPT, "--budget", "1", "--plan", "p"],
             ["plan", SCRIPT, "--budget", "1", "--time-limit", "0"],
             ["plan", SCRIPT, "--budget", "1", "--time-limit", "soon"],
+            ["plan", SCRIPT, "--budget", "1", "--gap", "2"],
+            ["plan", SCRIPT, "--budget", "1", "--gap", "little"],
             ["plan", SCRIPT, "--budget", "1", "--seed", "-1"],
             ["plan", SCRIPT, "--budget", "1", "--dynamic", "x:0=64"],
             ["plan", SCRIPT, "--budget", "1", "--seed", str(2**31)],
@@ -408,7 +411,7 @@ class TestWrongUsage:
                 and (action.help or "").startswith(("write ", "draw "))
             }
             assert written == {*command.writes, *command.draws}
-            assert written or command.name == "verify"
+            assert written or command.name in {"verify", "check"}
 
     def test_two_results_cannot_share_a_file(self, files: Path, capsys) -> None:
         words = ["plan", "--graph", str(files / "graph.json"), "--budget", "80%"]

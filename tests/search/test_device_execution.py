@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.strategies import graphs, optimum
 
+from remat.backends.mathopt import Settings
 from remat.core.bounds import required_ops
 from remat.core.graph import Op, Phase, Storage, TrainingGraph
 from remat.core.liveness import insert_discards
@@ -19,7 +20,6 @@ from remat.search.device_execution import ExecutionRule, execute
 from remat.search.device_feasibility import infeasible_reason
 from remat.search.device_instance import DeviceInstance
 from remat.search.device_placements import Placements
-from remat.solvers.backends.mathopt import Settings
 from remat.solvers.devices.relaxation import relaxed_placement
 from remat.testing.device_oracles import best_on_devices
 

@@ -14,6 +14,8 @@ from tests.oracles import brute_force_best
 from tests.solvers.milp_cases import graph_of, published, unit_linear
 from tests.strategies import graphs
 
+from remat.backends import mathopt
+from remat.backends.mathopt import MipSolver
 from remat.core.bounds import peak_bound_bytes
 from remat.core.errors import SolverUnsuitableError
 from remat.core.graph import TrainingGraph
@@ -23,8 +25,6 @@ from remat.core.problem import Limits, Problem, Result, Status, StopReason
 from remat.core.simulator import simulate
 from remat.planning.portfolio import solve
 from remat.solvers import checkmate
-from remat.solvers.backends import mathopt
-from remat.solvers.backends.mathopt import MipSolver
 from remat.solvers.checkmate import Checkmate, CheckmateLpRounding
 from remat.solvers.checkmate_model import Rows, build_model
 from remat.solvers.frontier import frontier

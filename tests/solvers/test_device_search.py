@@ -6,6 +6,7 @@ import pytest
 from tests.instances import resnet_like, transformer_like
 from tests.solvers.test_xengine import chain, linked
 
+from remat.backends.mathopt import MipSolver
 from remat.core.bounds import peak_bound_bytes, required_ops
 from remat.core.errors import MissingDependencyError, SolverUnsuitableError
 from remat.core.graph import TrainingGraph
@@ -13,7 +14,6 @@ from remat.core.problem import Limits, Objective, Problem, Status, StopReason
 from remat.planning.portfolio import solve
 from remat.search.device_execution import Executor
 from remat.solvers import XEngine
-from remat.solvers.backends.mathopt import MipSolver
 from remat.solvers.base import ignore_progress
 from remat.solvers.device_search import DeviceSearch
 from remat.testing import store_all_peak_bytes

@@ -18,6 +18,7 @@ from tests.instances import (
 from tests.oracles import brute_force_best
 from tests.strategies import graphs
 
+from remat.backends.max_flow import FlowNetwork, min_cut_source_side
 from remat.core.bounds import cost_bound_ns
 from remat.core.graph import Op, Phase, Storage, TrainingGraph
 from remat.core.liveness import BOUNDARY, schedule_from_order, store_all_order
@@ -26,7 +27,6 @@ from remat.core.problem import Limits, Problem, Result, Status, StopReason
 from remat.core.simulator import Trace, simulate
 from remat.planning.portfolio import solve
 from remat.search.eviction import evicting_order
-from remat.solvers.backends.max_flow import FlowNetwork, min_cut_source_side
 from remat.solvers.chen import ChenGreedy
 from remat.solvers.min_cut_retention import MinCutRetention
 from remat.solvers.recompute_order import (

@@ -10,6 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.strategies import graphs, optimum
 
+from remat.backends.mathopt import MipSolver, Outcome, Settings, Solution
+from remat.backends.mathopt import solve as solve_model
 from remat.core.bounds import required_ops
 from remat.core.errors import SolverUnsuitableError
 from remat.core.graph import Op, Phase, Storage, TrainingGraph
@@ -21,8 +23,6 @@ from remat.core.simulator import simulate
 from remat.planning.portfolio import solve
 from remat.search.device_instance import DeviceInstance
 from remat.solvers import XEngine, XEnginePublished
-from remat.solvers.backends.mathopt import MipSolver, Outcome, Settings, Solution
-from remat.solvers.backends.mathopt import solve as solve_model
 from remat.solvers.device_search import DeviceSearch
 from remat.solvers.devices.published import PublishedInstance, PublishedModel
 from remat.solvers.devices.slots import frontier_slots

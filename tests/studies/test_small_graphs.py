@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from studies.small_graphs import cases_of, main, part, unlike
 
+from remat.backends import mathopt
 from remat.planning.portfolio import solve
-from remat.solvers.backends import mathopt
 from remat.testing.small_graphs import joint_graph
 from studies import small_graphs
 

@@ -11,6 +11,7 @@ from tests.oracles import brute_force_schedule, brute_force_smallest_budget, rep
 from tests.solvers.test_xengine import check_against, problems
 from tests.strategies import Case, cases, optimum
 
+from remat.backends.mathopt import Settings
 from remat.core.errors import FileFormatError, PlanMismatchError, SolverFault
 from remat.core.graph import Op, Phase, Storage, TrainingGraph
 from remat.core.liveness import schedule_from_order, store_all_order
@@ -29,7 +30,6 @@ from remat.search.device_instance import DeviceInstance
 from remat.search.paging import paged
 from remat.search.schedule_paging import HostLink, page
 from remat.solvers import DeviceSearch, XEngine, registry
-from remat.solvers.backends.mathopt import Settings
 from remat.solvers.base import ProgressCallback, Solver
 from remat.solvers.devices.relaxation import relaxed_placement
 from remat.testing.device_oracles import SearchTooLargeError, best_on_devices

@@ -10,6 +10,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
+from remat.core.checks import checked_number
 from remat.core.errors import FileFormatError, UnitError, UsageError
 from remat.core.platform import Platform
 from remat.core.problem import LARGEST_SEED, Limits, check_time_limit
@@ -228,6 +229,14 @@ def add_solving(parser: argparse.ArgumentParser, *, has_objective: bool = True) 
             help="what is made small on several devices: the sum of all runs and copies "
             "(serial, the default), or the time with devices and links at work together",
         )
+        group.add_argument(
+            "--gap",
+            type=_share,
+            default=0.0,
+            metavar="SHARE",
+            help="on one device, stop as soon as the plan is proved to take at most this "
+            "share of its time longer than the best schedule, such as 0.01 (default: 0)",
+        )
     group.add_argument(
         "--time-limit",
         type=_seconds,
@@ -336,6 +345,14 @@ def _seconds(text: str) -> float:
         msg = f"{text!r} is not a number of seconds"
         raise argparse.ArgumentTypeError(msg) from error
     return seconds
+
+
+def _share(text: str) -> float:
+    try:
+        return checked_number("the gap", float(text), most=1.0)
+    except ValueError as error:
+        msg = f"{text!r} is not a number from 0 to 1"
+        raise argparse.ArgumentTypeError(msg) from error
 
 
 def check_size(text: str) -> None:

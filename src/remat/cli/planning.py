@@ -88,6 +88,7 @@ def plan_options(
         # A curve has none.
         "objective": getattr(options, "objective", "serial"),
         "time_limit": options.time_limit,
+        "gap": getattr(options, "gap", 0.0),
         "seed": options.seed,
         "costs": "estimated" if options.estimated else "measured",
         "kernels": options.kernels,

@@ -105,6 +105,10 @@ class PlanMismatchError(RematError, ValueError):
     """A saved plan was made for another model, shape or set of versions."""
 
 
+class CertificateError(RematError, ValueError):
+    """A certificate of a bound is none of this step, or proves less than is claimed."""
+
+
 class SolverFault(RematError, RuntimeError):  # noqa: N818 - a fault of ours, not of the caller
     """A solver returned a schedule that the simulator refutes: a bug of ours."""
 

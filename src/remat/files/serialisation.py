@@ -12,6 +12,7 @@ from typing import Annotated, NamedTuple, TypeVar, assert_never
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from remat.core.certificate import Certificate
 from remat.core.errors import FileFormatError, InvalidGraphError, InvalidPlatformError
 from remat.core.graph import Op, Phase, Role, Storage, TrainingGraph
 from remat.core.platform import (
@@ -162,6 +163,15 @@ class _Schedule(msgspec.Struct, forbid_unknown_fields=True):
             msgspec.Meta(description=_STEP_FORMS),
         ]
     ]
+
+
+class _Certificate(msgspec.Struct, forbid_unknown_fields=True):
+    version: int
+    bound_ns: int
+    memory_bytes: int
+    moments: tuple[int, ...]
+    rows: tuple[int, ...]
+    multipliers: tuple[int, ...]
 
 
 def _table(row: type[NamedTuple], records: Iterable[object]) -> dict[str, object]:
@@ -323,6 +333,46 @@ def schedule_from_json(payload: object) -> Schedule:
     return Schedule(
         tuple(_STEPS[type(row)](*msgspec.structs.astuple(row)) for row in rows)
     )
+
+
+def certificate_to_json(certificate: Certificate, bound_ns: int) -> dict[str, object]:
+    """Return ``certificate``, and the bound that it proves, as values that JSON knows.
+
+    What stands of the bound is for people: readers verify it.
+    """
+    return {
+        "version": certificate.version,
+        "bound_ns": bound_ns,
+        "memory_bytes": certificate.memory_bytes,
+        "moments": certificate.moments,
+        "rows": [row for row, _ in certificate.multipliers],
+        "multipliers": [multiplier for _, multiplier in certificate.multipliers],
+    }
+
+
+def certificate_from_json(payload: object, where: str) -> tuple[Certificate, int]:
+    """Return the certificate that :func:`certificate_to_json` wrote, and the bound.
+
+    Nothing is verified here.
+
+    Raises
+    ------
+    FileFormatError
+        If a key is missing or unknown, a value has the wrong type, or there is not one
+        multiplier a row.
+    """
+    fields = convert(payload, _Certificate, where)
+    if len(fields.rows) != len(fields.multipliers):
+        found = f"{len(fields.multipliers)} numbers"
+        msg = f"{where}.multipliers are {found}; there are {len(fields.rows)} rows"
+        raise FileFormatError(msg)
+    certificate = Certificate(
+        version=fields.version,
+        memory_bytes=fields.memory_bytes,
+        moments=fields.moments,
+        multipliers=tuple(zip(fields.rows, fields.multipliers, strict=True)),
+    )
+    return certificate, fields.bound_ns
 
 
 def save_graph(path: str | os.PathLike[str], graph: TrainingGraph) -> None:

@@ -13,6 +13,7 @@ from remat.core.problem import Limits, Problem, Status, check_time_limit
 from remat.core.units import format_bytes, parse_budget
 from remat.planning.one_device import placed_on, plain_peak_bytes, solve_alone
 from remat.planning.plan import Plan, plan_settings
+from remat.planning.proofs import at_budget, with_bound
 from remat.planning.several_devices import (
     DeviceBudgets,
     budgets_bytes,
@@ -91,14 +92,14 @@ def trade_off(  # noqa: PLR0913 - every option that a user has
             _judged=floor.trace,
         )
         # A solver may do better than the search for the smallest budget did.
-        return plan, floor.bound_bytes
+        return with_bound(plan, limits=limits), floor.bound_bytes
 
     def within(budget_bytes: int) -> Plan | None:
         limits = Limits.after(time_limit, seed)
         result = solve_alone(graph, budget_bytes, solvers, limits)
         if result.schedule is None:
             return None
-        return Plan(
+        plan = Plan(
             graph=graph,
             platform=single_device(budget_bytes, kind),
             schedule=result.schedule,
@@ -109,6 +110,7 @@ def trade_off(  # noqa: PLR0913 - every option that a user has
             settings=plan_settings(settings, solver, seed, result),
             _judged=result.trace,
         )
+        return with_bound(plan, limits=limits)
 
     return _curve(budgets, plain_peak_bytes(graph), smallest, within, progress)
 
@@ -327,15 +329,17 @@ def _best_within(budget_bytes: int, plans: Sequence[Plan]) -> Plan:
     best = min(fitting, key=lambda p: (p.cost_ns, p.overlapped_ns, p.peak_bytes))
     if best.budget_bytes == budget_bytes:
         return best
-    # What was proved for another budget is not proved for this one.
-    home = best.platform.devices[0]
-    platform = best.platform.with_budgets({home.name: budget_bytes})
-    return replace(
-        best,
-        platform=platform,
-        status=Status.FEASIBLE,
-        bound_ns=cost_bound_ns(Problem(graph=best.graph, platform=platform)),
-    )
+    found = replace(at_budget(best, budget_bytes), status=Status.FEASIBLE)
+    # What is proved of all schedules within a larger budget holds within this one.
+    proofs = [
+        plan
+        for plan in plans
+        if plan.certificate is not None and (plan.budget_bytes or 0) >= budget_bytes
+    ]
+    if not proofs:
+        return found
+    proof = max(proofs, key=lambda plan: plan.floor_ns)
+    return replace(found, certificate=proof.certificate, bound_ns=proof.floor_ns)
 
 
 MOST_POINTS = 10_000

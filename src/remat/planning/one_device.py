@@ -1,12 +1,15 @@
 """Plan a training graph within a budget, or within several; never imports torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
+from remat.bounds.time_bound import TimeBounds
 from remat.core.checks import (
     checked_callable,
     checked_flag,
+    checked_number,
     checked_record,
     checked_text,
     checked_word,
@@ -34,6 +37,7 @@ from remat.core.simulator import simulate
 from remat.core.units import ANY_WHOLE_BYTES, format_bytes, is_percentage, parse_budget
 from remat.planning.plan import Plan, loss_hint, plan_settings
 from remat.planning.portfolio import solve, solve_portfolio
+from remat.planning.proofs import is_near, with_bound
 from remat.planning.several_devices import (
     Budget,
     budgets_bytes,
@@ -68,6 +72,7 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
     has_assumed_loss: bool = False,
     settings: Mapping[str, Any] | None = None,
     leading: Solver | None = None,
+    gap: float = 0.0,
 ) -> Plan:
     """Solve and judge: return a plan for ``graph`` within the budget.
 
@@ -95,6 +100,8 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
     leading
         A solver made for this graph, asked before those of ``"auto"``; where the graph
         is large, its answer will do.
+    gap
+        As for :func:`remat.fit`.
 
     Raises
     ------
@@ -121,6 +128,7 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
     if platform is not None:
         checked_record("platform", platform, Platform)
     objective = checked_word("objective", objective, Objective)
+    checked_number("gap", gap, most=1.0)
     limits = Limits.after(time_limit, seed)
     if platform is not None and len(platform.devices) > 1:
         placed, graph = placed_on(graph, platform)
@@ -149,9 +157,11 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
     asked = [*leading_solvers, *solvers]
     if leading_solvers and len(graph.ops) > _LARGE_OPS:
         asked = leading_solvers
-    result = solve_alone(graph, budget_bytes, asked, limits, progress)
+    bounds = TimeBounds(graph, budget_bytes, limits=limits)
+    near = partial(is_near, bounds, gap=gap)
+    result = solve_alone(graph, budget_bytes, asked, limits, progress, near)
     if result.schedule is None and asked is leading_solvers:
-        result = solve_alone(graph, budget_bytes, solvers, limits, progress)
+        result = solve_alone(graph, budget_bytes, solvers, limits, progress, near)
     schedule, trace, floor_bytes = result.schedule, result.trace, None
     if schedule is None:
         progress("looking for the smallest budget", 0.0)
@@ -169,7 +179,7 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
         # What an error would have named as possible is not refused.
         schedule, trace = floor.schedule, floor.trace
         result = replace(result, solver="smallest_budget", status=Status.FEASIBLE)
-    return Plan(
+    plan = Plan(
         graph=graph,
         platform=_platform(graph, budget_bytes),
         schedule=schedule,
@@ -181,6 +191,7 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
         settings=plan_settings(settings, solver, seed, result),
         _judged=trace,
     )
+    return with_bound(plan, bounds)
 
 
 def _check_runs_alone(graph: TrainingGraph) -> None:
@@ -323,6 +334,7 @@ def solve_alone(
     solvers: Sequence[Solver],
     limits: Limits,
     progress: ProgressCallback = ignore_progress,
+    is_near: Callable[[int], bool] | None = None,
 ) -> Result:
     """Ask one solver or a portfolio for a schedule on one device."""
     problem = Problem(graph=graph, platform=_platform(graph, budget_bytes))
@@ -330,7 +342,12 @@ def solve_alone(
         return solve(problem, solvers[0], limits=limits, on_progress=progress)
     quick = QUICK if limits.deadline_s is not None else ()
     return solve_portfolio(
-        problem, solvers, quick=quick, limits=limits, on_progress=progress
+        problem,
+        solvers,
+        quick=quick,
+        limits=limits,
+        on_progress=progress,
+        is_near=is_near,
     )
 
 
@@ -370,11 +387,15 @@ def raise_budget_error(
         found = "no schedule fits in" if is_proved else "no schedule was found within"
         kind = "smallest possible" if floor.is_proved else "smallest known"
         is_open = is_late and not floor.is_proved
+        least = f"{format_bytes(floor.bound_bytes)} ({floor.bound_bytes:_} bytes)"
+        proved = (
+            "" if floor.is_proved else f"; no schedule can fit below {least} (proved)"
+        )
         advice = ", or give more time than the time limit" if is_open else ""
         msg = (
             f"{found} {asked}: the {kind} budget is {smallest}, made of {listing}{hint}; "
             f"raise the budget to at least {floor_bytes} bytes, or shrink the "
-            f"batch{advice}"
+            f"batch{advice}{proved}"
         )
     else:
         msg = (

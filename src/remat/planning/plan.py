@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from remat.bounds.certificate import certified_bound_ns
 from remat.core.bounds import cost_bound_ns
+from remat.core.certificate import Certificate
 from remat.core.contributors import contributors as contributors
 from remat.core.contributors import largest
 from remat.core.device_graph import gathered
@@ -25,6 +27,8 @@ from remat.core.units import format_bytes, format_ns
 from remat.files.conversion import convert
 from remat.files.documents import load_document, write_document
 from remat.files.serialisation import (
+    certificate_from_json,
+    certificate_to_json,
     graph_from_json,
     graph_to_json,
     platform_from_json,
@@ -49,9 +53,12 @@ class Plan:
     solver, status
         The solver that found the schedule, and what it proved.
     bound_ns
-        No schedule of this graph takes less serial time.
+        No schedule that the solver searches takes less serial time.
     fingerprint
         Identifies the traced step that the plan is for.
+    certificate
+        What proves how little time any schedule at all takes at least, on one device;
+        ``None`` where nothing is proved beyond that every op runs once.
     smallest_budget_bytes
         The smallest budget for which a schedule is known, or ``None`` if it was not
         looked for.
@@ -77,6 +84,7 @@ class Plan:
     status: Status
     bound_ns: int
     fingerprint: str
+    certificate: Certificate | None = None
     smallest_budget_bytes: int | None = None
     objective: Objective = Objective.SERIAL
     kernels: Kernels = "eager"
@@ -84,11 +92,15 @@ class Plan:
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     _judged: InitVar[Trace | None] = None
     """The replay of the schedule on the platform, where it is known."""
+    _proved_ns: InitVar[int | None] = None
+    """What the certificate proves, where that has been verified."""
 
-    def __post_init__(self, _judged: Trace | None) -> None:
+    def __post_init__(self, _judged: Trace | None, _proved_ns: int | None) -> None:
         if _judged is not None:
             # To replay thousands of steps once more would take longer than it may.
             self.__dict__["trace"] = _judged
+        if _proved_ns is not None:
+            self.__dict__["proved_ns"] = _proved_ns
         if self.trace.violation is not None:
             msg = f"the plan's schedule is not valid: {self.trace.violation}"
             raise PlanMismatchError(msg)
@@ -164,18 +176,39 @@ class Plan:
         )
 
     @cached_property
+    def proved_ns(self) -> int | None:
+        """What the certificate proves for this graph and budget, in nanoseconds.
+
+        The verifier's answer, in exact arithmetic; ``None`` without a certificate, and
+        where none applies: with several devices, or without a budget.
+
+        Raises
+        ------
+        CertificateError
+            If the certificate is none of this graph, or for less memory.
+        """
+        if self.certificate is None or self.budget_bytes is None:
+            return None
+        if self.has_several_devices:
+            return None
+        kind = self.platform.devices[0].kind
+        return certified_bound_ns(self.graph, self.budget_bytes, self.certificate, kind)
+
+    @cached_property
     def floor_ns(self) -> int:
         """A time in nanoseconds that no schedule at all can beat.
 
+        The larger of what the certificate proves and the time of running every op once.
         ``bound_ns`` may be larger: then it holds for the schedules that the solver
         searches, which is its ``schedule_class``.
         """
-        return cost_bound_ns(Problem(graph=self.graph, platform=self.platform))
+        once_ns = cost_bound_ns(Problem(graph=self.graph, platform=self.platform))
+        return max(once_ns, self.proved_ns or 0)
 
     @property
     def gap(self) -> float:
-        """(cost - bound) / cost: how far from the proved minimum at most, 0 to 1."""
-        return (self.cost_ns - self.bound_ns) / self.cost_ns if self.cost_ns else 0.0
+        """(cost - floor) / cost: how far from the best of all schedules at most."""
+        return (self.cost_ns - self.floor_ns) / self.cost_ns if self.cost_ns else 0.0
 
     @property
     def recomputed_op_count(self) -> int:
@@ -264,17 +297,25 @@ class Plan:
 
     def _bound_facts(self) -> list[tuple[str, str]]:
         claim = f"{self.status} by {self.solver}"
-        if self.status is Status.FEASIBLE and self.cost_ns == self.bound_ns:
+        if self.status is Status.FEASIBLE and self.cost_ns == self.floor_ns:
             claim += ", and none takes less time"
-        bound = f"{format_ns(self.bound_ns)}, gap {self.gap:.1%} ({claim})"
+        bound = f"{format_ns(self.floor_ns)}, {self.distance} (proved; {claim})"
         facts = [("proved bound", bound)]
         if self.bound_ns > self.floor_ns:
-            more = (
-                f"of the schedules that {self.solver} searches; of all, "
-                f"{format_ns(self.floor_ns)}"
-            )
+            more = f"{format_ns(self.bound_ns)} of the schedules that {self.solver} searches"
             facts.append(("", more))
         return facts
+
+    @property
+    def distance(self) -> str:
+        """How far from the best of all schedules at most, in words; rounded up."""
+        if not self.floor_ns:
+            return f"gap {self.gap:.1%}"
+        # Of the optimum, which is at least the bound.
+        above = -((self.floor_ns - self.cost_ns) * 1000 // self.floor_ns)
+        if not above:
+            return "the optimum of all schedules"
+        return f"at most {above / 10} % above the optimum of all schedules"
 
     def _peak_facts(self) -> list[tuple[str, str]]:
         budget = self.budget_bytes
@@ -356,15 +397,23 @@ class Plan:
                 "fingerprint": self.fingerprint,
                 "smallest_budget_bytes": self.smallest_budget_bytes,
                 "settings": {**self.settings, **_noted(self)},
+                **self._certificate_to_json(),
             },
         )
+
+    def _certificate_to_json(self) -> dict[str, object]:
+        if self.certificate is None:
+            return {}
+        return {
+            "certificate": certificate_to_json(self.certificate, self.proved_ns or 0)
+        }
 
 
 _FUSED_KERNELS = "fused kernels"
 
 
 class _Payload(msgspec.Struct, forbid_unknown_fields=True):
-    """What a file of a plan holds."""
+    """What a file of a plan holds; older files have no certificate."""
 
     graph: object
     platform: object
@@ -375,6 +424,7 @@ class _Payload(msgspec.Struct, forbid_unknown_fields=True):
     fingerprint: str
     smallest_budget_bytes: int | None
     settings: dict[str, Any]
+    certificate: object = None
 
 
 class _Noted(msgspec.Struct):
@@ -393,7 +443,10 @@ def load_plan(path: str | Path) -> Plan:
     FileFormatError
         If the file is missing, damaged, not a plan, or of an unknown version.
     PlanMismatchError
-        If its schedule breaks a rule or its budget when replayed.
+        If its schedule breaks a rule or its budget when replayed, or its certificate
+        proves less than the file says.
+    CertificateError
+        If its certificate is none of its graph.
     """
     return load_document(path, "plan", _parse_plan)
 
@@ -405,7 +458,12 @@ def _parse_plan(payload: object) -> Plan:
     for name, value in fields.settings.items():
         (noted if name in _Noted.__struct_encode_fields__ else settings)[name] = value
     known = convert(noted, _Noted, "plan.settings")
-    return Plan(
+    certificate, claimed_ns = None, 0
+    if fields.certificate is not None:
+        certificate, claimed_ns = certificate_from_json(
+            fields.certificate, "plan.certificate"
+        )
+    plan = Plan(
         graph=graph_from_json(fields.graph),
         platform=platform_from_json(fields.platform),
         schedule=schedule_from_json(fields.schedule),
@@ -413,12 +471,20 @@ def _parse_plan(payload: object) -> Plan:
         status=Status(fields.status),
         bound_ns=fields.bound_ns,
         fingerprint=fields.fingerprint,
+        certificate=certificate,
         smallest_budget_bytes=fields.smallest_budget_bytes,
         objective=known.objective,
         kernels=known.kernels,
         fused_kernels=frozenset(known.fused_kernels.split()),
         settings=settings,
     )
+    if (plan.proved_ns or 0) < claimed_ns:
+        msg = (
+            f"the plan's certificate is said to prove {claimed_ns:_} ns, but it proves "
+            f"{plan.proved_ns or 0:_} ns"
+        )
+        raise PlanMismatchError(msg)
+    return plan
 
 
 def _noted(plan: Plan) -> dict[str, str]:

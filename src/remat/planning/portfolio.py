@@ -1,7 +1,7 @@
 """Choose and run solvers, judge every answer, return the best."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -136,12 +136,14 @@ def solve_portfolio(
     limits: Limits | None = None,
     on_progress: ProgressCallback = ignore_progress,
     objective: Objective = Objective.SERIAL,
+    is_near: Callable[[int], bool] | None = None,
 ) -> Result:
     """Run several solvers and return the best judged answer.
 
     The schedule of least time by the objective wins, then the smaller peak, then the
     earlier solver. The portfolio stops early when a schedule meets the bound on the
-    serial time of every schedule and that is what is asked for.
+    serial time of every schedule, or is near enough to it, and serial time is what is
+    asked for.
 
     Parameters
     ----------
@@ -158,6 +160,8 @@ def solve_portfolio(
         after it by less than a second.
     limits, on_progress, objective
         When to stop, whom to tell, and what is to be small.
+    is_near
+        Says of a serial time in nanoseconds whether no better one need be looked for.
 
     Returns
     -------
@@ -208,9 +212,10 @@ def solve_portfolio(
             continue
         results.append(result)
         lines.append(_describe(result))
-        is_serial = objective is Objective.SERIAL
-        if is_serial and result.trace and result.trace.serial_ns <= bound_ns:
-            break
+        if objective is Objective.SERIAL and result.trace is not None:
+            cost_ns = result.trace.serial_ns
+            if cost_ns <= bound_ns or (is_near is not None and is_near(cost_ns)):
+                break
     if not results:
         raise unsuitable or SolverUnsuitableError("the portfolio holds no solver")
     on_progress("done", 1.0)

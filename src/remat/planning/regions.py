@@ -32,6 +32,7 @@ from remat.core.schedule import Boundary, Compute, Schedule
 from remat.core.simulator import Trace, simulate
 from remat.core.units import format_bytes
 from remat.planning.plan import Plan
+from remat.planning.proofs import at_budget, with_bound
 from remat.planning.several_devices import Budget
 
 _BETWEEN = "it is done between the graphs"
@@ -827,8 +828,12 @@ def _by_regions(step: ComposedStep, plan: Plan, budget_bytes: int) -> Plan | int
     trace = plan.trace if is_as_planned else _judged(step, schedule, budget_bytes)
     if trace.violation is not None:
         return trace.peak_bytes[0]
-    platform = _platform(step, budget_bytes)
-    return replace(plan, platform=platform, schedule=schedule, _judged=trace)
+    if is_as_planned:
+        return plan
+    if plan.budget_bytes != budget_bytes:
+        plan = at_budget(plan, budget_bytes)
+        return with_bound(replace(plan, schedule=schedule, _judged=trace))
+    return replace(plan, schedule=schedule, _judged=trace)
 
 
 def _smallest_plan(solve: Callable[[Budget | None], Plan]) -> Plan:

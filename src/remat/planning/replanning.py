@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from remat.bounds.time_bound import TimeBounds
 from remat.core.bounds import cost_bound_ns
 from remat.core.graph import Role, Storage, TrainingGraph
 from remat.core.platform import single_device
@@ -18,6 +19,7 @@ from remat.core.problem import Limits, Problem, Proposal, Status
 from remat.core.simulator import simulate
 from remat.planning.plan import Plan, plan_settings
 from remat.planning.portfolio import judge, solve
+from remat.planning.proofs import with_bound
 from remat.solvers import SOLVERS
 from remat.solvers.base import Solver
 from remat.solvers.store_all import StoreAll
@@ -49,9 +51,10 @@ def with_gradients(plan: Plan, known_bytes: int, gradient_bytes: int) -> Plan | 
         fewer of them another plan could be faster, unless this one computes nothing
         twice.
     """
-    if plan.has_several_devices or (
-        gradient_bytes < known_bytes and plan.cost_ns > plan.floor_ns
-    ):
+    if plan.has_several_devices:
+        return None
+    once_ns = cost_bound_ns(Problem(graph=plan.graph, platform=plan.platform))
+    if gradient_bytes < known_bytes and plan.cost_ns > once_ns:
         return None
     storages = list(plan.graph.storages)
     held = Storage(
@@ -72,7 +75,11 @@ def with_gradients(plan: Plan, known_bytes: int, gradient_bytes: int) -> Plan | 
     graph = replace(plan.graph, storages=tuple(storages))
     if simulate(graph, plan.platform, plan.schedule).violation is not None:
         return None
-    return replace(plan, graph=graph)
+    # What is proved with more room holds with less, and not the other way round.
+    has_less = graph.resident_bytes() >= plan.graph.resident_bytes()
+    return replace(
+        plan, graph=graph, certificate=plan.certificate if has_less else None
+    )
 
 
 def at_sizes(plan: Plan, graph: TrainingGraph) -> Plan | None:
@@ -97,6 +104,7 @@ def at_sizes(plan: Plan, graph: TrainingGraph) -> Plan | None:
         plan,
         graph=graph,
         bound_ns=min(plan.bound_ns, floor_ns),
+        certificate=None,
         status=Status.FEASIBLE if plan.recomputed_op_count else plan.status,
         _judged=trace,
     )
@@ -157,7 +165,11 @@ def replan(
         settings=plan_settings(settings, "auto", limits.seed, result),
     )
     is_good = plan.overhead <= known.overhead + TOLERATED_OVERHEAD
-    return plan if result is results[0] or is_good else None
+    if result is not results[0] and not is_good:
+        return None
+    # A training step waits: milliseconds may go into the bound, and not seconds.
+    bounds = TimeBounds(graph, budget_bytes, kind, limits, is_quick=True)
+    return with_bound(plan, bounds)
 
 
 def _solver_of(plan: Plan) -> list[Solver]:

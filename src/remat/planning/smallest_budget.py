@@ -1,6 +1,6 @@
 """The smallest budget for which a schedule is known.
 
-Between what every schedule needs (:func:`remat.core.bounds.peak_bound_bytes`) and what
+Between what every schedule needs (:mod:`remat.bounds.memory_bound`) and what
 storing everything takes lies the smallest budget that the solvers at hand can honour.
 It is found by bisection. Solvers are heuristics at that end, so a budget that one fails
 need not be impossible: the answer is a budget that works, with the schedule that proves
@@ -10,6 +10,7 @@ it, and not a proof that nothing smaller does.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from remat.bounds.memory_bound import least_budget_bytes
 from remat.core.bounds import peak_bound_bytes
 from remat.core.errors import SolverFault
 from remat.core.graph import TrainingGraph
@@ -105,7 +106,8 @@ def smallest_budget(
     Asks the cheap solvers about log2(100 / tolerance_percent) times, plus twice.
     """
     limits = limits or Limits()
-    bound_bytes = peak_bound_bytes(graph, kind)
+    one_op_bytes = peak_bound_bytes(graph, kind)
+    bound_bytes = max(one_op_bytes, least_budget_bytes(graph, kind))
     best = _answer(graph, kind, None, [StoreAll()], Limits())
     if best is None:
         msg = f"StoreAll found no schedule for graph {graph.name!r} without a budget"
@@ -116,10 +118,13 @@ def smallest_budget(
         if halves is not None and halves[1].peak_bytes[0] < best[1].peak_bytes[0]:
             best = halves
     # Up to ``failed_bytes`` everything counts as impossible; so far that is proved.
-    failed_bytes = bound_bytes - 1
-    guess_bytes = max(1, bound_bytes)
+    failed_bytes = one_op_bytes - 1
+    guess_bytes = max(1, one_op_bytes)
     while not limits.is_over:
-        found = _answer(graph, kind, guess_bytes, solvers, limits.share(_GUESS_SHARE))
+        found = None
+        if guess_bytes >= bound_bytes:
+            share = limits.share(_GUESS_SHARE)
+            found = _answer(graph, kind, guess_bytes, solvers, share)
         if found is None:
             failed_bytes = guess_bytes
         else:

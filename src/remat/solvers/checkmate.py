@@ -38,6 +38,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from remat.backends.mathopt import (
+    MipSolver,
+    Outcome,
+    Settings,
+    Solution,
+)
+from remat.backends.mathopt import solve as solve_model
+from remat.backends.tolerances import RELATIVE_TOLERANCE, safe_bound_ns
 from remat.core.checks import (
     checked_integers,
     checked_nonempty,
@@ -50,14 +58,6 @@ from remat.core.deadline import TimeIsUpError, check_time, in_time
 from remat.core.errors import SolverUnsuitableError
 from remat.core.problem import Limits, Problem, Proposal, Status, StopReason
 from remat.core.units import ceil_slots, format_ns
-from remat.solvers.backends.mathopt import (
-    MipSolver,
-    Outcome,
-    Settings,
-    Solution,
-)
-from remat.solvers.backends.mathopt import solve as solve_model
-from remat.solvers.backends.tolerances import RELATIVE_TOLERANCE, safe_bound_ns
 from remat.solvers.base import ProgressCallback
 from remat.solvers.checkmate_model import ONE, FrontierModel, Rows, build_model
 from remat.solvers.frontier import Frontier, frontier

@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from remat.backends.mathopt import Model, Solution
 from remat.core.deadline import check_time
 from remat.core.units import ceil_slots, floor_slots
-from remat.solvers.backends.mathopt import Model, Solution
 from remat.solvers.frontier import Frontier
 
 ZERO, ONE = -1, -2

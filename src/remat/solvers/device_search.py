@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import product, tee
 from typing import ClassVar
 
+from remat.backends.mathopt import Settings
 from remat.core.checks import keep_integers, keep_words
 from remat.core.deadline import TimeIsUpError, in_time
 from remat.core.errors import SolverUnsuitableError
@@ -33,7 +34,6 @@ from remat.search.device_execution import ExecutionRule, Placement
 from remat.search.device_feasibility import infeasible_reason
 from remat.search.device_instance import DeviceInstance
 from remat.search.device_placements import Placements
-from remat.solvers.backends.mathopt import Settings
 from remat.solvers.base import ProgressCallback, solve_in_time
 from remat.solvers.devices.alone import answer_for_one_device
 from remat.solvers.devices.relaxation import relaxed_placement

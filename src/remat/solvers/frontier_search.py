@@ -7,12 +7,12 @@ answer is called optimal only if its cost meets the bound proved for those that 
 
 from dataclasses import replace
 
+from remat.backends.mathopt import Incumbent, IncumbentCallback
+from remat.backends.tolerances import RELATIVE_TOLERANCE
 from remat.core.best import Best
 from remat.core.problem import Limits, Problem, Proposal, Status, StopReason
 from remat.core.units import format_ns
 from remat.search.retention_table import weigh_order
-from remat.solvers.backends.mathopt import Incumbent, IncumbentCallback
-from remat.solvers.backends.tolerances import RELATIVE_TOLERANCE
 from remat.solvers.base import ProgressCallback, solve_in_time
 from remat.solvers.frontier import Frontier
 from remat.solvers.greedy_eviction import GreedyEviction

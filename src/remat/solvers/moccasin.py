@@ -28,14 +28,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from remat.backends.cp_sat import CpModel
+from remat.backends.highs_process import Settings
+from remat.backends.mathopt import NOTHING_IN_TIME, Outcome, Solution
+from remat.backends.tolerances import safe_bound_ns
 from remat.core.checks import keep_flags, keep_integers, keep_seconds
 from remat.core.deadline import TimeIsUpError, in_time
 from remat.core.errors import SolverUnsuitableError
 from remat.core.problem import Limits, Problem, Proposal
-from remat.solvers.backends.cp_sat import CpModel
-from remat.solvers.backends.highs_process import Settings
-from remat.solvers.backends.mathopt import NOTHING_IN_TIME, Outcome, Solution
-from remat.solvers.backends.tolerances import safe_bound_ns
 from remat.solvers.base import ProgressCallback
 from remat.solvers.frontier import Frontier, frontier
 from remat.solvers.frontier_search import (

@@ -15,9 +15,9 @@ not need cost nothing, for their first run can wait until backward.
 from collections.abc import Sequence
 from itertools import accumulate
 
+from remat.backends.max_flow import FlowNetwork, min_cut_source_side
 from remat.core.deadline import check_time
 from remat.core.graph import TrainingGraph
-from remat.solvers.backends.max_flow import FlowNetwork, min_cut_source_side
 from remat.solvers.recompute_order import RELEASE, UseTables
 
 _CAPACITY_UNITS = 1 << 60

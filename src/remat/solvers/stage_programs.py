@@ -13,6 +13,8 @@ than a chain's program takes in its stride, those go that cost least to do witho
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from remat.backends.mathopt import Outcome, Settings
+from remat.backends.mathopt import solve as solve_model
 from remat.core.bounds import peak_bound_bytes
 from remat.core.graph import TrainingGraph
 from remat.core.liveness import BOUNDARY, store_all_order
@@ -20,8 +22,6 @@ from remat.core.problem import Limits, Problem
 from remat.reductions.stage_problems import StageProblem
 from remat.search.plain_numbers import plain_numbers
 from remat.search.retention_table import weigh_order
-from remat.solvers.backends.mathopt import Outcome, Settings
-from remat.solvers.backends.mathopt import solve as solve_model
 from remat.solvers.checkmate_model import Rows, build_model
 from remat.solvers.frontier import frontier
 

@@ -22,6 +22,14 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import ClassVar
 
+from remat.backends.mathopt import (
+    MipSolver,
+    Outcome,
+    Settings,
+    Solution,
+)
+from remat.backends.mathopt import solve as solve_model
+from remat.backends.tolerances import RELATIVE_TOLERANCE, safe_bound_ns
 from remat.core.best import Best
 from remat.core.bounds import cost_bound_ns
 from remat.core.checks import (
@@ -40,14 +48,6 @@ from remat.core.simulator import Trace, simulate
 from remat.core.units import format_bytes, format_ns
 from remat.search.device_feasibility import infeasible_reason
 from remat.search.device_instance import DeviceInstance
-from remat.solvers.backends.mathopt import (
-    MipSolver,
-    Outcome,
-    Settings,
-    Solution,
-)
-from remat.solvers.backends.mathopt import solve as solve_model
-from remat.solvers.backends.tolerances import RELATIVE_TOLERANCE, safe_bound_ns
 from remat.solvers.base import ProgressCallback, ignore_progress, solve_in_time
 from remat.solvers.device_search import DeviceSearch
 from remat.solvers.devices.alone import answer_for_one_device

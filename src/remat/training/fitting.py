@@ -84,6 +84,9 @@ def fit(
         at work together (``plan.overlapped_ns``), about which nothing is proved.
     time_limit
         Seconds for solving, or ``None``.
+    gap
+        On one device ``"auto"`` stops as soon as its plan is proved to take at most
+        this share of its time, 0 to 1, longer than the best schedule: 0.01 for 1 %.
     seed
         Seed of solvers that randomise.
     costs

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from remat.core.checks import checked_word
+from remat.core.checks import checked_number, checked_word
 from remat.core.errors import CaptureError, UnitError
 from remat.core.platform import Platform
 from remat.core.problem import Limits, Objective, ObjectiveName, check_time_limit
@@ -55,6 +55,7 @@ class PlanOptions(TypedDict, total=False):
     solver: str
     objective: ObjectiveName
     time_limit: float | None
+    gap: float
     seed: int
     costs: Costs
     kernels: Kernels
@@ -80,6 +81,7 @@ class PlanRequest:
     solver: str = "auto"
     objective: ObjectiveName = "serial"
     time_limit: float | None = None
+    gap: float = 0.0
     seed: int = 0
     costs: Costs = "measured"
     kernels: Kernels = "eager"
@@ -110,6 +112,7 @@ class PlanRequest:
         _check("seed", self.seed, SupportsIndex, "an integer")
         Limits(seed=self.seed)
         check_time_limit(self.time_limit)
+        checked_number("gap", self.gap, most=1.0)
         objective = checked_word("objective", self.objective, Objective)
         chosen_solvers(
             self.solver,

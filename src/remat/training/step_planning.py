@@ -604,6 +604,7 @@ class Planner:
                 solver=request.solver,
                 objective=Objective(request.objective),
                 time_limit=request.time_limit,
+                gap=request.gap,
                 seed=request.seed,
                 progress=request.progress,
                 has_assumed_loss=request.loss is None and program.loss is None,

@@ -301,7 +301,7 @@ def verify(
     model, args, kwargs, budget, optimizer, loss, platform
         As for :func:`remat.fit`. Without ``loss``, a scalar output or one named
         ``loss`` is taken, or else the sum of the outputs.
-    solver, objective, time_limit, seed, costs, kernels, regions
+    solver, objective, time_limit, gap, seed, costs, kernels, regions
         As for :func:`remat.fit`.
     dynamic
         As for :func:`remat.fit`. Compared and measured is the step of the largest

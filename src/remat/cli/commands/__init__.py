@@ -1,6 +1,7 @@
 """The subcommands, one file each, and the explicit tuple of them."""
 
 from remat.cli.base import Command
+from remat.cli.commands.check import CHECK
 from remat.cli.commands.curve import CURVE
 from remat.cli.commands.fit import FIT
 from remat.cli.commands.plan import PLAN
@@ -8,4 +9,12 @@ from remat.cli.commands.profile_platform import PROFILE_PLATFORM
 from remat.cli.commands.show import SHOW
 from remat.cli.commands.verify import VERIFY
 
-COMMANDS: tuple[Command, ...] = (FIT, PLAN, VERIFY, SHOW, CURVE, PROFILE_PLATFORM)
+COMMANDS: tuple[Command, ...] = (
+    FIT,
+    PLAN,
+    VERIFY,
+    SHOW,
+    CHECK,
+    CURVE,
+    PROFILE_PLATFORM,
+)

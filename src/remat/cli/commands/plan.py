@@ -60,6 +60,7 @@ def run(options: argparse.Namespace) -> ExitCode:
                 solver=options.solver,
                 objective=Objective(options.objective),
                 time_limit=options.time_limit,
+                gap=options.gap,
                 seed=options.seed,
                 progress=progress,
             )

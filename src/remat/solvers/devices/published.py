@@ -23,10 +23,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from remat.backends.mathopt import Model
 from remat.core.graph import Op, Phase, Storage, TrainingGraph
 from remat.core.liveness import insert_discards
 from remat.core.schedule import Boundary, Compute, Copy, Schedule, Step
-from remat.solvers.backends.mathopt import Model
 from remat.solvers.devices.rows import ONE, ZERO, Program, Sum, term
 
 HALF = 0.5

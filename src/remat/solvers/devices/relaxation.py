@@ -9,10 +9,10 @@ a lower bound on the serial time of every schedule. With ample memory it is the 
 
 from dataclasses import dataclass
 
+from remat.backends.mathopt import MipSolver, Settings, solve
+from remat.backends.tolerances import RELATIVE_TOLERANCE, safe_bound_ns
 from remat.search.device_feasibility import runnable_devices
 from remat.search.device_instance import DeviceInstance
-from remat.solvers.backends.mathopt import MipSolver, Settings, solve
-from remat.solvers.backends.tolerances import RELATIVE_TOLERANCE, safe_bound_ns
 from remat.solvers.devices.rows import ONE, ZERO, Program, Sum, term
 
 _HALF = 0.5

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from remat.solvers.backends.mathopt import Model
+from remat.backends.mathopt import Model
 
 INFINITY = float("inf")
 

@@ -10,11 +10,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from remat.core.deadline import check_time
-from remat.core.errors import SolverFault
-from remat.solvers.backends.highs_process import Settings
-from remat.solvers.backends.library import check_library
-from remat.solvers.backends.mathopt import (
+from remat.backends.highs_process import Settings
+from remat.backends.library import check_library
+from remat.backends.mathopt import (
     NOTHING_IN_TIME,
     Incumbent,
     IncumbentCallback,
@@ -22,6 +20,8 @@ from remat.solvers.backends.mathopt import (
     Solution,
     run_until_interrupted,
 )
+from remat.core.deadline import check_time
+from remat.core.errors import SolverFault
 
 
 class CpModel:

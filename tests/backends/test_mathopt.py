@@ -10,10 +10,9 @@ from unittest.mock import patch
 import pytest
 from tests.interrupts import interrupted
 
-from remat.core.errors import MissingDependencyError, SolverFault
-from remat.solvers.backends import highs_process, mathopt
-from remat.solvers.backends.highs_process import last_solution
-from remat.solvers.backends.mathopt import (
+from remat.backends import highs_process, mathopt
+from remat.backends.highs_process import last_solution
+from remat.backends.mathopt import (
     Incumbent,
     MipSolver,
     Model,
@@ -22,6 +21,7 @@ from remat.solvers.backends.mathopt import (
     Solution,
     solve,
 )
+from remat.core.errors import MissingDependencyError, SolverFault
 
 INSTALLED = (MipSolver.HIGHS, MipSolver.SCIP, MipSolver.CP_SAT)
 

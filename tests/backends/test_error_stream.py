@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from remat.solvers.backends.error_stream import HeldErrorStream
+from remat.backends.error_stream import HeldErrorStream
 
 
 def test_what_is_not_known_is_passed_on(capfd: pytest.CaptureFixture[str]):
@@ -58,7 +58,7 @@ def test_one_block_at_a_time(capfd: pytest.CaptureFixture[str]):
 def test_a_closed_stream_is_no_problem():
     program = (
         "import os, sys\n"
-        "from remat.solvers.backends.error_stream import HeldErrorStream\n"
+        "from remat.backends.error_stream import HeldErrorStream\n"
         "os.close(2)\n"
         "with HeldErrorStream('known'):\n"
         "    print('works')\n"

@@ -5,7 +5,7 @@ to HiGHS, SCIP, CP-SAT or Gurobi and returns the incumbent, the proved bound, an
 the solver stopped. Integer variables come back as integers, rounded with a check.
 
 HiGHS cannot be stopped from outside within MathOpt, so all but small models run it in a
-process of its own (:mod:`remat.solvers.backends.highs_process`): Ctrl-C and a missed
+process of its own (:mod:`remat.backends.highs_process`): Ctrl-C and a missed
 time limit end that process, and the incumbent is what HiGHS wrote to a file. The other
 solvers run in a thread and are asked to stop.
 """
@@ -19,19 +19,19 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from remat.core.deadline import check_time
-from remat.core.errors import MissingDependencyError, SolverFault
-from remat.core.problem import StopReason
-from remat.solvers.backends.error_stream import HeldErrorStream
-from remat.solvers.backends.highs_process import Settings as Settings
-from remat.solvers.backends.highs_process import (
+from remat.backends.error_stream import HeldErrorStream
+from remat.backends.highs_process import Settings as Settings
+from remat.backends.highs_process import (
     call_highs,
     hints,
     parameters,
     plain,
     run_highs_apart,
 )
-from remat.solvers.backends.library import check_library
+from remat.backends.library import check_library
+from remat.core.deadline import check_time
+from remat.core.errors import MissingDependencyError, SolverFault
+from remat.core.problem import StopReason
 
 if TYPE_CHECKING:
     from ortools.math_opt import model_pb2

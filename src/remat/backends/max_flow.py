@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from remat.solvers.backends.library import check_library
+from remat.backends.library import check_library
 
 
 @dataclass(frozen=True, slots=True)

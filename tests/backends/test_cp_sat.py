@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 from tests.interrupts import interrupted
 
-from remat.solvers.backends.cp_sat import CpModel
-from remat.solvers.backends.highs_process import Settings
-from remat.solvers.backends.mathopt import Incumbent, Outcome, Solution
+from remat.backends.cp_sat import CpModel
+from remat.backends.highs_process import Settings
+from remat.backends.mathopt import Incumbent, Outcome, Solution
 
 
 def two_jobs(capacity: int) -> tuple[CpModel, list[int]]:

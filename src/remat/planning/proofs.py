@@ -1,0 +1,77 @@
+"""What is proved of a plan for one device: how far it is from the best schedule.
+
+:mod:`remat.bounds` says how little time any schedule takes; it knows no plan and no
+solver. Plans for several devices keep the bound of every step: each op runs once.
+"""
+
+import math
+from dataclasses import replace
+
+from remat.bounds.time_bound import TimeBounds
+from remat.core.bounds import cost_bound_ns
+from remat.core.problem import Limits, Problem
+from remat.planning.plan import Plan
+
+
+def is_near(bounds: TimeBounds, cost_ns: int, gap: float) -> bool:
+    """Return whether a time is proved to be near the least of all schedules.
+
+    Parameters
+    ----------
+    bounds
+        Of the step and the budget; made better as far as that takes.
+    cost_ns
+        The time of a schedule.
+    gap
+        The share of it that the best schedule may be faster by, 0 to 1.
+    """
+    enough_ns = math.ceil(cost_ns * (1 - gap))
+    return bounds.prove(enough_ns) >= enough_ns
+
+
+def with_bound(
+    plan: Plan, bounds: TimeBounds | None = None, limits: Limits | None = None
+) -> Plan:
+    """Return a plan with a certificate for its graph and its budget.
+
+    Parameters
+    ----------
+    plan
+        A plan; one for several devices, without a budget, or that computes nothing
+        twice is returned as it is.
+    bounds
+        Of its step and budget, as far as they are known.
+    limits
+        When to stop.
+    """
+    once_ns = cost_bound_ns(Problem(graph=plan.graph, platform=plan.platform))
+    if plan.has_several_devices or plan.cost_ns <= once_ns:
+        return plan
+    kind = plan.platform.devices[0].kind
+    if bounds is None:
+        bounds = TimeBounds(plan.graph, plan.budget_bytes, kind, limits)
+    bounds.prove(plan.cost_ns)
+    if bounds.certificate is None:
+        return plan
+    return replace(
+        plan,
+        bound_ns=max(plan.bound_ns, bounds.best_ns),
+        certificate=bounds.certificate,
+        _judged=plan.trace,
+        _proved_ns=bounds.best_ns,
+    )
+
+
+def at_budget(plan: Plan, budget_bytes: int) -> Plan:
+    """Return a plan as one for another budget of its first device, nothing proved.
+
+    What was proved for one budget need not hold for another.
+    """
+    home = plan.platform.devices[0]
+    platform = plan.platform.with_budgets({home.name: budget_bytes})
+    return replace(
+        plan,
+        platform=platform,
+        bound_ns=cost_bound_ns(Problem(graph=plan.graph, platform=platform)),
+        certificate=None,
+    )

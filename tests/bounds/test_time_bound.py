@@ -1,0 +1,115 @@
+"""Bounds on time: when they are made, for what, and known cases."""
+
+import math
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.instances import INSTANCES
+from tests.strategies import graphs, optimum
+
+from remat.bounds.instance import instance_of
+from remat.bounds.moment_program import default_chain
+from remat.bounds.time_bound import TimeBounds, spread_moments
+from remat.core.graph import TrainingGraph
+from remat.core.platform import single_device
+from remat.core.problem import Limits
+from remat.planning.one_device import plain_peak_bytes, plan_graph
+from remat.testing.small_graphs import joint_graph
+
+EVERYTHING = 1 << 62
+
+
+@settings(max_examples=60, deadline=None)
+@given(graph=graphs(max_ops=5, sizes=st.integers(0, 9)), extra=st.integers(0, 12))
+def test_no_bound_is_above_the_best_of_all_schedules(graph: TrainingGraph, extra: int):
+    budget = max(1, graph.resident_bytes() + extra)
+    found = optimum(graph, single_device(budget))
+    bounds = TimeBounds(graph, budget)
+    if found is not None:
+        assert bounds.prove(EVERYTHING) <= found[0]
+
+
+def unit_chain(length: int) -> TrainingGraph:
+    """Return a chain whose op l of backward reads what op l of forward wrote."""
+    reads: list[list[int]] = [[], *([k] for k in range(length - 1))]
+    reads.append([length - 1])
+    reads += [[length - 1 - k, length + k - 1] for k in range(1, length)]
+    return joint_graph([1] * 2 * length, [1] * 2 * length, reads, length)
+
+
+@pytest.mark.parametrize("length", [8, 20])
+@pytest.mark.parametrize("missing", [0, 1, 2, 3])
+def test_of_a_chain_each_byte_that_is_missing_costs_a_run(length: int, missing: int):
+    # Gradient l needs activation l: all of them, a gradient in and one out fit at the
+    # first backward step with length + 1 bytes. With k less, k activations at least are
+    # made again, each by one run if the one before it is there.
+    graph = unit_chain(length)
+    plain = plain_peak_bytes(graph)
+    bounds = TimeBounds(graph, plain - missing)
+    assert bounds.prove(EVERYTHING) == 2 * length + missing
+    assert plan_graph(graph, budget=plain - missing).cost_ns == 2 * length + missing
+
+
+def test_the_second_program_is_solved_only_where_the_first_is_not_enough():
+    graph = INSTANCES["unet"]().graph
+    bounds = TimeBounds(graph, plain_peak_bytes(graph) // 2)
+    first = bounds.prove(1)
+    assert bounds.certificate is not None
+    assert len(bounds.certificate.moments) == 1
+    assert bounds.prove(first) == first
+    assert bounds.prove(EVERYTHING) > first
+    assert len(bounds.certificate.moments) > 1
+    assert bounds.prove(EVERYTHING) == bounds.best_ns
+
+
+def test_the_same_question_gets_the_same_certificate():
+    graph = INSTANCES["unet"]().graph
+    found = [TimeBounds(graph, plain_peak_bytes(graph) // 2) for _ in range(2)]
+    for bounds in found:
+        bounds.prove(EVERYTHING)
+    assert found[0].certificate == found[1].certificate
+
+
+def test_moments_lie_along_a_chain_from_the_boundary_on():
+    step = instance_of(INSTANCES["transformer"]().graph)
+    assert step is not None
+    chain, moments = default_chain(step), spread_moments(step)
+    assert moments[0] == step.boundary
+    places = [chain.index(node) for node in moments]
+    assert places == sorted(places)
+    distances = [place - places[0] for place in places[1:]]
+    assert len(distances) == 4
+    assert distances[0] <= math.ceil((len(chain) - places[0]) / 64) + 1
+
+
+class TestNothingIsProved:
+    def test_without_a_budget(self):
+        assert TimeBounds(INSTANCES["mlp"]().graph, None).prove(EVERYTHING) == 0
+
+    def test_below_the_resident_bytes(self):
+        graph = INSTANCES["mlp"]().graph
+        resident = graph.resident_bytes()
+        assert resident > 0
+        assert TimeBounds(graph, resident - 1).prove(EVERYTHING) == 0
+
+    def test_for_several_devices(self):
+        graph = INSTANCES["mlp"]().graph
+        first, *others = graph.storages
+        away = replace(graph, storages=(replace(first, home=1), *others))
+        assert TimeBounds(away, 10**9).prove(EVERYTHING) == 0
+
+    def test_when_time_is_over(self):
+        graph = INSTANCES["mlp"]().graph
+        bounds = TimeBounds(graph, plain_peak_bytes(graph) // 2, limits=Limits.after(0))
+        assert bounds.prove(EVERYTHING) == 0
+
+    def test_without_the_library(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setitem(sys.modules, "ortools.math_opt.python.mathopt", None)
+        graph = INSTANCES["mlp"]().graph
+        plan = plan_graph(graph, budget="75%", solver="greedy-eviction")
+        assert plan.recomputed_op_count
+        assert plan.certificate is None
+        assert plan.floor_ns == plan.baseline_cost_ns
