@@ -14,7 +14,7 @@ from remat.core.problem import Limits
 from remat.planning.curve import trade_off
 from remat.planning.one_device import plain_peak_bytes, plan_graph
 from remat.planning.plan import Plan, load_plan
-from remat.planning.proofs import at_budget
+from remat.planning.proofs import at_budget, on_graph
 from remat.planning.replanning import at_sizes, replan, with_gradients
 
 GRAPH = INSTANCES["unet"]().graph
@@ -84,6 +84,19 @@ def test_more_gradients_leave_a_proof_and_fewer_take_it(plan: Plan) -> None:
     assert emptier is not None
     assert emptier.certificate is None
     assert emptier.floor_ns == emptier.baseline_cost_ns
+
+
+def test_a_plan_read_for_a_step_with_less_around_it_keeps_no_proof(plan: Plan) -> None:
+    more = Storage(name="more", size_bytes=9, role=Role.INPUT, is_resident=True)
+    fuller = replace(GRAPH, storages=(*GRAPH.storages, more))
+    # The schedule has some room, so that both are valid.
+    found = on_graph(plan, fuller)
+    assert proved_anew(found) == found.floor_ns == plan.floor_ns
+    back = on_graph(found, GRAPH)
+    assert back.certificate is None
+    assert back.bound_ns == back.floor_ns == back.baseline_cost_ns
+    other = replace(GRAPH, final_outputs=GRAPH.final_outputs[:-1])
+    assert on_graph(plan, other).certificate is None
 
 
 def test_other_sizes_and_budgets_take_a_proof_along_only_where_it_holds(

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from remat.bounds.time_bound import TimeBounds
 from remat.core.bounds import cost_bound_ns
+from remat.core.graph import TrainingGraph
 from remat.core.problem import Limits, Problem
 from remat.planning.plan import Plan
 
@@ -75,3 +76,20 @@ def at_budget(plan: Plan, budget_bytes: int) -> Plan:
         bound_ns=cost_bound_ns(Problem(graph=plan.graph, platform=platform)),
         certificate=None,
     )
+
+
+def on_graph(plan: Plan, graph: TrainingGraph) -> Plan:
+    """Return a plan for its step with other resident bytes.
+
+    What is proved with some memory holds with less, and not the other way round.
+    """
+    known = plan.graph
+    parts = [
+        (g.ops, g.forward_outputs, g.tangents, g.final_outputs) for g in (known, graph)
+    ]
+    has_less = graph.resident_bytes() >= known.resident_bytes()
+    if plan.certificate is None or (parts[0] == parts[1] and has_less):
+        return replace(plan, graph=graph)
+    once_ns = cost_bound_ns(Problem(graph=graph, platform=plan.platform))
+    bound_ns = min(plan.bound_ns, once_ns)
+    return replace(plan, graph=graph, certificate=None, bound_ns=bound_ns)

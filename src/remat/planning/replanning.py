@@ -19,7 +19,7 @@ from remat.core.problem import Limits, Problem, Proposal, Status
 from remat.core.simulator import simulate
 from remat.planning.plan import Plan, plan_settings
 from remat.planning.portfolio import judge, solve
-from remat.planning.proofs import with_bound
+from remat.planning.proofs import on_graph, with_bound
 from remat.solvers import SOLVERS
 from remat.solvers.base import Solver
 from remat.solvers.store_all import StoreAll
@@ -75,11 +75,7 @@ def with_gradients(plan: Plan, known_bytes: int, gradient_bytes: int) -> Plan | 
     graph = replace(plan.graph, storages=tuple(storages))
     if simulate(graph, plan.platform, plan.schedule).violation is not None:
         return None
-    # What is proved with more room holds with less, and not the other way round.
-    has_less = graph.resident_bytes() >= plan.graph.resident_bytes()
-    return replace(
-        plan, graph=graph, certificate=plan.certificate if has_less else None
-    )
+    return on_graph(plan, graph)
 
 
 def at_sizes(plan: Plan, graph: TrainingGraph) -> Plan | None:

@@ -47,6 +47,7 @@ from remat.core.simulator import simulate
 from remat.core.units import format_bytes
 from remat.planning.one_device import one_budget, plan_graph, several_budgets
 from remat.planning.plan import Plan
+from remat.planning.proofs import on_graph
 from remat.planning.replanning import at_sizes, equal_plan, replan, with_gradients
 from remat.planning.several_devices import Budget, budget_of
 from remat.profile.cache import CostCache
@@ -803,7 +804,7 @@ def accept_plan(program: JointProgram, plan: Plan) -> Plan:
             f"gradients, batch): {trace.violation}"
         )
         raise PlanMismatchError(msg)
-    return replace(plan, graph=graph)
+    return on_graph(plan, graph)
 
 
 @contextmanager
