@@ -17,6 +17,7 @@ from remat.core.device_graph import gathered
 from remat.core.device_use import DeviceUse, LinkUse, device_uses, link_uses
 from remat.core.errors import PlanMismatchError
 from remat.core.graph import Phase, TrainingGraph
+from remat.core.in_flight import others_bytes, plain_with_passes, with_passes
 from remat.core.liveness import schedule_from_order, store_all_order
 from remat.core.platform import Platform, single_device
 from remat.core.problem import Objective, Problem, Result, Status
@@ -66,6 +67,9 @@ class Plan:
         What was to be small.
     kernels, fused_kernels
         Whose kernels the step runs, and the names of those that are fused.
+    in_flight
+        How many forward passes run before the first backward pass; what all but one
+        have saved is a block of the graph (:mod:`remat.core.in_flight`).
     settings
         What the plan was made with, for people: versions, solver, profile. Nothing is
         read back from it.
@@ -89,6 +93,7 @@ class Plan:
     objective: Objective = Objective.SERIAL
     kernels: Kernels = "eager"
     fused_kernels: frozenset[str] = frozenset()
+    in_flight: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     _judged: InitVar[Trace | None] = None
     """The replay of the schedule on the platform, where it is known."""
@@ -110,6 +115,18 @@ class Plan:
                 f"takes {self.trace.serial_ns:_} ns"
             )
             raise PlanMismatchError(msg)
+        if self.in_flight > 1:
+            self._check_in_flight()
+
+    def _check_in_flight(self) -> None:
+        needed = with_passes(self.graph, self.schedule, self.in_flight)
+        needed_bytes, counted_bytes = others_bytes(needed), others_bytes(self.graph)
+        if counted_bytes < needed_bytes:
+            msg = (
+                f"the plan counts {counted_bytes:_} bytes for what {self.in_flight - 1} "
+                f"other passes in flight have saved, which is {needed_bytes:_} bytes"
+            )
+            raise PlanMismatchError(msg)
 
     @cached_property
     def trace(self) -> Trace:
@@ -124,9 +141,16 @@ class Plan:
         not valid where some op cannot run there.
         """
         platform = single_device(kind=self.platform.devices[0].kind)
-        graph = gathered(self.graph)
+        graph = gathered(self._plain_graph)
         schedule = schedule_from_order(graph, store_all_order(graph))
         return simulate(graph, platform, schedule)
+
+    @property
+    def _plain_graph(self) -> TrainingGraph:
+        """The graph as it is when nothing is rematerialised in other passes either."""
+        if self.in_flight == 1:
+            return self.graph
+        return plain_with_passes(self.graph, self.in_flight)
 
     @property
     def budget_bytes(self) -> int | None:
@@ -239,7 +263,7 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Return the plan as a notebook shows it: a table, and memory over the step."""
-        plain = plain_timelines(self.graph, self.platform)
+        plain = plain_timelines(self._plain_graph, self.platform)
         pictures: list[str] = []
         for index, device in enumerate(self.platform.devices):
             before = {} if plain is None else {"without remat": plain[index]}
@@ -263,6 +287,7 @@ class Plan:
         graphs = self.settings.get("graphs")
         facts = [
             *([] if graphs is None else [("graphs", str(graphs))]),
+            *([] if self.in_flight == 1 else [("in flight", self._in_flight_words())]),
             *(self._place_facts() if self.has_several_devices else self._peak_facts()),
             *self._bound_facts(),
             ("recomputed", f"{self.recomputed_op_count} of {len(self.graph.ops)} ops"),
@@ -275,6 +300,10 @@ class Plan:
             )
             facts.append(("smallest", smallest))
         return facts
+
+    def _in_flight_words(self) -> str:
+        held = format_bytes(others_bytes(self.graph))
+        return f"{self.in_flight} forward passes; all but one have saved {held}"
 
     def _peak_title(self) -> str:
         first = self.platform.names[0]
@@ -410,6 +439,7 @@ class Plan:
 
 
 _FUSED_KERNELS = "fused kernels"
+_IN_FLIGHT = "in flight"
 
 
 class _Payload(msgspec.Struct, forbid_unknown_fields=True):
@@ -433,6 +463,7 @@ class _Noted(msgspec.Struct):
     objective: Objective = Objective.SERIAL
     kernels: Kernels = "eager"
     fused_kernels: str = msgspec.field(default="", name=_FUSED_KERNELS)
+    in_flight: int = msgspec.field(default=1, name=_IN_FLIGHT)
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -476,6 +507,7 @@ def _parse_plan(payload: object) -> Plan:
         objective=known.objective,
         kernels=known.kernels,
         fused_kernels=frozenset(known.fused_kernels.split()),
+        in_flight=known.in_flight,
         settings=settings,
     )
     if (plan.proved_ns or 0) < claimed_ns:
@@ -487,12 +519,14 @@ def _parse_plan(payload: object) -> Plan:
     return plan
 
 
-def _noted(plan: Plan) -> dict[str, str]:
+def _noted(plan: Plan) -> dict[str, str | int]:
     """Return what files and figures of a plan hold among its settings.
 
     Only what is not the default, as files had it before these were fields.
     """
-    noted: dict[str, str] = {}
+    noted: dict[str, str | int] = {}
+    if plan.in_flight > 1:
+        noted[_IN_FLIGHT] = plan.in_flight
     if plan.objective is not Objective.SERIAL:
         noted["objective"] = str(plan.objective)
     if plan.kernels != "eager":

@@ -35,7 +35,6 @@ from remat.capture.varying_sizes import (
     VaryingSizes,
 )
 from remat.core.errors import CaptureError, ExecutionError, PlanWarning, RematError
-from remat.core.graph import Role
 from remat.core.platform import Platform
 from remat.core.schedule import Schedule
 from remat.core.units import format_bytes
@@ -72,7 +71,12 @@ from remat.training.request import (
 )
 from remat.training.shape_ranges import ShapeRanges, checked_shapes
 from remat.training.step_backend import PlannedBackend, StoppedBeforeRunningError
-from remat.training.step_planning import Planner, optimizer_memory
+from remat.training.passes_in_flight import PassesInFlight
+from remat.training.step_planning import (
+    Planner,
+    made_gradient_bytes,
+    optimizer_memory,
+)
 from remat.training.variants import Kind, TracedCall, VariantBackend
 
 logger = logging.getLogger("remat")
@@ -176,6 +180,7 @@ class FittedModel:
             request.given_plan is not None and request.optimizer is None
         )
         self._steps = FittedSteps(model, self._counted_state_bytes, self.tell)
+        self._in_flight = PassesInFlight(self.name, self.tell)
         self._call_count = 0
         self._watch = StepWatch(model, self._steps.look)
 
@@ -259,7 +264,7 @@ class FittedModel:
         if existing_bytes > least_bytes:
             self.plan_step(args, kwargs, least_bytes)
         elif accumulate:
-            self.plan_step(args, kwargs, least_bytes + made_gradient_bytes(plan))
+            self.plan_step(args, kwargs, least_bytes + made_gradient_bytes(plan.graph))
         return plan
 
     def _plan_varying(
@@ -296,6 +301,7 @@ class FittedModel:
             self.planner.request,
             given_plan=None,
             budget=budget_of(plan),
+            in_flight=plan.in_flight,
             kernels=plan.kernels,
             objective=plan.objective,
             platform=_platform_of(plan, asked),
@@ -474,6 +480,7 @@ class FittedModel:
             ):
                 self.before_call(args, kwargs, runs_hooks=runs_hooks)
                 outputs = self._entry(runs_hooks=runs_hooks)(*args, **kwargs)
+            running = planner.running_plan
         except TRACE_ERRORS as error:
             if self.backend.failure is None:
                 self._check_nesting()
@@ -486,6 +493,8 @@ class FittedModel:
             self.backend.failure = None
         if is_training and planner.planned_count > known_count:
             self._announce(args, kwargs, planner.planned_s - started_s)
+        if is_training and running is not None:
+            self._in_flight.note(outputs, running)
         return outputs
 
     def before_call(
@@ -747,16 +756,6 @@ def _without_repetition(
     return tuple(map(once, args)), {name: once(v) for name, v in kwargs.items()}
 
 
-def made_gradient_bytes(plan: Plan) -> int:
-    """Return the bytes of the gradients that a planned step leaves behind."""
-    graph = plan.graph
-    return sum(
-        graph.storages[s].size_bytes
-        for s in graph.final_outputs
-        if graph.storages[s].role is Role.GRADIENT
-    )
-
-
 def _platform_of(plan: Plan, asked: Platform | None) -> Platform | None:
     if not plan.has_several_devices:
         return asked
@@ -816,6 +815,9 @@ class _Weakly:
         self, call: TracedCall, gradient_bytes: int, inputs: Sequence[Any]
     ) -> Sizes | None:
         return self._found().sizes_that_break(call, gradient_bytes, inputs)
+
+    def note_running(self, call: TracedCall, kind: Kind) -> None:
+        self._found().note_running(call, kind)
 
     def settle(self, call: TracedCall, kind: Kind) -> None:
         self._found().settle(call, kind)

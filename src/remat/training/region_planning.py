@@ -441,6 +441,7 @@ class RegionPlanner(Planner):
     def begin_step(self, step: PlannedStep) -> None:
         """Run the regions that are called from now on by a plan."""
         self.running = _Running(step)
+        self.running_plan = step.plan
 
     def end_step(self) -> int | None:
         """Return the first region of the step that was not planned, if there is one."""

@@ -62,6 +62,7 @@ class PlanOptions(TypedDict, total=False):
     regions: Regions
     dynamic: DynamicShapes | None
     backward_in_autocast: bool
+    in_flight: int
     progress: ProgressCallback | None
 
 
@@ -88,6 +89,7 @@ class PlanRequest:
     regions: Regions = "auto"
     dynamic: DynamicShapes | None = None
     backward_in_autocast: bool = False
+    in_flight: int = 1
     progress: ProgressCallback = ignore_progress
     given_plan: Plan | None = None
 
@@ -126,6 +128,7 @@ class PlanRequest:
             msg = f"kernels is {self.kernels!r}; it must be 'eager' or 'fused'"
             raise ValueError(msg)
         self._check_regions()
+        self._check_in_flight()
         if self.dynamic is not None:
             self._check_dynamic()
 
@@ -143,9 +146,44 @@ class PlanRequest:
         """Whether the model may be planned as several graphs, as far as is asked."""
         return (
             self.kernels == "eager"
+            and self.passes_in_flight == 1
             and not self.has_several_devices
             and self.dynamic is None
         )
+
+    def _check_in_flight(self) -> None:
+        _check("in_flight", self.in_flight, int, "an integer, at least 1")
+        if self.in_flight < 1:
+            msg = f"in_flight is {self.in_flight}; it must be at least 1"
+            raise ValueError(msg)
+        given = 1 if self.given_plan is None else self.given_plan.in_flight
+        if self.given_plan is not None and self.in_flight not in (1, given):
+            msg = (
+                f"in_flight is {self.in_flight}, but the plan is for {given} forward "
+                "passes in flight; leave in_flight out, or make a new plan"
+            )
+            raise ValueError(msg)
+        if self.in_flight == 1:
+            return
+        if self.regions not in ("auto", "whole"):
+            msg = (
+                f"in_flight={self.in_flight} plans a model of one graph; leave regions="
+                f"{self.regions!r} out"
+            )
+            raise ValueError(msg)
+        if self.dynamic is not None:
+            msg = f"in_flight={self.in_flight} plans one shape; leave dynamic= out"
+            raise ValueError(msg)
+        if self.has_several_devices:
+            msg = f"in_flight={self.in_flight} plans for one device; give one budget"
+            raise ValueError(msg)
+
+    @property
+    def passes_in_flight(self) -> int:
+        """How many forward passes run before the first backward pass."""
+        if self.given_plan is not None:
+            return self.given_plan.in_flight
+        return self.in_flight
 
     def _check_regions(self) -> None:
         regions = self.regions

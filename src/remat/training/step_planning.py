@@ -39,12 +39,14 @@ from remat.core.errors import (
     InvalidPlatformError,
     PlanMismatchError,
 )
-from remat.core.graph import Role
+from remat.core.graph import Role, TrainingGraph
+from remat.core.in_flight import with_passes
 from remat.core.platform import Platform
 from remat.core.problem import Limits, Objective
 from remat.core.schedule import Schedule
 from remat.core.simulator import simulate
 from remat.core.units import format_bytes
+from remat.planning.in_flight import plan_in_flight
 from remat.planning.one_device import one_budget, plan_graph, several_budgets
 from remat.planning.plan import Plan
 from remat.planning.proofs import on_graph
@@ -105,6 +107,15 @@ def gradient_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(sizes.values())
 
 
+def made_gradient_bytes(graph: TrainingGraph) -> int:
+    """Return the bytes of the gradients that a planned step leaves behind."""
+    return sum(
+        graph.storages[s].size_bytes
+        for s in graph.final_outputs
+        if graph.storages[s].role is Role.GRADIENT
+    )
+
+
 class Planner:
     """Makes one plan per traced training step and remembers it.
 
@@ -136,6 +147,8 @@ class Planner:
         The plan that was chosen last, and the clock (``time.monotonic``) at that time.
     planned_count
         How many plans were made.
+    running_plan
+        The plan of the call that runs, or ran last.
     """
 
     def __init__(
@@ -169,6 +182,11 @@ class Planner:
         self._sized: weakref.WeakKeyDictionary[TracedCall, dict[Kind, SizedPlan]] = (
             weakref.WeakKeyDictionary()
         )
+        # The plan that runs, and that of each kind of each call.
+        self.running_plan: Plan | None = None
+        self._running_plans: weakref.WeakKeyDictionary[
+            TracedCall, dict[Kind, Plan | None]
+        ] = weakref.WeakKeyDictionary()
         # Steps that may vary, of which each shape is traced by itself all the same.
         self._traced_alone: list[SizedPlan] = []
         self._asked_sizes: Sizes | None = None
@@ -229,6 +247,13 @@ class Planner:
     def plans_ahead(self) -> bool:
         """Whether a step is planned that is not about to run."""
         return self.assumed_gradient_bytes is not None
+
+    def note_running(self, call: TracedCall, kind: Kind) -> None:
+        """Take note of the plan that runs next: the latest, if the kind is new."""
+        plans = self._running_plans.setdefault(call, {})
+        if kind not in plans:
+            plans[kind] = self.latest
+        self.running_plan = plans[kind]
 
     def choose_sizes(self, varying: VaryingSizes) -> Sizes:
         """Return the sizes for which the variant is planned that was begun last.
@@ -467,14 +492,21 @@ class Planner:
         return Surroundings(
             resident_bytes={
                 **residents,
-                Role.GRADIENT: (
-                    self.gradient_bytes if gradient_bytes is None else gradient_bytes
-                ),
+                Role.GRADIENT: self._held_gradient_bytes(program, gradient_bytes),
             },
             loss_peak_bytes=loss.peak_bytes,
             loss_held_bytes=loss.held_bytes,
             optimizer_workspace_bytes=step_bytes,
         )
+
+    def _held_gradient_bytes(
+        self, program: JointProgram, gradient_bytes: int | None
+    ) -> int:
+        held_bytes = self.gradient_bytes if gradient_bytes is None else gradient_bytes
+        if self.request.passes_in_flight == 1:
+            return held_bytes
+        # All backward passes but the first add to what those before have left.
+        return max(held_bytes, made_gradient_bytes(program.graph))
 
     def ahead_bytes(self, program: JointProgram) -> int:
         """Return the bytes of batches like this one that the loop has loaded ahead.
@@ -488,7 +520,8 @@ class Planner:
         held = (self.batch, self.held)
         held = tree_map(lambda leaf: limits.get(id(leaf), leaf), held)
         sizes = resident_bytes(None, held, 0, program.device)
-        return self.batches_ahead * sum(sizes.values())
+        others = self.batches_ahead + self.request.passes_in_flight - 1
+        return others * sum(sizes.values())
 
     def batch_for(self, program: JointProgram) -> Any:
         """Return the batch, with what the step does not read at its largest.
@@ -587,7 +620,19 @@ class Planner:
             )
         settings = {"torch": torch.__version__, "costs": request.costs}
         plan, known = None, equal_plan(graph, self.plans.values())
-        if known and isinstance(budget, int) and request.solver == "auto":
+        if request.in_flight > 1:
+            plan = plan_in_flight(
+                graph,
+                request.in_flight,
+                budget=one_budget(budget, request.platform),
+                fingerprint=program.fingerprint,
+                solver=request.solver,
+                time_limit=request.time_limit,
+                seed=request.seed,
+                progress=request.progress,
+                settings=settings,
+            )
+        elif known and isinstance(budget, int) and request.solver == "auto":
             plan = replan(
                 graph,
                 budget,
@@ -797,6 +842,8 @@ def accept_plan(program: JointProgram, plan: Plan) -> Plan:
         )
         raise PlanMismatchError(msg)
     graph = with_known_costs(program.graph, plan.graph)
+    if plan.in_flight > 1:
+        graph = with_passes(graph, plan.schedule, plan.in_flight)
     trace = simulate(graph, plan.platform, plan.schedule)
     if trace.violation is not None:
         msg = (

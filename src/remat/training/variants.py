@@ -104,6 +104,10 @@ class StepPlanner(Protocol):
         """Return sizes at which no variant of a call will do, ``None`` if none is."""
         ...
 
+    def note_running(self, call: TracedCall, kind: Kind) -> None:
+        """Be told which kind of call runs next, by the latest plan if it is new."""
+        ...
+
     def settle(self, call: TracedCall, kind: Kind) -> None:
         """Be told which kind of call was planned ahead."""
         ...
@@ -253,6 +257,7 @@ class _Variants:
         kind = self.sizes_of(inputs), gradient_bytes
         if kind not in self.compiled:
             self.compiled[kind] = self.found(kind, inputs)
+        planner.note_running(self.call, kind)
         return self.compiled[kind]
 
     @property

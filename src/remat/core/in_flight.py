@@ -1,0 +1,65 @@
+"""Several forward passes before the first backward pass, each with what it saved.
+
+Stages of a pipeline run so, and so do losses over several calls of one model. The
+passes are alike: in a graph of one of them, what the others have saved is one block
+that is there during the whole step. It is exact while they wait: in the last forward
+pass, and in the first backward pass. In those after it there is less.
+"""
+
+from dataclasses import replace
+
+from remat.core.graph import Storage, TrainingGraph
+from remat.core.liveness import schedule_from_order, store_all_order
+from remat.core.platform import single_device
+from remat.core.schedule import Boundary, Compute, Schedule
+from remat.core.simulator import Trace, simulate
+
+OTHERS = "saved by other forward passes in flight"
+
+
+def saved_bytes(graph: TrainingGraph, schedule: Schedule, trace: Trace) -> int:
+    """Return what a forward pass leaves on the first device until its backward pass.
+
+    Its outputs and what its loss needs are among it, what is there during the whole
+    step is not.
+    """
+    timeline = trace.timeline_bytes[0]
+    boundary = schedule.steps.index(Boundary())
+    last = max(
+        position
+        for position, step in enumerate(schedule.steps[:boundary])
+        if isinstance(step, Compute) and step.op == graph.forward_count - 1
+    )
+    tangents = sum(graph.storages[storage].size_bytes for storage in graph.tangents)
+    resident = sum(s.size_bytes for s in graph.storages if s.is_resident)
+    return max(timeline[last], timeline[boundary] - tangents) - resident
+
+
+def with_others(graph: TrainingGraph, others_bytes: int) -> TrainingGraph:
+    """Return the graph with so many bytes saved by other passes, in place of any."""
+    others = Storage(name=OTHERS, size_bytes=others_bytes, is_resident=True)
+    storages = [others if s.name == OTHERS else s for s in graph.storages]
+    if others not in storages:
+        storages.append(others)
+    return replace(graph, storages=tuple(storages))
+
+
+def others_bytes(graph: TrainingGraph) -> int:
+    """Return the bytes that other passes have saved."""
+    return sum(s.size_bytes for s in graph.storages if s.name == OTHERS)
+
+
+def with_passes(
+    graph: TrainingGraph, schedule: Schedule, in_flight: int
+) -> TrainingGraph:
+    """Return the graph in which so many passes in all run by a schedule of it."""
+    alone = with_others(graph, 0)
+    trace = simulate(alone, single_device(kind=graph.device_kinds[0]), schedule)
+    return with_others(graph, (in_flight - 1) * saved_bytes(alone, schedule, trace))
+
+
+def plain_with_passes(graph: TrainingGraph, in_flight: int) -> TrainingGraph:
+    """Return the graph in which so many passes in all keep everything."""
+    return with_passes(
+        graph, schedule_from_order(graph, store_all_order(graph)), in_flight
+    )

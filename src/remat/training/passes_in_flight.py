@@ -1,0 +1,85 @@
+"""Notice forward passes that run before the backward passes of others.
+
+A plan counts what one forward pass saves, or what as many do as were said to be in
+flight. What others have saved is in memory besides.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from remat.capture.surroundings import tensors_in
+from remat.core.in_flight import others_bytes, saved_bytes
+from remat.core.units import format_bytes
+from remat.planning.plan import Plan
+
+
+@dataclass(eq=False, slots=True)
+class _Pass:
+    """A forward pass whose backward pass has not begun."""
+
+    saved_bytes: int
+
+
+class PassesInFlight:
+    """The forward passes of a model whose backward passes have not begun.
+
+    A pass ends when its backward pass begins, or when nobody can call that any more.
+
+    Parameters
+    ----------
+    name
+        The model's class, for messages.
+    tell
+        Called with a warning where passes in flight do not fit the budget.
+    """
+
+    def __init__(self, name: str, tell: Callable[[str], None]) -> None:
+        self.name = name
+        self.tell = tell
+        self._passes: set[_Pass] = set()
+        # Per plan, what a pass saves; with the plan, so that its number stays its own.
+        self._saved: dict[int, tuple[Plan, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._passes)
+
+    def note(self, outputs: Any, plan: Plan) -> None:
+        """Take note of a forward pass that has returned.
+
+        Outputs in objects that hide them are not followed.
+        """
+        nodes = (tensor.grad_fn for tensor in tensors_in(outputs))
+        node = next((node for node in nodes if node is not None), None)
+        if node is None or plan.has_several_devices:
+            return
+        self._check(plan)
+        begun = _Pass(self._saved_bytes(plan))
+        passes = self._passes
+        passes.add(begun)
+        node.register_prehook(lambda _gradients: passes.discard(begun))
+        weakref.finalize(node, passes.discard, begun).atexit = False
+
+    def _check(self, plan: Plan) -> None:
+        """Warn if what other passes have saved does not fit beside a pass."""
+        count = len(self._passes)
+        if count < plan.in_flight or plan.budget_bytes is None:
+            return
+        others = sum(each.saved_bytes for each in self._passes)
+        needed_bytes = plan.peak_bytes - others_bytes(plan.graph) + others
+        if needed_bytes > plan.budget_bytes:
+            self.tell(
+                f"{count + 1} forward passes of {self.name} ran before a backward pass, "
+                f"and its plan counts {plan.in_flight}: what the others have saved is in "
+                f"memory too, {format_bytes(needed_bytes)} in all, above the budget of "
+                f"{format_bytes(plan.budget_bytes)}. Give remat.fit(..., in_flight="
+                f"{count + 1}), or call backward after each forward pass"
+            )
+
+    def _saved_bytes(self, plan: Plan) -> int:
+        known = self._saved.get(id(plan))
+        if known is None:
+            known = plan, saved_bytes(plan.graph, plan.schedule, plan.trace)
+            self._saved[id(plan)] = known
+        return known[1]
