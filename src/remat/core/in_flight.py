@@ -20,19 +20,19 @@ OTHERS = "saved by other forward passes in flight"
 def saved_bytes(graph: TrainingGraph, schedule: Schedule, trace: Trace) -> int:
     """Return what a forward pass leaves on the first device until its backward pass.
 
-    Its outputs and what its loss needs are among it, what is there during the whole
-    step is not.
+    Its outputs and what the caller's loss needs are among it, what is there during the
+    whole step is not.
     """
     timeline = trace.timeline_bytes[0]
     boundary = schedule.steps.index(Boundary())
-    last = max(
-        position
+    tangents_bytes = sum(graph.storages[tangent].size_bytes for tangent in graph.tangents)
+    most = [timeline[boundary] - tangents_bytes]
+    most += [
+        timeline[position]
         for position, step in enumerate(schedule.steps[:boundary])
-        if isinstance(step, Compute) and step.op == graph.forward_count - 1
-    )
-    tangents = sum(graph.storages[storage].size_bytes for storage in graph.tangents)
-    resident = sum(s.size_bytes for s in graph.storages if s.is_resident)
-    return max(timeline[last], timeline[boundary] - tangents) - resident
+        if isinstance(step, Compute) and graph.ops[step.op].is_external
+    ]
+    return max(most) - sum(s.size_bytes for s in graph.storages if s.is_resident)
 
 
 def with_others(graph: TrainingGraph, others_bytes: int) -> TrainingGraph:

@@ -1,0 +1,173 @@
+"""Passes in flight: one pass beside a block is what all of them are, one by one."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.strategies import graphs, schedules
+
+from remat.core.graph import Op, Phase, TrainingGraph
+from remat.core.in_flight import others_bytes, with_others, with_passes
+from remat.core.liveness import schedule_from_order
+from remat.core.platform import single_device
+from remat.core.schedule import Boundary, Compute, Discard, Schedule
+from remat.core.simulator import simulate
+
+SMALL = st.integers(0, 9)
+
+
+class Passes:
+    """A graph in which each of some passes has blocks and ops of its own.
+
+    All forward passes run first, then the backward passes in the same order.
+    """
+
+    def __init__(self, graph: TrainingGraph, count: int) -> None:
+        self.one, self.count = graph, count
+        self.storages = list(graph.storages)
+        self.blocks = [list(range(len(graph.storages)))]
+        for _ in range(count - 1):
+            mapped: list[int] = []
+            for number, storage in enumerate(graph.storages):
+                if storage.is_resident:
+                    mapped.append(number)
+                    continue
+                self.storages.append(storage)
+                mapped.append(len(self.storages) - 1)
+            self.blocks.append(mapped)
+        self.ops: list[Op] = []
+        self.numbers: list[dict[int, int]] = [{} for _ in range(count)]
+        self.arrivals: dict[int, int] = {}
+        self.ends: list[int] = []
+        for phase in Phase:
+            for index in range(count):
+                self.add_pass(index, phase)
+        first = self.blocks[0]
+        self.graph = TrainingGraph(
+            name="passes",
+            storages=tuple(self.storages),
+            ops=tuple(self.ops),
+            forward_outputs=tuple(
+                dict.fromkeys(b[s] for b in self.blocks for s in graph.forward_outputs)
+            ),
+            tangents=tuple(first[storage] for storage in graph.tangents),
+        )
+
+    def add(self, op: Op) -> int:
+        self.ops.append(op)
+        return len(self.ops) - 1
+
+    def add_pass(self, index: int, phase: Phase) -> None:
+        blocks = self.blocks[index]
+        if phase is Phase.BACKWARD and index:
+            # Its gradients come when it begins.
+            tangents = tuple(blocks[storage] for storage in self.one.tangents)
+            self.arrivals[index] = self.add(self.between((), tangents))
+        for number, op in enumerate(self.one.ops):
+            if op.phase is phase:
+                reads = tuple(blocks[storage] for storage in op.reads)
+                writes = tuple(blocks[storage] for storage in op.writes)
+                copy = replace(op, reads=reads, writes=writes, is_external=False)
+                self.numbers[index][number] = self.add(copy)
+        if phase is Phase.BACKWARD:
+            final = dict.fromkeys(blocks[s] for s in self.one.final_outputs)
+            self.ends.append(self.add(self.between(tuple(final), ())))
+
+    def between(self, reads: tuple[int, ...], writes: tuple[int, ...]) -> Op:
+        return Op(
+            name="between passes",
+            reads=reads,
+            writes=writes,
+            cost_ns=(0,),
+            workspace_bytes=(0,),
+            phase=Phase.BACKWARD,
+            non_recomputable="it is done by the caller",
+        )
+
+    def schedule(self, one: Schedule) -> tuple[Schedule, int]:
+        """Return how all run as one does, and where the first backward pass ends."""
+        turn = one.steps.index(Boundary())
+        steps: list[Compute | Discard | Boundary] = []
+        for index in range(self.count):
+            steps += self.steps_of(index, one.steps[:turn])
+        steps.append(Boundary())
+        end = 0
+        for index in range(self.count):
+            if index:
+                steps.append(Compute(self.arrivals[index]))
+            steps += self.steps_of(index, one.steps[turn + 1 :])
+            steps.append(Compute(self.ends[index]))
+            live = self.live_at_end(one)
+            steps += [Discard(self.blocks[index][storage]) for storage in live]
+            end = end or len(steps)
+        return Schedule(tuple(steps)), end
+
+    def live_at_end(self, one: Schedule) -> list[int]:
+        live: dict[int, None] = {}
+        for step in one.steps:
+            if isinstance(step, Boundary):
+                live.update(dict.fromkeys(self.one.tangents))
+            elif isinstance(step, Compute):
+                live.update(dict.fromkeys(self.one.ops[step.op].writes))
+            elif isinstance(step, Discard):
+                live.pop(step.storage, None)
+        return list(live)
+
+    def steps_of(self, index: int, steps: tuple[object, ...]) -> list[Compute | Discard]:
+        found: list[Compute | Discard] = []
+        for step in steps:
+            if isinstance(step, Compute):
+                found.append(Compute(self.numbers[index][step.op]))
+            elif isinstance(step, Discard):
+                found.append(Discard(self.blocks[index][step.storage]))
+        return found
+
+
+@given(
+    drawn=graphs(sizes=SMALL).flatmap(
+        lambda graph: st.tuples(st.just(graph), schedules(graph, single_device()))
+    ),
+    count=st.integers(1, 4),
+)
+def test_one_pass_beside_what_others_saved_is_what_all_passes_are(
+    drawn: tuple[TrainingGraph, Schedule], count: int
+) -> None:
+    graph, schedule = drawn
+    passes = Passes(graph, count)
+    together, first_end = passes.schedule(schedule)
+    found = simulate(passes.graph, single_device(), together)
+    assert found.violation is None
+    one = simulate(with_passes(graph, schedule, count), single_device(), schedule)
+    assert one.violation is None
+    timeline = found.timeline_bytes[0]
+    if any(op.is_external for op in graph.ops):
+        assert max(timeline[:first_end]) <= one.peak_bytes[0]
+    else:
+        assert max(timeline[:first_end]) == one.peak_bytes[0]
+    # Afterwards gradients of passes before are there.
+    final = {s for s in graph.final_outputs if not graph.storages[s].is_resident}
+    final_bytes = sum(graph.storages[storage].size_bytes for storage in final)
+    assert found.peak_bytes[0] <= one.peak_bytes[0] + final_bytes
+
+
+def test_bytes_of_others_are_one_block() -> None:
+    graph = TrainingGraph(
+        name="one op",
+        storages=(),
+        ops=(
+            Op(
+                name="op",
+                reads=(),
+                writes=(),
+                cost_ns=(1,),
+                workspace_bytes=(3,),
+                phase=Phase.FORWARD,
+            ),
+        ),
+    )
+    assert others_bytes(graph) == 0
+    twice = with_others(with_others(graph, 5), 7)
+    assert others_bytes(twice) == 7
+    assert len(twice.storages) == 1
+    schedule = schedule_from_order(graph, [0])
+    assert simulate(twice, single_device(), schedule).peak_bytes == (10,)
