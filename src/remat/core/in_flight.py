@@ -1,9 +1,10 @@
 """Several forward passes before the first backward pass, each with what it saved.
 
 Stages of a pipeline run so, and so do losses over several calls of one model. The
-passes are alike: in a graph of one of them, what the others have saved is one block
-that is there during the whole step. It is exact while they wait: in the last forward
-pass, and in the first backward pass. In those after it there is less.
+passes are alike: in a graph of one of them, what belongs to the others is one block
+that is there during the whole step. While the first backward pass runs, that is what
+each of the others has saved; while the second runs, one has saved less, but what the
+first left behind, gradients above all, is there. Later there is less.
 """
 
 from dataclasses import replace
@@ -14,7 +15,7 @@ from remat.core.platform import single_device
 from remat.core.schedule import Boundary, Compute, Schedule
 from remat.core.simulator import Trace, simulate
 
-OTHERS = "saved by other forward passes in flight"
+OTHERS = "of other passes in flight"
 
 
 def saved_bytes(graph: TrainingGraph, schedule: Schedule, trace: Trace) -> int:
@@ -36,7 +37,7 @@ def saved_bytes(graph: TrainingGraph, schedule: Schedule, trace: Trace) -> int:
 
 
 def with_others(graph: TrainingGraph, others_bytes: int) -> TrainingGraph:
-    """Return the graph with so many bytes saved by other passes, in place of any."""
+    """Return the graph with so many bytes of other passes, in place of any."""
     others = Storage(name=OTHERS, size_bytes=others_bytes, is_resident=True)
     storages = [others if s.name == OTHERS else s for s in graph.storages]
     if others not in storages:
@@ -45,8 +46,27 @@ def with_others(graph: TrainingGraph, others_bytes: int) -> TrainingGraph:
 
 
 def others_bytes(graph: TrainingGraph) -> int:
-    """Return the bytes that other passes have saved."""
+    """Return the bytes of other passes that a graph counts."""
     return sum(s.size_bytes for s in graph.storages if s.name == OTHERS)
+
+
+def beside_bytes(graph: TrainingGraph, saved_bytes: int, in_flight: int) -> int:
+    """Return the most that other passes take beside one that runs.
+
+    Parameters
+    ----------
+    graph
+        One pass.
+    saved_bytes
+        What each pass saves.
+    in_flight
+        How many passes there are, the one that runs among them.
+    """
+    if in_flight == 1:
+        return 0
+    final = (graph.storages[storage] for storage in graph.final_outputs)
+    left_bytes = sum(storage.size_bytes for storage in final if not storage.is_resident)
+    return (in_flight - 2) * saved_bytes + max(saved_bytes, left_bytes)
 
 
 def with_passes(
@@ -55,7 +75,8 @@ def with_passes(
     """Return the graph in which so many passes in all run by a schedule of it."""
     alone = with_others(graph, 0)
     trace = simulate(alone, single_device(kind=graph.device_kinds[0]), schedule)
-    return with_others(graph, (in_flight - 1) * saved_bytes(alone, schedule, trace))
+    saved = saved_bytes(alone, schedule, trace)
+    return with_others(graph, beside_bytes(graph, saved, in_flight))
 
 
 def plain_with_passes(graph: TrainingGraph, in_flight: int) -> TrainingGraph:

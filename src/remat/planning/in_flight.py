@@ -14,7 +14,7 @@ from typing import Any
 from remat.core.bounds import cost_bound_ns
 from remat.core.errors import BudgetError
 from remat.core.graph import TrainingGraph
-from remat.core.in_flight import saved_bytes, with_others
+from remat.core.in_flight import beside_bytes, others_bytes, saved_bytes, with_others
 from remat.core.liveness import schedule_from_order, store_all_order
 from remat.core.platform import single_device
 from remat.core.problem import Limits, Problem, Status
@@ -152,10 +152,14 @@ class _Search:
         platform = single_device(kind=self.kind)
         alone = simulate(self.graph, platform, schedule)
         saved = saved_bytes(self.graph, schedule, alone)
-        graph = with_others(self.graph, (self.in_flight - 1) * saved)
+        graph = with_others(self.graph, self.beside_bytes(saved))
         trace = simulate(graph, platform, schedule)
         self.candidates.append(_Candidate(solver, graph, schedule, trace, saved))
         return self.candidates[-1]
+
+    def beside_bytes(self, saved_bytes: int) -> int:
+        """Return what other passes take if each saves so much."""
+        return beside_bytes(self.graph, saved_bytes, self.in_flight)
 
     def best(self, budget_bytes: int) -> _Candidate | None:
         """Return the quickest one that keeps a budget."""
@@ -188,7 +192,7 @@ class _Search:
         limits: Limits,
     ) -> None:
         """Solve for one pass that saves no more than a limit, within the budget."""
-        alone_bytes = budget_bytes - (self.in_flight - 1) * most_saved_bytes
+        alone_bytes = budget_bytes - self.beside_bytes(most_saved_bytes)
         if alone_bytes <= self.resident_bytes or limits.is_over:
             return
         load_bytes = alone_bytes - self.resident_bytes - most_saved_bytes
@@ -199,6 +203,8 @@ class _Search:
     def loaded(self, load_bytes: int) -> TrainingGraph:
         """Return one pass with a last forward op that needs so much more memory."""
         graph, last = self.graph, self.graph.forward_count - 1
+        if last < 0:
+            return graph
         op = graph.ops[last]
         workspace = tuple(size + max(0, load_bytes) for size in op.workspace_bytes)
         loaded = replace(op, workspace_bytes=workspace)
@@ -218,12 +224,11 @@ def _budget_error(
     smallest: _Candidate, in_flight: int, budget_bytes: int
 ) -> BudgetError:
     peak_bytes = smallest.peak_bytes
-    others_bytes = (in_flight - 1) * smallest.saved_bytes
     msg = (
         f"no schedule was found within {format_bytes(budget_bytes)} ({budget_bytes:_} "
         f"bytes) with {in_flight} passes in flight: the smallest known budget is "
         f"{format_bytes(peak_bytes)} ({peak_bytes:_} bytes), of which "
-        f"{format_bytes(others_bytes)} are saved by {in_flight - 1} of them; raise the "
+        f"{format_bytes(others_bytes(smallest.graph))} belong to {in_flight - 1} of them; raise the "
         f"budget to at least {peak_bytes} bytes, shrink the batch of each pass, or let "
         "fewer passes be in flight"
     )

@@ -69,7 +69,7 @@ class Plan:
         Whose kernels the step runs, and the names of those that are fused.
     in_flight
         How many forward passes run before the first backward pass; what all but one
-        have saved is a block of the graph (:mod:`remat.core.in_flight`).
+        take is a block of the graph (:mod:`remat.core.in_flight`).
     settings
         What the plan was made with, for people: versions, solver, profile. Nothing is
         read back from it.
@@ -123,8 +123,8 @@ class Plan:
         needed_bytes, counted_bytes = others_bytes(needed), others_bytes(self.graph)
         if counted_bytes < needed_bytes:
             msg = (
-                f"the plan counts {counted_bytes:_} bytes for what {self.in_flight - 1} "
-                f"other passes in flight have saved, which is {needed_bytes:_} bytes"
+                f"the plan counts {counted_bytes:_} bytes for {self.in_flight - 1} other "
+                f"passes in flight, which take {needed_bytes:_} bytes"
             )
             raise PlanMismatchError(msg)
 
@@ -303,7 +303,7 @@ class Plan:
 
     def _in_flight_words(self) -> str:
         held = format_bytes(others_bytes(self.graph))
-        return f"{self.in_flight} forward passes; all but one have saved {held}"
+        return f"{self.in_flight} forward passes; all but one take {held}"
 
     def _peak_title(self) -> str:
         first = self.platform.names[0]

@@ -35,6 +35,7 @@ from remat.capture.varying_sizes import (
     VaryingSizes,
 )
 from remat.core.errors import CaptureError, ExecutionError, PlanWarning, RematError
+from remat.core.graph import Role
 from remat.core.platform import Platform
 from remat.core.schedule import Schedule
 from remat.core.units import format_bytes
@@ -72,11 +73,7 @@ from remat.training.request import (
 from remat.training.shape_ranges import ShapeRanges, checked_shapes
 from remat.training.step_backend import PlannedBackend, StoppedBeforeRunningError
 from remat.training.passes_in_flight import PassesInFlight
-from remat.training.step_planning import (
-    Planner,
-    made_gradient_bytes,
-    optimizer_memory,
-)
+from remat.training.step_planning import Planner, optimizer_memory
 from remat.training.variants import Kind, TracedCall, VariantBackend
 
 logger = logging.getLogger("remat")
@@ -180,7 +177,7 @@ class FittedModel:
             request.given_plan is not None and request.optimizer is None
         )
         self._steps = FittedSteps(model, self._counted_state_bytes, self.tell)
-        self._in_flight = PassesInFlight(self.name, self.tell)
+        self.in_flight = PassesInFlight(self.name, self.tell)
         self._call_count = 0
         self._watch = StepWatch(model, self._steps.look)
 
@@ -264,7 +261,7 @@ class FittedModel:
         if existing_bytes > least_bytes:
             self.plan_step(args, kwargs, least_bytes)
         elif accumulate:
-            self.plan_step(args, kwargs, least_bytes + made_gradient_bytes(plan.graph))
+            self.plan_step(args, kwargs, least_bytes + made_gradient_bytes(plan))
         return plan
 
     def _plan_varying(
@@ -494,7 +491,7 @@ class FittedModel:
         if is_training and planner.planned_count > known_count:
             self._announce(args, kwargs, planner.planned_s - started_s)
         if is_training and running is not None:
-            self._in_flight.note(outputs, running)
+            self.in_flight.note(outputs, running)
         return outputs
 
     def before_call(
@@ -754,6 +751,16 @@ def _without_repetition(
         return value
 
     return tuple(map(once, args)), {name: once(v) for name, v in kwargs.items()}
+
+
+def made_gradient_bytes(plan: Plan) -> int:
+    """Return the bytes of the gradients that a planned step leaves behind."""
+    graph = plan.graph
+    return sum(
+        graph.storages[s].size_bytes
+        for s in graph.final_outputs
+        if graph.storages[s].role is Role.GRADIENT
+    )
 
 
 def _platform_of(plan: Plan, asked: Platform | None) -> Platform | None:

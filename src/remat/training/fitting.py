@@ -133,6 +133,12 @@ def fit(
         pass, as Lightning's manual optimization does; torch advises against it. Some
         operators compute other gradients there. Where a loop turns out to do the other,
         and it matters, a warning says so once, and later steps are planned for it.
+    in_flight
+        How many forward passes run before the first backward pass, as in the stages of
+        a pipeline, or where one loss is over several calls of the model. Each has a
+        batch of its own, like the example, and what all have saved is within the
+        budget. Where more passes run than was said, and do not fit, a warning says so
+        once. For one graph, one shape and one device.
     progress
         Called with what is being done and the share of it that is done.
     plan

@@ -66,8 +66,8 @@ class PassesInFlight:
         count = len(self._passes)
         if count < plan.in_flight or plan.budget_bytes is None:
             return
-        others = sum(each.saved_bytes for each in self._passes)
-        needed_bytes = plan.peak_bytes - others_bytes(plan.graph) + others
+        held_bytes = sum(each.saved_bytes for each in self._passes)
+        needed_bytes = plan.peak_bytes - others_bytes(plan.graph) + held_bytes
         if needed_bytes > plan.budget_bytes:
             self.tell(
                 f"{count + 1} forward passes of {self.name} ran before a backward pass, "

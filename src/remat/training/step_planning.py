@@ -39,7 +39,7 @@ from remat.core.errors import (
     InvalidPlatformError,
     PlanMismatchError,
 )
-from remat.core.graph import Role, TrainingGraph
+from remat.core.graph import Role
 from remat.core.in_flight import with_passes
 from remat.core.platform import Platform
 from remat.core.problem import Limits, Objective
@@ -105,15 +105,6 @@ def gradient_bytes(tensors: Iterable[torch.Tensor]) -> int:
             size_bytes = gradient.untyped_storage().nbytes()
             sizes[storage_identity(gradient)] = size_bytes
     return sum(sizes.values())
-
-
-def made_gradient_bytes(graph: TrainingGraph) -> int:
-    """Return the bytes of the gradients that a planned step leaves behind."""
-    return sum(
-        graph.storages[s].size_bytes
-        for s in graph.final_outputs
-        if graph.storages[s].role is Role.GRADIENT
-    )
 
 
 class Planner:
@@ -492,21 +483,14 @@ class Planner:
         return Surroundings(
             resident_bytes={
                 **residents,
-                Role.GRADIENT: self._held_gradient_bytes(program, gradient_bytes),
+                Role.GRADIENT: (
+                    self.gradient_bytes if gradient_bytes is None else gradient_bytes
+                ),
             },
             loss_peak_bytes=loss.peak_bytes,
             loss_held_bytes=loss.held_bytes,
             optimizer_workspace_bytes=step_bytes,
         )
-
-    def _held_gradient_bytes(
-        self, program: JointProgram, gradient_bytes: int | None
-    ) -> int:
-        held_bytes = self.gradient_bytes if gradient_bytes is None else gradient_bytes
-        if self.request.passes_in_flight == 1:
-            return held_bytes
-        # All backward passes but the first add to what those before have left.
-        return max(held_bytes, made_gradient_bytes(program.graph))
 
     def ahead_bytes(self, program: JointProgram) -> int:
         """Return the bytes of batches like this one that the loop has loaded ahead.

@@ -1,0 +1,93 @@
+"""Passes in flight are planned together: judged, within the budget, or refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.instances import INSTANCES
+from tests.strategies import graphs
+
+from remat.core.errors import BudgetError, PlanMismatchError
+from remat.core.graph import TrainingGraph
+from remat.core.in_flight import OTHERS, others_bytes, with_others, with_passes
+from remat.core.simulator import simulate
+from remat.planning.in_flight import plan_in_flight
+from remat.planning.one_device import plain_peak_bytes, plan_graph
+from remat.planning.plan import load_plan
+
+TRANSFORMER = INSTANCES["transformer"]().graph
+
+
+def test_passes_that_keep_everything_run_plainly() -> None:
+    plan = plan_in_flight(TRANSFORMER, 3, budget="100%")
+    assert plan.recomputed_op_count == 0
+    assert plan.gap == 0
+    assert plan.peak_bytes == plan.baseline_peak_bytes == plan.budget_bytes
+    assert plan.peak_bytes > plain_peak_bytes(TRANSFORMER)
+
+
+@pytest.mark.parametrize("in_flight", [2, 5])
+@pytest.mark.parametrize("percent", [80, 50])
+def test_a_budget_of_several_passes_is_kept(in_flight: int, percent: int) -> None:
+    plan = plan_in_flight(TRANSFORMER, in_flight, budget=f"{percent}%")
+    assert plan.peak_bytes <= (plan.budget_bytes or 0)
+    needed = with_passes(TRANSFORMER, plan.schedule, in_flight)
+    assert others_bytes(plan.graph) == others_bytes(needed)
+    trace = simulate(needed, plan.platform, plan.schedule)
+    assert trace.violation is None
+    assert trace.peak_bytes == (plan.peak_bytes,)
+
+
+def test_more_passes_save_less_each() -> None:
+    """A plan for one pass within what is left would keep too much, or too little."""
+    budget_bytes = plain_peak_bytes(TRANSFORMER)
+    each = [
+        others_bytes(plan_in_flight(TRANSFORMER, count, budget=budget_bytes).graph)
+        // (count - 1)
+        for count in (2, 3, 4)
+    ]
+    assert each == sorted(each, reverse=True)
+    assert each[0] > each[-1]
+
+
+def test_what_an_error_names_works() -> None:
+    with pytest.raises(BudgetError, match="with 3 passes in flight") as caught:
+        plan_in_flight(TRANSFORMER, 3, budget=1)
+    least_bytes = caught.value.required_bytes
+    assert plan_in_flight(TRANSFORMER, 3, budget=least_bytes).peak_bytes <= least_bytes
+    with pytest.raises(BudgetError):
+        plan_in_flight(TRANSFORMER, 3, budget=least_bytes // 2)
+
+
+@settings(max_examples=25)
+@given(graph=graphs(max_ops=6, sizes=st.integers(0, 9)), count=st.integers(1, 3))
+def test_any_graph_is_planned_or_refused(graph: TrainingGraph, count: int) -> None:
+    try:
+        plan = plan_in_flight(graph, count, budget=1)
+    except BudgetError as error:
+        least_bytes = error.required_bytes
+        plan = plan_in_flight(graph, count, budget=least_bytes)
+    assert plan.peak_bytes <= (plan.budget_bytes or 0)
+
+
+def test_a_plan_that_counts_too_little_is_refused(tmp_path: Path) -> None:
+    plan = plan_in_flight(TRANSFORMER, 3, budget="60%")
+    plan.save(tmp_path / "plan.json")
+    loaded = load_plan(tmp_path / "plan.json")
+    assert loaded.in_flight == 3
+    assert loaded.peak_bytes == plan.peak_bytes
+    assert loaded.baseline_peak_bytes == plan.baseline_peak_bytes
+    less = with_others(plan.graph, others_bytes(plan.graph) - 1)
+    with pytest.raises(PlanMismatchError, match="other passes in flight"):
+        replace(plan, graph=less, _judged=None)
+    alone = plan_graph(TRANSFORMER, budget="60%")
+    with pytest.raises(PlanMismatchError, match="counts 0 bytes"):
+        replace(alone, in_flight=2, _judged=None)
+
+
+def test_a_plan_says_how_many_are_in_flight() -> None:
+    plan = plan_in_flight(TRANSFORMER, 2, budget="60%")
+    assert "2 forward passes" in str(plan)
+    assert OTHERS in str(plan)

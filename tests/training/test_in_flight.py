@@ -1,0 +1,163 @@
+"""Several calls before a backward pass: planned where said, noticed where not."""
+
+import gc
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from tests.training.test_regions import pair
+from torch import nn
+
+import remat
+from remat.core.errors import PlanWarning
+from remat.profile.memory import measure
+from remat.training.fitted_model import fitted_on
+
+WIDTH, ROWS = 32, 96
+X = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+BATCHES = [X, X + 1, X - 1]
+QUICK: dict[str, Any] = {"costs": "estimated"}
+
+
+class Scored(nn.Module):
+    """Layers and a dropout, with a loss inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(WIDTH, 128),
+            nn.GELU(),
+            nn.Dropout(0.1),
+            nn.Linear(128, 128),
+            nn.GELU(),
+            nn.Linear(128, WIDTH),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Train on all batches: all forward passes, then the backward passes in order."""
+    losses = [model(batch) for batch in BATCHES]
+    for loss in losses:
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [loss.detach() for loss in losses]
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[nn.Module, nn.Module, remat.Plan]:
+    """A fitted model, an equal plain one, and the plan for three passes in flight."""
+    model, plain = pair(Scored)
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = remat.fit(
+        model, X, budget="65%", in_flight=3, optimizer=optimizer, **QUICK
+    )
+    return model, plain, plan
+
+
+def test_passes_in_flight_keep_the_budget_bit_for_bit(
+    planned: tuple[nn.Module, nn.Module, remat.Plan],
+) -> None:
+    model, plain, plan = planned
+    assert plan.in_flight == 3
+    assert plan.recomputed_op_count > 0
+    found: list[list[torch.Tensor]] = []
+    peaks: list[int] = []
+    for each in (model, plain):
+        optimizer = torch.optim.AdamW(each.parameters())
+        torch.manual_seed(1)
+        losses = step(each, optimizer) + step(each, optimizer)
+        found.append([*losses, *(p.detach().clone() for p in each.parameters())])
+        resident = [each, BATCHES, optimizer]
+        peaks.append(
+            measure(
+                lambda each=each, optimizer=optimizer: step(each, optimizer),
+                warmup=1,
+                repeats=0,
+                resident=resident,
+            ).peak_bytes
+        )
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    assert peaks[0] <= (plan.budget_bytes or 0)
+    assert plan.peak_bytes == pytest.approx(peaks[0], rel=0.01)
+    assert plan.baseline_peak_bytes == pytest.approx(peaks[1], rel=0.01)
+
+
+def test_a_saved_plan_knows_how_many_are_in_flight(
+    planned: tuple[nn.Module, nn.Module, remat.Plan], tmp_path: Any
+) -> None:
+    _, plain, plan = planned
+    plan.save(tmp_path / "plan.json")
+    optimizer = torch.optim.AdamW(plain.parameters())
+    loaded = remat.load_plan(tmp_path / "plan.json")
+    installed = remat.fit(plain, X, plan=loaded, optimizer=optimizer)
+    assert installed.in_flight == 3
+    assert installed.peak_bytes == plan.peak_bytes
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        step(plain, optimizer)
+    with pytest.raises(ValueError, match="the plan is for 3"):
+        remat.fit(plain, X, plan=loaded, in_flight=2)
+    remat.release(plain)
+
+
+def test_passes_that_no_plan_counts_are_told_once() -> None:
+    model, _ = pair(Scored)
+    remat.fit(model, X, budget="90%", **QUICK)
+    with pytest.warns(PlanWarning, match=r"2 forward passes .* in_flight=2") as told:
+        for _ in range(2):
+            losses = [model(batch) for batch in BATCHES[:2]]
+            sum(losses).backward()
+    assert len(told) == 1
+
+
+def test_passes_one_after_the_other_are_none_in_flight() -> None:
+    model, _ = pair(Scored)
+    remat.fit(model, X, budget="90%", **QUICK)
+    fitted = fitted_on(model)
+    assert fitted is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        loss = model(X)
+        for batch in BATCHES:
+            loss.backward(retain_graph=True)
+            # The loss of the pass before is there still while this one runs.
+            loss = model(batch)
+        assert len(fitted.in_flight) == 1
+        # Nobody calls its backward any more.
+        loss = model(X).detach()
+        gc.collect()
+        assert len(fitted.in_flight) == 0
+        model(X).backward()
+        assert len(fitted.in_flight) == 0
+
+
+def test_passes_that_fit_all_the_same_are_not_told() -> None:
+    model, _ = pair(Scored)
+    remat.fit(model, X, budget="1 GiB", **QUICK)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        sum(model(batch) for batch in BATCHES).backward()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"in_flight": 0}, ValueError, "at least 1"),
+        ({"in_flight": 2.0}, TypeError, "at least 1"),
+        ({"in_flight": True}, TypeError, "at least 1"),
+        ({"in_flight": 2, "regions": "blocks"}, ValueError, "one graph"),
+        ({"in_flight": 2, "dynamic": {0: {0: (2, 96)}}}, ValueError, "one shape"),
+        ({"in_flight": 2, "budget": {"cpu": 1, "cpu:1": 1}}, ValueError, "one device"),
+    ],
+)
+def test_what_cannot_be_in_flight_is_refused(
+    options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        remat.plan(Scored(), X, **{"budget": "1 GiB", **options})
