@@ -113,6 +113,7 @@ def test_passes_that_no_plan_counts_are_told_once() -> None:
         for _ in range(2):
             losses = [model(batch) for batch in BATCHES[:2]]
             sum(losses).backward()
+            model.zero_grad()
     assert len(told) == 1
 
 
@@ -126,6 +127,7 @@ def test_passes_one_after_the_other_are_none_in_flight() -> None:
         loss = model(X)
         for batch in BATCHES:
             loss.backward(retain_graph=True)
+            model.zero_grad()
             # The loss of the pass before is there still while this one runs.
             loss = model(batch)
         assert len(fitted.in_flight) == 1
