@@ -185,15 +185,13 @@ def layers() -> Case:
 # --- one trace -----------------------------------------------------------------------
 
 
-def test_one_trace_serves_all_sizes_bit_for_bit(layers: Case) -> None:
-    backend, planner = fitted(layers.model).backend, fitted(layers.model).planner
-    before = backend.training_step_count, planner.planned_count
+def test_one_trace_serves_all_sizes_bit_for_bit() -> None:
+    layers = fit_case(Layers(), budget="60%")
     assert layers.plan.recomputed_op_count
     for size in (64, 2, 3, 17, 20, 63, 33):
         assert_bitwise(layers.model, layers.plain, {"x": batch_of(size)})
-    # What other tests add, other modes and sizes out of range, is not traced again.
-    assert (backend.training_step_count, planner.planned_count) == before
-    assert before[0] == 1 or before[1] > 1
+    assert fitted(layers.model).backend.training_step_count == 1
+    assert fitted(layers.model).planner.planned_count == 1
 
 
 def test_the_plan_is_for_the_largest_whatever_the_example() -> None:
@@ -400,6 +398,7 @@ def test_a_size_may_fit_onto_gradients_where_the_largest_does_not() -> None:
         model(x=batch_of(64))
 
 
+@pytest.mark.filterwarnings("ignore:2 forward passes of Layers")
 def test_passes_of_several_sizes_may_wait_for_their_backward(layers: Case) -> None:
     def gradients(called: nn.Module) -> list[torch.Tensor | None]:
         called.zero_grad(set_to_none=True)

@@ -177,7 +177,11 @@ class FittedModel:
             request.given_plan is not None and request.optimizer is None
         )
         self._steps = FittedSteps(model, self._counted_state_bytes, self.tell)
-        self.in_flight = PassesInFlight(self.name, self.tell)
+        self.in_flight = PassesInFlight(
+            self.name,
+            self.tell,
+            is_plannable=self.is_whole and self.ranges is None,
+        )
         self._call_count = 0
         self._watch = StepWatch(model, self._steps.look)
 

@@ -15,7 +15,7 @@ from remat.core.units import format_bytes
 from remat.planning.plan import Plan
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class _Pass:
     """A forward pass whose backward pass has not begun."""
 
@@ -33,12 +33,18 @@ class PassesInFlight:
         The model's class, for messages.
     tell
         Called with a warning where passes in flight do not fit the budget.
+    is_plannable
+        Whether passes in flight can be planned for, as the model is planned.
     """
 
-    def __init__(self, name: str, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, name: str, tell: Callable[[str], None], *, is_plannable: bool
+    ) -> None:
         self.name = name
+        self.is_plannable = is_plannable
         self.tell = tell
-        self._passes: set[_Pass] = set()
+        # Autograd's nodes hold them.
+        self._passes: weakref.WeakSet[_Pass] = weakref.WeakSet()
         # Per plan, what a pass saves; with the plan, so that its number stays its own.
         self._saved: dict[int, tuple[Plan, int]] = {}
 
@@ -59,7 +65,6 @@ class PassesInFlight:
         passes = self._passes
         passes.add(begun)
         node.register_prehook(lambda _gradients: passes.discard(begun))
-        weakref.finalize(node, passes.discard, begun).atexit = False
 
     def _check(self, plan: Plan) -> None:
         """Warn if what other passes have saved does not fit beside a pass."""
@@ -69,12 +74,19 @@ class PassesInFlight:
         held_bytes = sum(each.saved_bytes for each in self._passes)
         needed_bytes = plan.peak_bytes - others_bytes(plan.graph) + held_bytes
         if needed_bytes > plan.budget_bytes:
+            over = format_bytes(needed_bytes - plan.budget_bytes)
+            cure = (
+                f"Give remat.fit(..., in_flight={count + 1})"
+                if self.is_plannable
+                else f"Put the calls into one module with one forward, give a "
+                f"budget that is {over} less"
+            )
             self.tell(
                 f"{count + 1} forward passes of {self.name} ran before a backward pass, "
                 f"and its plan counts {plan.in_flight}: what the others have saved is in "
                 f"memory too, {format_bytes(needed_bytes)} in all, above the budget of "
-                f"{format_bytes(plan.budget_bytes)}. Give remat.fit(..., in_flight="
-                f"{count + 1}), or call backward after each forward pass"
+                f"{format_bytes(plan.budget_bytes)}. {cure}, or call backward after "
+                "each forward pass"
             )
 
     def _saved_bytes(self, plan: Plan) -> int:
