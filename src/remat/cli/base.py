@@ -277,6 +277,14 @@ def add_solving(parser: argparse.ArgumentParser, *, has_objective: bool = True) 
         help="a dimension of the batch that varies, as in input_ids:1=2:512; once for "
         "each. The step is planned for the largest size, and judged at others",
     )
+    group.add_argument(
+        "--in-flight",
+        type=_passes,
+        default=1,
+        metavar="N",
+        help="how many forward passes run before the first backward pass, as in a stage "
+        "of a pipeline (default: 1)",
+    )
 
 
 def chosen_dynamic(options: argparse.Namespace) -> Dynamic | None:
@@ -333,6 +341,13 @@ def _seed(text: str) -> int:
     except ValueError as error:
         msg = f"{text!r} is not an integer from 0 to {LARGEST_SEED}"
         raise argparse.ArgumentTypeError(msg) from error
+
+
+def _passes(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        msg = f"{text!r} is not a number of forward passes, at least 1"
+        raise argparse.ArgumentTypeError(msg)
+    return int(text)
 
 
 def _seconds(text: str) -> float:

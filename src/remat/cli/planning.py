@@ -41,6 +41,9 @@ def check_source(options: argparse.Namespace) -> None:
     if options.graph is not None and options.regions != "auto":
         msg = "--regions has no effect with --graph: the file holds one graph"
         raise UsageError(msg)
+    if options.graph is not None and options.in_flight > 1:
+        msg = "--in-flight has no effect with --graph: the file holds one pass"
+        raise UsageError(msg)
     if options.graph is not None and options.dynamic:
         msg = "--dynamic has no effect with --graph: the file holds one size of each"
         raise UsageError(msg)
@@ -94,6 +97,7 @@ def plan_options(
         "kernels": options.kernels,
         "regions": options.regions,
         "dynamic": dynamic,
+        "in_flight": options.in_flight,
         "progress": progress,
     }
 

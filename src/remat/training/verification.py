@@ -25,6 +25,7 @@ from remat.torch_compat.names import (
     keystr,
     tree_flatten_with_path,
     tree_leaves,
+    tree_map,
     unset_fake_temporarily,
 )
 from remat.training.caller_state import (
@@ -307,6 +308,9 @@ def verify(
         As for :func:`remat.fit`. Compared and measured is the step of the largest
         sizes, whose batch has the example's values, repeated; results, and the peak
         with the budget, at the smallest sizes and the example's as well.
+    in_flight
+        As for :func:`remat.fit`. As many forward passes run before the first backward
+        pass, on copies of the batch.
     progress
         Called with what is being done and the share of it that is done.
     repeats
@@ -346,6 +350,7 @@ def verify(
             request.loss,
             request.optimizer,
             backward_in_autocast=request.backward_in_autocast,
+            in_flight=request.in_flight,
         )
         for each in examples.values()
     )
@@ -356,6 +361,7 @@ def verify(
         kernels=request.kernels,
         loss=request.loss,
         backward_in_autocast=request.backward_in_autocast,
+        in_flight=request.in_flight,
     )
     with unset_fake_temporarily(), step.restored():
         with unchanged(model, request.optimizer):
@@ -500,6 +506,16 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return flat.clone(memory_format=torch.contiguous_format)
 
 
+def _copied(batch: _Batch) -> _Batch:
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+    args, kwargs = batch
+    return tree_map(copied, args), tree_map(copied, kwargs)
+
+
 class TrainingStep:
     """One training step of a model, run plainly or by a plan.
 
@@ -513,6 +529,9 @@ class TrainingStep:
         Steps at the end of the step, unless ``None``.
     backward_in_autocast
         Whether ``backward()`` is called under the autocast of the forward pass.
+    in_flight
+        How many forward passes run before the first backward pass, each on a copy of
+        the batch.
 
     Notes
     -----
@@ -529,16 +548,21 @@ class TrainingStep:
         optimizer: torch.optim.Optimizer | None,
         *,
         backward_in_autocast: bool = False,
+        in_flight: int = 1,
     ) -> None:
         self.model = model
         self.args = args
         self.kwargs = kwargs
+        self.batches: list[_Batch] = [
+            (args, kwargs),
+            *(_copied((args, kwargs)) for _ in range(in_flight - 1)),
+        ]
         self.loss = loss or default_loss
         self.backward_in_autocast = backward_in_autocast
         self.resident: list[Any] = [
             model,
             plain_tensors(model),
-            tensors_in((args, kwargs)),
+            tensors_in(self.batches),
             captured_tensors(loss),
         ]
         # Wrappers of training libraries step in their own loops only.
@@ -557,7 +581,7 @@ class TrainingStep:
             for name, value in self.model.state_dict().items()
             if isinstance(value, torch.Tensor)
         }
-        batch = [t.detach().clone() for t in tensors_in((self.args, self.kwargs))]
+        batch = [t.detach().clone() for t in tensors_in(self.batches)]
         extra = {k: b.detach().clone() for k, b in self.model.named_buffers()}
         fitted, call = fitted_on(self.model), installed_call(self.model)
         if fitted is not None:
@@ -590,8 +614,7 @@ class TrainingStep:
                 live[name].detach().copy_(value)
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(self.buffers[name])
-            batch = tensors_in((self.args, self.kwargs))
-            for tensor, value in zip(batch, self.batch, strict=True):
+            for tensor, value in zip(tensors_in(self.batches), self.batch, strict=True):
                 # A model that changes its input in place started from other values.
                 if not torch.equal(tensor, value):
                     tensor.detach().copy_(value)
@@ -606,28 +629,36 @@ class TrainingStep:
         for leaf in [*self.model.parameters(), *self.leaves()]:
             leaf.grad = None
 
-    def call(self, called: Callable[..., Any] | None) -> Any:
-        """Run the forward pass, plainly or by a plan."""
+    def passes(self, called: Callable[..., Any] | None) -> Generator[Any]:
+        """Run all forward passes and losses, plainly or by a plan, then go backward.
+
+        Yields the outputs of each pass when its backward pass has ended.
+        """
+        begun: list[tuple[Any, torch.Tensor]] = []
         install_call(self.model, called)
         try:
-            return self.model(*self.args, **self.kwargs)
+            for args, kwargs in self.batches:
+                outputs = self.model(*args, **kwargs)
+                begun.append((outputs, self.loss(outputs)))
+                del outputs
         finally:
             install_call(self.model, None)
-
-    def backward(self, outputs: Any) -> None:
-        """Run the backward pass, under the autocast that it is to be under."""
-        loss = self.loss(outputs)
-        with autocast_again(autocast_now() if self.backward_in_autocast else ()):
-            loss.backward()
+        while begun:
+            outputs, loss = begun.pop(0)
+            # They are to be under the autocast of the forward pass, or under none.
+            with autocast_again(autocast_now() if self.backward_in_autocast else ()):
+                loss.backward()
+            yield outputs
+            del outputs, loss
 
     def outcome(self, called: Callable[..., Any] | None, passes: int = 2) -> Outcome:
         """Return all results of some backward passes from the start."""
         self.reset()
         found: Outcome = {}
         for position in range(1, passes + 1):
-            outputs = self.call(called)
-            self.backward(outputs)
-            self.collect(found, outputs, f"pass {position}: ")
+            for number, outputs in enumerate(self.passes(called), 1):
+                batch = f", batch {number}" if len(self.batches) > 1 else ""
+                self.collect(found, outputs, f"pass {position}{batch}: ")
         return found
 
     def longest_outcome(self, fitted: FittedModel) -> tuple[Outcome, int]:
@@ -664,7 +695,7 @@ class TrainingStep:
         """Return the example inputs that take a gradient."""
         return [
             leaf
-            for leaf in tree_leaves((self.args, self.kwargs))
+            for leaf in tree_leaves(self.batches)
             if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad
         ]
 
@@ -679,8 +710,8 @@ class TrainingStep:
     def train(self, called: Callable[..., Any] | None) -> None:
         """Run one whole training step, the optimizer's included."""
         self.clear_gradients()
-        outputs = self.call(called)
-        self.backward(outputs)
+        for _ in self.passes(called):
+            pass
         if self.optimizer is not None:
             with steps_of_ours():
                 self.optimizer.step()
