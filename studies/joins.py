@@ -103,10 +103,10 @@ class SwitchedStep(TrainingStep):
         self.peers = peers
         self.running: Peer | None = None
 
-    def call(self, called: Callable[..., Any] | None) -> Any:
+    def call(self, called: Callable[..., Any] | None, number: int = 0) -> Any:
         """Run the forward pass."""
         self.switch(called if isinstance(called, Peer) else None)
-        return super().call(called)
+        return super().call(called, number)
 
     def switch(self, peer: Peer | None) -> None:
         """Make the model run as a peer does, or plainly.

@@ -108,10 +108,10 @@ class PeerStep(TrainingStep):
         vars(self).update(vars(plain))
         self.peer = peer
 
-    def call(self, called: Callable[..., Any] | None) -> Any:
+    def call(self, called: Callable[..., Any] | None, number: int = 0) -> Any:
         """Run the forward pass."""
         self.peer.switch(called is not None)
-        return super().call(called)
+        return super().call(called, number)
 
 
 def make_peer(case: str, model: nn.Module) -> Peer:

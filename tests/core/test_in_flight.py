@@ -100,7 +100,9 @@ class Passes:
             steps.append(Compute(self.ends[index]))
             blocks, live = self.blocks[index], self.live_at_end(one)
             kept = () if index else self.one.final_outputs
-            steps += [Discard(blocks[storage]) for storage in live if storage not in kept]
+            steps += [
+                Discard(blocks[storage]) for storage in live if storage not in kept
+            ]
         return Schedule(tuple(steps))
 
     def live_at_end(self, one: Schedule) -> list[int]:
@@ -114,7 +116,9 @@ class Passes:
                 live.pop(step.storage, None)
         return list(live)
 
-    def steps_of(self, index: int, steps: tuple[object, ...]) -> list[Compute | Discard]:
+    def steps_of(
+        self, index: int, steps: tuple[object, ...]
+    ) -> list[Compute | Discard]:
         found: list[Compute | Discard] = []
         for step in steps:
             if isinstance(step, Compute):

@@ -53,9 +53,7 @@ def planned() -> tuple[nn.Module, nn.Module, remat.Plan]:
     """A fitted model, an equal plain one, and the plan for three passes in flight."""
     model, plain = pair(Scored)
     optimizer = torch.optim.AdamW(model.parameters())
-    plan = remat.fit(
-        model, X, budget="65%", in_flight=3, optimizer=optimizer, **QUICK
-    )
+    plan = remat.fit(model, X, budget="65%", in_flight=3, optimizer=optimizer, **QUICK)
     return model, plain, plan
 
 

@@ -26,7 +26,9 @@ def saved_bytes(graph: TrainingGraph, schedule: Schedule, trace: Trace) -> int:
     """
     timeline = trace.timeline_bytes[0]
     boundary = schedule.steps.index(Boundary())
-    tangents_bytes = sum(graph.storages[tangent].size_bytes for tangent in graph.tangents)
+    tangents_bytes = sum(
+        graph.storages[tangent].size_bytes for tangent in graph.tangents
+    )
     most = [timeline[boundary] - tangents_bytes]
     most += [
         timeline[position]

@@ -629,20 +629,25 @@ class TrainingStep:
         for leaf in [*self.model.parameters(), *self.leaves()]:
             leaf.grad = None
 
+    def call(self, called: Callable[..., Any] | None, number: int = 0) -> Any:
+        """Run the forward pass of a batch, plainly or by a plan."""
+        args, kwargs = self.batches[number]
+        install_call(self.model, called)
+        try:
+            return self.model(*args, **kwargs)
+        finally:
+            install_call(self.model, None)
+
     def passes(self, called: Callable[..., Any] | None) -> Generator[Any]:
         """Run all forward passes and losses, plainly or by a plan, then go backward.
 
         Yields the outputs of each pass when its backward pass has ended.
         """
         begun: list[tuple[Any, torch.Tensor]] = []
-        install_call(self.model, called)
-        try:
-            for args, kwargs in self.batches:
-                outputs = self.model(*args, **kwargs)
-                begun.append((outputs, self.loss(outputs)))
-                del outputs
-        finally:
-            install_call(self.model, None)
+        for number in range(len(self.batches)):
+            outputs = self.call(called, number)
+            begun.append((outputs, self.loss(outputs)))
+            del outputs
         while begun:
             outputs, loss = begun.pop(0)
             # They are to be under the autocast of the forward pass, or under none.
