@@ -64,6 +64,7 @@ from remat.training.callers import (
     transform_around,
 )
 from remat.training.optimizer_steps import FittedSteps, StepWatch
+from remat.training.passes_in_flight import PassesInFlight
 from remat.training.request import (
     PlanRequest,
     Regions,
@@ -72,7 +73,6 @@ from remat.training.request import (
 )
 from remat.training.shape_ranges import ShapeRanges, checked_shapes
 from remat.training.step_backend import PlannedBackend, StoppedBeforeRunningError
-from remat.training.passes_in_flight import PassesInFlight
 from remat.training.step_planning import Planner, optimizer_memory
 from remat.training.variants import Kind, TracedCall, VariantBackend
 
