@@ -194,7 +194,7 @@ def spread_moments(instance: Instance) -> tuple[int, ...]:
     >>> from remat.testing.small_graphs import joint_graph
     >>> chain = joint_graph([1] * 6, [1] * 6, [[], [0], [1], [2, 1], [3, 0], [4]], 3)
     >>> spread_moments(instance_of(chain))
-    (6, 3, 4, 5)
+    (6, 3, 4)
     """
     chain = default_chain(instance)
     boundary = chain.index(instance.boundary)
