@@ -168,3 +168,67 @@ def test_what_cannot_be_in_flight_is_refused(
     given: dict[str, Any] = {"budget": "1 GiB", **options}
     with pytest.raises(error, match=words):
         remat.plan(Scored(), X, **given)
+
+
+def steady(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Train as a stage of a pipeline does: a backward pass after each but two passes."""
+    losses: list[torch.Tensor] = []
+    waiting: list[torch.Tensor] = []
+    for batch in [*BATCHES, *BATCHES]:
+        waiting.append(model(batch))
+        if len(waiting) == 3:
+            loss = waiting.pop(0)
+            loss.backward()
+            losses.append(loss.detach())
+    for loss in waiting:
+        loss.backward()
+        losses.append(loss.detach())
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses
+
+
+def test_passes_before_and_after_there_are_gradients_keep_one_budget() -> None:
+    model, plain = pair(Scored)
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, plain)]
+    plan = remat.fit(
+        model,
+        X,
+        budget="75%",
+        in_flight=3,
+        accumulate=True,
+        optimizer=optimizers[0],
+        **QUICK,
+    )
+    fitted = fitted_on(model)
+    assert fitted is not None
+    found: list[list[torch.Tensor]] = []
+    peaks: list[int] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            torch.manual_seed(1)
+            losses = steady(each, optimizer) + steady(each, optimizer)
+            found.append([*losses, *(p.detach().clone() for p in each.parameters())])
+            peaks.append(
+                measure(
+                    lambda each=each, optimizer=optimizer: steady(each, optimizer),
+                    warmup=1,
+                    repeats=0,
+                    resident=[each, BATCHES, optimizer],
+                ).peak_bytes
+            )
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    # One schedule for passes that begin before there are gradients and after.
+    assert len({each.schedule for each in fitted.planner.plans.values()}) == 1
+    assert plan.recomputed_op_count > 0
+    assert peaks[0] <= (plan.budget_bytes or 0) < peaks[1]
+
+
+def test_passes_in_flight_by_plans_that_differ_are_told() -> None:
+    model, _ = pair(Scored)
+    optimizer = torch.optim.AdamW(model.parameters())
+    remat.fit(model, X, budget="75%", in_flight=3, optimizer=optimizer, **QUICK)
+    with pytest.warns(PlanWarning, match=r"in_flight=3, accumulate=True"):
+        steady(model, optimizer)

@@ -49,12 +49,13 @@ def with_gradients(plan: Plan, known_bytes: int, gradient_bytes: int) -> Plan | 
     known_bytes, gradient_bytes
         Bytes of gradients that were counted, and those to be counted instead. With
         fewer of them another plan could be faster, unless this one computes nothing
-        twice.
+        twice; passes in flight keep theirs, as they share one.
     """
     if plan.has_several_devices:
         return None
     once_ns = cost_bound_ns(Problem(graph=plan.graph, platform=plan.platform))
-    if gradient_bytes < known_bytes and plan.cost_ns > once_ns:
+    is_best = plan.in_flight > 1 or plan.cost_ns <= once_ns
+    if gradient_bytes < known_bytes and not is_best:
         return None
     storages = list(plan.graph.storages)
     held = Storage(

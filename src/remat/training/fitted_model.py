@@ -249,8 +249,10 @@ class FittedModel:
 
         Where gradients exist, the step without them is planned too: a training loop
         usually clears them before its next step. With ``accumulate`` the step that
-        adds to the gradients of a first one is planned as well. A percentage becomes a
-        number of bytes here, which then holds for every step.
+        adds to the gradients of a first one is planned as well; passes in flight, of
+        which some begin before there are gradients and some after, get one plan that
+        counts them. A percentage becomes a number of bytes here, which then holds for
+        every step.
         """
         check_batch(self.model, args, kwargs, may_be_sharded=not self.is_whole)
         if self.ranges is not None:
@@ -258,10 +260,15 @@ class FittedModel:
         # Inside of a wrapper there are buckets, whatever else is cleared.
         least_bytes = gradient_buckets_bytes()
         existing_bytes = self.planner.gradient_bytes_now((args, kwargs))
+        is_one_plan = accumulate and self.planner.request.passes_in_flight > 1
+        if is_one_plan:
+            existing_bytes = least_bytes + trained_bytes(self.model)
         plan = self._plan_varying(args, kwargs, existing_bytes)
         self.set_budget(plan)
         if self.ranges is not None and not self.is_traced_once:
             args, kwargs = self.ranges.largest(args, kwargs)
+        if is_one_plan:
+            return plan
         if existing_bytes > least_bytes:
             self.plan_step(args, kwargs, least_bytes)
         elif accumulate:
@@ -755,6 +762,11 @@ def _without_repetition(
         return value
 
     return tuple(map(once, args)), {name: once(v) for name, v in kwargs.items()}
+
+
+def trained_bytes(model: nn.Module) -> int:
+    """Return the bytes of the gradients of all parameters that are trained."""
+    return sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 
 def made_gradient_bytes(plan: Plan) -> int:

@@ -69,25 +69,34 @@ class PassesInFlight:
     def _check(self, plan: Plan) -> None:
         """Warn if what other passes have saved does not fit beside a pass."""
         count = len(self._passes)
-        if count < plan.in_flight or plan.budget_bytes is None:
+        if not count or plan.budget_bytes is None:
             return
         held_bytes = sum(each.saved_bytes for each in self._passes)
         needed_bytes = plan.peak_bytes - others_bytes(plan.graph) + held_bytes
         if needed_bytes > plan.budget_bytes:
-            over = format_bytes(needed_bytes - plan.budget_bytes)
-            cure = (
-                f"Give remat.fit(..., in_flight={count + 1})"
-                if self.is_plannable
-                else f"Put the calls into one module with one forward, give a "
-                f"budget that is {over} less"
-            )
             self.tell(
                 f"{count + 1} forward passes of {self.name} ran before a backward pass, "
-                f"and its plan counts {plan.in_flight}: what the others have saved is in "
-                f"memory too, {format_bytes(needed_bytes)} in all, above the budget of "
-                f"{format_bytes(plan.budget_bytes)}. {cure}, or call backward after "
-                "each forward pass"
+                f"and its plan counts {plan.in_flight}"
+                f"{' that are alike' if count < plan.in_flight else ''}: what the others "
+                f"have saved is in memory too, {format_bytes(needed_bytes)} in all, above "
+                f"the budget of {format_bytes(plan.budget_bytes)}. "
+                f"{self._cure(plan, count, needed_bytes - plan.budget_bytes)}, or call "
+                "backward after each forward pass"
             )
+
+    def _cure(self, plan: Plan, count: int, over_bytes: int) -> str:
+        if not self.is_plannable:
+            return (
+                "Put the calls into one module with one forward, give a budget that is "
+                f"{format_bytes(over_bytes)} less"
+            )
+        if count < plan.in_flight:
+            return (
+                "If some begin while there are gradients, as in the stages of a pipeline, "
+                f"give remat.fit(..., in_flight={plan.in_flight}, accumulate=True); else "
+                "let them have one shape"
+            )
+        return f"Give remat.fit(..., in_flight={count + 1})"
 
     def _saved_bytes(self, plan: Plan) -> int:
         known = self._saved.get(id(plan))
