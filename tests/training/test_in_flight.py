@@ -171,7 +171,7 @@ def test_what_cannot_be_in_flight_is_refused(
 
 
 def steady(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Train as a stage of a pipeline does: a backward pass after each but two passes."""
+    """Train as a pipeline does: a backward pass after each but two forward passes."""
     losses: list[torch.Tensor] = []
     waiting: list[torch.Tensor] = []
     for batch in [*BATCHES, *BATCHES]:

@@ -745,12 +745,14 @@ class _Analysis:
         for storage in self.transient_storages(self.held_outputs()):
             self.storages[storage] = replace(self.storages[storage], role=Role.OUTPUT)
         for position, node in enumerate(self.backward_values):
+            of = self.inputs[position]
+            role = Role.INPUT_GRADIENT if of.role is Role.INPUT else Role.GRADIENT
             for storage in self.transient_storages([node]):
                 if self.storages[storage].role is Role.ACTIVATION:
                     self.storages[storage] = replace(
                         self.storages[storage],
-                        role=Role.GRADIENT,
-                        name=f"gradient of {self.inputs[position].name}",
+                        role=role,
+                        name=f"gradient of {of.name}",
                     )
 
     def pin_held_outputs(self) -> None:

@@ -43,12 +43,16 @@ class Surroundings:
         The part of these that stays until the end of the step: the loss value.
     optimizer_workspace_bytes
         Most bytes that the optimizer's step adds.
+    has_tangents_of_its_own
+        Whether the gradients of the outputs are made for the step, and not in buffers
+        that are there before it and after it, and are counted among the residents.
     """
 
     resident_bytes: Mapping[Role, int] = field(default_factory=dict[Role, int])
     loss_peak_bytes: int = 0
     loss_held_bytes: int = 0
     optimizer_workspace_bytes: int = 0
+    has_tangents_of_its_own: bool = True
 
 
 def tensors_in(items: Any) -> list[torch.Tensor]:
@@ -134,8 +138,12 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
     """
     graph = program.graph
     loss_value = len(graph.storages)
+    in_buffers = () if surroundings.has_tangents_of_its_own else graph.tangents
     storages = [
-        *graph.storages,
+        *(
+            replace(storage, size_bytes=0) if number in in_buffers else storage
+            for number, storage in enumerate(graph.storages)
+        ),
         Storage(
             name="loss value",
             size_bytes=surroundings.loss_held_bytes,

@@ -4,18 +4,22 @@ Stages of a pipeline run so, and so do losses over several calls of one model. T
 passes are alike: in a graph of one of them, what belongs to the others is one block
 that is there during the whole step. While the first backward pass runs, that is what
 each of the others has saved; while the second runs, one has saved less, but what the
-first left behind, gradients above all, is there. Later there is less.
+first left behind, gradients above all, is there. Each further one leaves its outputs
+and the gradients of its inputs in the place of what it had saved.
 """
 
 from dataclasses import replace
 
-from remat.core.graph import Storage, TrainingGraph
+from remat.core.graph import Role, Storage, TrainingGraph
 from remat.core.liveness import schedule_from_order, store_all_order
 from remat.core.platform import single_device
 from remat.core.schedule import Boundary, Compute, Schedule
 from remat.core.simulator import Trace, simulate
 
 OTHERS = "of other passes in flight"
+
+_OF_EACH_PASS = (Role.OUTPUT, Role.INPUT_GRADIENT)
+"""What each pass leaves for itself; gradients of parameters are added up."""
 
 
 def saved_bytes(graph: TrainingGraph, schedule: Schedule, trace: Trace) -> int:
@@ -67,8 +71,13 @@ def beside_bytes(graph: TrainingGraph, saved_bytes: int, in_flight: int) -> int:
     if in_flight == 1:
         return 0
     final = (graph.storages[storage] for storage in graph.final_outputs)
-    left_bytes = sum(storage.size_bytes for storage in final if not storage.is_resident)
-    return (in_flight - 2) * saved_bytes + max(saved_bytes, left_bytes)
+    left = [storage for storage in final if not storage.is_resident]
+    left_bytes = sum(storage.size_bytes for storage in left)
+    own_bytes = sum(s.size_bytes for s in left if s.role in _OF_EACH_PASS)
+    others = in_flight - 2
+    return max(
+        (others + 1) * saved_bytes, others * max(saved_bytes, own_bytes) + left_bytes
+    )
 
 
 def with_passes(

@@ -259,3 +259,11 @@ def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 def kernel_of(compiled: Any) -> Call:
     """Return the callable in what the compiler of kernels made, without checks."""
     return compiled.current_callable
+
+
+# --- pipelines -----------------------------------------------------------------------
+
+
+def loss_of_schedule(schedule: Any) -> Call | None:
+    """Return the loss that the schedule of a pipeline was given, if it was."""
+    return schedule._loss_fn

@@ -377,6 +377,11 @@ ATTRIBUTES: dict[str, Private] = {
     "current_callable": Private(
         "torch._inductor.output_code", "calling fused kernels", text="current_callable"
     ),
+    "_loss_fn": Private(
+        "torch.distributed.pipelining.schedules",
+        "planning the last stage of a pipeline",
+        text="self._loss_fn",
+    ),
 }
 """Attribute that :mod:`remat.torch_compat.attributes` and others use -> where it is."""
 

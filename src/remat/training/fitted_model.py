@@ -54,7 +54,6 @@ from remat.torch_compat.attributes import (
 )
 from remat.torch_compat.attributes import plain_model as plain_model
 from remat.torch_compat.names import dynamo_config
-from remat.training.awaited_batch import AwaitedBatch
 from remat.training.caller_state import unchanged
 from remat.training.callers import (
     gradient_buckets_bytes,
@@ -74,6 +73,7 @@ from remat.training.request import (
 from remat.training.shape_ranges import ShapeRanges, checked_shapes
 from remat.training.step_backend import PlannedBackend, StoppedBeforeRunningError
 from remat.training.step_planning import Planner, optimizer_memory
+from remat.training.training_loop import AwaitedBatch, LoopMemory
 from remat.training.variants import Kind, TracedCall, VariantBackend
 
 logger = logging.getLogger("remat")
@@ -362,12 +362,16 @@ class FittedModel:
 
     def await_batch(self, awaited: AwaitedBatch) -> None:
         """Plan nothing until the model is called, then for what it is called with."""
-        self.planner.batches_ahead = awaited.batches_ahead
+        self.planner.loop = awaited.loop
         self._awaited = awaited
 
     def hold(self, held: Any) -> None:
         """Count tensors of the loop besides those that the model is called with."""
-        self.planner.held = held
+        self.planner.loop = replace(self.planner.loop, tensors=held)
+
+    def count(self, loop: LoopMemory) -> None:
+        """Count what a loop holds around each step."""
+        self.planner.loop = loop
 
     @property
     def is_awaiting(self) -> bool:

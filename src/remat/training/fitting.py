@@ -12,7 +12,6 @@ from remat.core.errors import CaptureError
 from remat.planning.plan import Plan
 from remat.planning.several_devices import Budget
 from remat.torch_compat.names import unset_fake_temporarily
-from remat.training.awaited_batch import AwaitedBatch
 from remat.training.caller_state import unchanged
 from remat.training.fitted_model import FittedModel, fitted_on, plain_model
 from remat.training.fitted_regions import fitted_for
@@ -24,6 +23,7 @@ from remat.training.request import (
 )
 from remat.training.stand_ins import where_memory_is, with_stand_ins
 from remat.training.step_planning import CompilerPlanner, optimizer_memory
+from remat.training.training_loop import AwaitedBatch, LoopMemory
 from remat.training.variants import VariantBackend
 
 
@@ -185,6 +185,42 @@ def fit(
     -----
     Whatever is raised, the model is as it was before the call.
     """
+    return fit_in_loop(
+        model,
+        args,
+        kwargs,
+        loop=LoopMemory(),
+        budget=budget,
+        plan=plan,
+        accumulate=accumulate,
+        **options,
+    )
+
+
+@shows_options(after="plan")
+def fit_in_loop(
+    model: nn.Module,
+    args: Any,
+    kwargs: Mapping[str, Any] | None,
+    *,
+    loop: LoopMemory,
+    budget: Budget | None = None,
+    plan: Plan | None = None,
+    accumulate: bool = False,
+    is_installed: bool = True,
+    **options: Unpack[PlanOptions],
+) -> Plan:
+    """Fit a model for a loop that has more in memory than the batch of a step.
+
+    Parameters
+    ----------
+    model, args, kwargs, budget, plan, accumulate
+        As for :func:`fit`, like the other options, and what is raised.
+    loop
+        What it has in memory.
+    is_installed
+        Whether the plan is to be installed on the model, or only returned.
+    """
     kwargs = keywords(kwargs)
     request = requested("fit", options, budget=budget, plan=plan)
     _check_accumulate(accumulate)
@@ -192,9 +228,11 @@ def fit(
     check_tracer()
     model = plain_model(model)
     with unset_fake_temporarily(), unchanged(model, request.optimizer):
-        fitted = fitted_for(model, request)
+        fitted = fitted_for(model, request, is_only_planned=not is_installed)
+        fitted.count(loop)
         result = fitted.plan_now(positional(args), kwargs, accumulate=accumulate)
-    fitted.install()
+    if is_installed:
+        fitted.install()
     return result
 
 
@@ -231,7 +269,8 @@ def fit_at_first_batch(
     check_model(model)
     check_tracer()
     fitted = fitted_for(plain_model(model), request)
-    fitted.await_batch(AwaitedBatch(request.optimizer, accumulate, batches_ahead))
+    loop = LoopMemory(batches_ahead=batches_ahead)
+    fitted.await_batch(AwaitedBatch(request.optimizer, accumulate, loop))
     fitted.install()
     return fitted
 

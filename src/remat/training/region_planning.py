@@ -510,7 +510,7 @@ class RegionPlanner(Planner):
         running.backward_bytes += sum(
             graph.storages[storage].size_bytes
             for storage in graph.final_outputs
-            if graph.storages[storage].role is Role.GRADIENT
+            if graph.storages[storage].role in (Role.GRADIENT, Role.INPUT_GRADIENT)
         )
         needed_bytes = max(running.held_bytes + peak_bytes, running.backward_bytes)
         budget_bytes = step.plan.budget_bytes or 0

@@ -74,6 +74,7 @@ from remat.training.callers import gradient_buckets_bytes
 from remat.training.request import PlanRequest
 from remat.training.shape_ranges import untouched_like
 from remat.training.sized_plans import SizedPlan
+from remat.training.training_loop import LoopMemory
 from remat.training.variants import Kind, TracedCall, describe_tensor
 
 PlanKey: TypeAlias = tuple[str, int, tuple[int, int]]
@@ -127,9 +128,8 @@ class Planner:
     gradient_bytes
         Bytes of the gradients of earlier passes that exist during the whole step that
         is planned now.
-    held, batches_ahead
-        What the caller's loop holds around the step: nested tensors, such as its batch,
-        and how many batches more.
+    loop
+        What the caller's loop holds around the step.
     assumed_gradient_bytes
         What these bytes are taken to be, where a step is planned before it is called.
     plans
@@ -157,9 +157,7 @@ class Planner:
         self.gradient_bytes = 0
         self.assumed_gradient_bytes: int | None = None
         self.batch: Any = ()
-        # What the caller's loop holds besides.
-        self.held: Any = ()
-        self.batches_ahead = 0
+        self.loop = LoopMemory()
         self.plans: dict[PlanKey, Plan] = {}
         self.latest: Plan | None = None
         self.planned_count = 0
@@ -473,13 +471,16 @@ class Planner:
                 self.batch_for(program),
                 captured_tensors(request.loss),
                 loss.read,
-                self.held,
+                self.loop.tensors,
             ),
             state_bytes,
             program.device,
             counted=program.given_storages,
         )
-        residents[Role.INPUT] = residents.get(Role.INPUT, 0) + self.ahead_bytes(program)
+        outside_bytes = self.ahead_bytes(program) + self.loop.held_bytes
+        residents[Role.INPUT] = residents.get(Role.INPUT, 0) + outside_bytes
+        if self.loop.tangent_bytes is not None:
+            residents[Role.TANGENT] = self.loop.tangent_bytes
         return Surroundings(
             resident_bytes={
                 **residents,
@@ -489,7 +490,8 @@ class Planner:
             },
             loss_peak_bytes=loss.peak_bytes,
             loss_held_bytes=loss.held_bytes,
-            optimizer_workspace_bytes=step_bytes,
+            optimizer_workspace_bytes=max(step_bytes, self.loop.merged_bytes),
+            has_tangents_of_its_own=self.loop.tangent_bytes is None,
         )
 
     def ahead_bytes(self, program: JointProgram) -> int:
@@ -501,10 +503,10 @@ class Planner:
             id(tensor): at_largest(tensor, ranges)
             for tensor, ranges in self.varying_inputs
         }
-        held = (self.batch, self.held)
+        held = (self.batch, self.loop.tensors)
         held = tree_map(lambda leaf: limits.get(id(leaf), leaf), held)
         sizes = resident_bytes(None, held, 0, program.device)
-        others = self.batches_ahead + self.request.passes_in_flight - 1
+        others = self.loop.batches_ahead + self.request.passes_in_flight - 1
         return others * sum(sizes.values())
 
     def batch_for(self, program: JointProgram) -> Any:
@@ -523,6 +525,8 @@ class Planner:
 
     def loss_memory(self, program: JointProgram) -> LossMemory:
         """Return what the caller's loss may need beyond the outputs."""
+        if self.loop.tangent_bytes is not None:
+            return LossMemory(peak_bytes=0, held_bytes=0)
         if self.loss is not None and self.model is not None:
             with autocast_again(program.autocast):
                 outputs = (

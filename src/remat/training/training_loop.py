@@ -1,0 +1,52 @@
+"""What is known of a training loop besides the batch that it calls the model with."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class LoopMemory:
+    """What a training loop has in memory besides the batch of the step that runs.
+
+    Parameters
+    ----------
+    batches_ahead
+        How many batches like that one.
+    tensors
+        What else it holds of each batch, nested.
+    held_bytes
+        What else it holds during the whole step.
+    tangent_bytes
+        Buffers for gradients of outputs, from which backward passes take theirs;
+        ``None`` where each gradient is a tensor of its own, made by the loss.
+    merged_bytes
+        Most bytes that are there after the last backward pass, besides what the
+        optimizer's step makes, and not during that.
+    """
+
+    batches_ahead: int = 0
+    tensors: Any = ()
+    held_bytes: int = 0
+    tangent_bytes: int | None = None
+    merged_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class AwaitedBatch:
+    """How a model is planned once its training loop calls it for the first time.
+
+    Parameters
+    ----------
+    optimizer
+        Must be as it was after planning; ``None`` if none is known.
+    accumulate
+        Whether steps that add to gradients of an earlier one are planned, too.
+    loop
+        What the loop holds.
+    """
+
+    optimizer: Optimizer | None
+    accumulate: bool = False
+    loop: LoopMemory = field(default_factory=LoopMemory)

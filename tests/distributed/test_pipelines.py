@@ -1,0 +1,289 @@
+"""Stages of a pipeline within budgets: bitwise, as predicted, for kinds of schedule."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from examples import pipeline
+from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+from remat.core.errors import BudgetError
+from remat.core.units import format_bytes
+from remat.integrations.pipelining import fit_stage, plan_stages
+from remat.profile.memory import measure
+from remat.training.fitted_model import fitted_on
+from tests.distributed.processes import in_processes
+
+WIDTH, ROWS, MICROBATCHES = 64, 256, 4
+CPU = torch.device("cpu")
+X, TARGET = (
+    torch.randn(
+        ROWS * MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(seed)
+    )
+    for seed in (3, 4)
+)
+KINDS: dict[str, Any] = {
+    "GPipe": ScheduleGPipe,
+    "1F1B": Schedule1F1B,
+    "Interleaved1F1B": ScheduleInterleaved1F1B,
+}
+BUDGETS = {
+    "GPipe": (65, 65),
+    "1F1B": (65, 85),
+    "Interleaved1F1B": (65, 70, 80, 100),
+}
+"""For each stage, in per cent of its plain peak; the last one keeps less."""
+
+
+class Block(nn.Module):
+    """A residual block with a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.gelu(self.up(x))
+        return x + self.dropout(self.down(hidden))
+
+
+def part(index: int, depth: int) -> nn.Module:
+    """Return the module of a stage."""
+    torch.manual_seed(index)
+    return nn.Sequential(*(Block() for _ in range(depth)))
+
+
+def loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(outputs, target)
+
+
+class Pipeline:
+    """What one process has of a pipeline."""
+
+    def __init__(self, rank: int, kind: str, *, count: int) -> None:
+        self.rank, self.kind = rank, kind
+        own = range(rank, count, 2)
+        self.parts = nn.ModuleList([part(index, 8 // count) for index in own])
+        self.optimizers = [
+            torch.optim.AdamW(module.parameters()) for module in self.parts
+        ]
+        self.stages = [
+            PipelineStage(module, index, count, CPU)
+            for index, module in zip(own, self.parts, strict=True)
+        ]
+        given: Any = self.stages if len(self.stages) > 1 else self.stages[0]
+        self.schedule = KINDS[kind](given, MICROBATCHES, loss_fn=loss)
+
+    def fit(self, budgets: list[int | str]) -> list[Any]:
+        """Give each stage a budget."""
+        plans: list[Any] = []
+        for stage, optimizer, budget in zip(
+            self.stages, self.optimizers, budgets, strict=True
+        ):
+            target = TARGET[:ROWS] if stage.is_last else None
+            plans.append(
+                fit_stage(
+                    stage,
+                    self.schedule,
+                    X[:ROWS],
+                    target=target,
+                    budget=budget,
+                    optimizer=optimizer,
+                    costs="estimated",
+                )
+            )
+        return plans
+
+    def step(self) -> list[torch.Tensor]:
+        losses: list[torch.Tensor] = []
+        first = (X,) if self.rank == 0 else ()
+        last = {} if self.rank == 0 else {"target": TARGET, "losses": losses}
+        self.schedule.step(*first, **last)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return [each.detach() for each in losses]
+
+    def run(self) -> list[torch.Tensor]:
+        torch.manual_seed(7)
+        losses = self.step() + self.step()
+        return [*losses, *(p.detach().clone() for p in self.parts.parameters())]
+
+    def peak_bytes(self) -> int:
+        # Of X and TARGET a process has what it is given.
+        resident = [self.parts, self.optimizers, TARGET if self.rank else X]
+        for stage in self.stages:
+            infos = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
+            resident += [info.buffer for each in infos for info in each]
+        return measure(self.step, warmup=1, repeats=0, resident=resident).peak_bytes
+
+
+def largest(module: nn.Module) -> int:
+    """Return the largest peak of the plans of a stage, with gradients and without."""
+    fitted = fitted_on(module)
+    assert fitted is not None
+    return max(plan.peak_bytes for plan in fitted.planner.plans.values())
+
+
+def run(rank: int, kind: str, count: int) -> dict[str, Any]:
+    """Return what one process finds."""
+    plain = Pipeline(rank, kind, count=count)
+    expected = plain.run()
+    measured = plain.peak_bytes()
+    planned = Pipeline(rank, kind, count=count)
+    plans = planned.fit([f"{BUDGETS[kind][s.stage_index]}%" for s in planned.stages])
+    found = planned.run()
+    return {
+        "is_equal": all(
+            torch.equal(one, other) for one, other in zip(found, expected, strict=True)
+        ),
+        "plain": measured,
+        "peak": planned.peak_bytes(),
+        "budgets": [plan.budget_bytes for plan in plans],
+        "predicted": [largest(module) for module in planned.parts],
+        "in_flight": [plan.in_flight for plan in plans],
+        "recomputed": sum(plan.recomputed_op_count for plan in plans),
+        "baseline": [plan.baseline_peak_bytes for plan in plans],
+    }
+
+
+def refusals(rank: int) -> list[str]:
+    """Return what is said of stages that cannot be fitted."""
+    stages: list[Any] = [PipelineStage(part(i, 1), i, 4, CPU) for i in (rank, rank + 2)]
+    split = ScheduleInterleavedZeroBubble(stages, MICROBATCHES, loss_fn=loss)
+    without = ScheduleInterleaved1F1B(stages, MICROBATCHES)
+    good = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=loss)
+    last = stages[1]
+    calls: list[Callable[[], object]] = [
+        lambda: fit_stage(last, split, X, budget="1 GiB"),
+        lambda: fit_stage(last, without, X, budget="1 GiB"),
+        lambda: fit_stage(last.submod, good, X, budget="1 GiB"),
+        lambda: fit_stage(last, good, X, budget="1 GiB", in_flight=2),
+        lambda: fit_stage(last, good, X, budget="1 GiB", regions="blocks"),
+    ]
+    if rank:
+        calls.append(lambda: fit_stage(last, good, X, budget="1 GiB"))
+    found: list[str] = []
+    for call in calls:
+        try:
+            call()
+        except (TypeError, ValueError) as error:
+            found.append(str(error))
+    return found
+
+
+def run_all(rank: int) -> dict[str, Any]:
+    """Return what one process finds of all kinds."""
+    found: dict[str, Any] = {
+        kind: run(rank, kind, 4 if kind == "Interleaved1F1B" else 2) for kind in KINDS
+    }
+    return {**found, "refusals": refusals(rank), "example": pipeline.train()}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    """Return what each of two processes found."""
+    return in_processes(run_all)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_keep_their_budgets_bit_for_bit(
+    kind: str, found: list[dict[str, Any]]
+) -> None:
+    for each in (process[kind] for process in found):
+        assert each["is_equal"]
+        assert each["recomputed"] > 0
+        assert each["peak"] <= sum(each["budgets"]) < each["plain"]
+        if len(each["budgets"]) == 1:
+            assert each["peak"] <= each["predicted"][0] <= 1.025 * each["peak"]
+
+
+def test_each_schedule_gives_stages_their_passes_in_flight(
+    found: list[dict[str, Any]],
+) -> None:
+    in_flight = {kind: [each[kind]["in_flight"] for each in found] for kind in KINDS}
+    assert in_flight == {
+        "GPipe": [[4], [4]],
+        "1F1B": [[2], [1]],
+        "Interleaved1F1B": [[4, 2], [3, 1]],
+    }
+
+
+def test_the_example_learns(found: list[dict[str, Any]]) -> None:
+    first, second, third = found[1]["example"]
+    assert found[0]["example"] == []
+    assert first > second > third
+
+
+def test_what_cannot_be_fitted_is_refused(found: list[dict[str, Any]]) -> None:
+    words = ["splits its backward", "no loss", "stage is of type Sequential"]
+    words += ["takes in_flight from the schedule", "as one graph", "needs a target"]
+    for rank, process in enumerate(found):
+        said = process["refusals"]
+        assert len(said) == len(words) - 1 + rank
+        for text, message in zip(words, said, strict=False):
+            assert text in message
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
+def test_the_report_is_what_the_stages_are_planned_for(
+    schedule: str, found: list[dict[str, Any]]
+) -> None:
+    parts = [part(index, 4) for index in range(2)]
+    optimizers = [torch.optim.AdamW(module.parameters()) for module in parts]
+    report = plan_stages(
+        parts,
+        X[:ROWS],
+        microbatches=MICROBATCHES,
+        loss_fn=loss,
+        target=TARGET[:ROWS],
+        budget="1 GiB",
+        schedule=schedule,
+        optimizers=optimizers,
+        costs="estimated",
+    )
+    rows = str(report).splitlines()
+    assert len(rows) == 3
+    for plan, each, row in zip(report.plans, found, rows[1:], strict=True):
+        assert plan.baseline_peak_bytes == each[schedule]["baseline"][0]
+        assert row.split()[1] == str(each[schedule]["in_flight"][0])
+        assert format_bytes(plan.peak_bytes) in row
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"schedule": "DualPipe"}, "'1F1B' or 'GPipe'"),
+        ({"microbatches": 0}, "0 microbatches"),
+        ({"optimizers": []}, "0 optimizers"),
+        ({"target": None}, "needs a target"),
+    ],
+)
+def test_reports_of_nothing_are_refused(options: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {"microbatches": 2, "loss_fn": loss, "target": TARGET}
+    with pytest.raises(ValueError, match=words):
+        plan_stages([nn.Linear(WIDTH, 1)], X, budget="1 GiB", **{**given, **options})
+
+
+def test_the_stage_that_has_no_plan_is_named() -> None:
+    with pytest.raises(BudgetError) as error:
+        plan_stages(
+            [nn.Linear(WIDTH, WIDTH)],
+            X[:1],
+            microbatches=2,
+            loss_fn=loss,
+            target=TARGET[:1],
+            budget="1 kB",
+            costs="estimated",
+        )
+    assert "stage 0 of 1" in error.value.__notes__[0]
