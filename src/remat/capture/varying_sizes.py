@@ -22,6 +22,7 @@ from remat.torch_compat.names import (
     FakeTensor,
     FakeTensorMode,
     PythonReferenceAnalysis,
+    disable_current_modes,
     sympy_interp,
     tree_map,
 )
@@ -319,9 +320,11 @@ class VaryingSizes:
         """Let the nodes of the joint graph have the values that they have at sizes."""
         self.sizes = sizes
         convert = _AtSizes(self, sizes)
-        for node in self.joint.graph.nodes:
-            if _SYMBOLIC in node.meta:
-                node.meta["val"] = tree_map(convert, node.meta[_SYMBOLIC])
+        # The tracer's modes would look at each of the new tensors, too.
+        with disable_current_modes():
+            for node in self.joint.graph.nodes:
+                if _SYMBOLIC in node.meta:
+                    node.meta["val"] = tree_map(convert, node.meta[_SYMBOLIC])
 
     def value_at(self, node: fx.Node, sizes: Sizes) -> Any:
         """Return the value of one node at sizes."""
