@@ -22,6 +22,7 @@ from remat.torch_compat.accelerators import (
     device_count,
     device_module,
     is_accelerator,
+    pinned_bytes,
 )
 from remat.torch_compat.names import disable_current_modes
 
@@ -177,10 +178,9 @@ def _fastest_copy_ns(source: str, target: str, size_bytes: int) -> int:
 
 
 def _block(place: str, size_bytes: int, *, is_pinned: bool) -> torch.Tensor:
-    is_pinned = is_pinned and place == "cpu"
-    return torch.empty(
-        size_bytes, dtype=torch.uint8, device=place, pin_memory=is_pinned
-    )
+    if is_pinned and place == "cpu":
+        return pinned_bytes(size_bytes)
+    return torch.empty(size_bytes, dtype=torch.uint8, device=place)
 
 
 def _synchronise(*places: str) -> None:

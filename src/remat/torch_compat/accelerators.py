@@ -87,6 +87,15 @@ def memory_stats(place: torch.device | str, *, reset: bool = False) -> dict[str,
     return dict(module.memory_stats(device))
 
 
+def pinned_bytes(size_bytes: int) -> torch.Tensor:
+    """Return fresh bytes of the host that the accelerator copies from and to."""
+    # torch asks the accelerator's own code, which one written in Python has not.
+    make = getattr(device_module(accelerator_type()), "pinned_bytes", None)
+    if make is not None:
+        return make(size_bytes)
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+
 @contextmanager
 def forked_random_state(devices: Iterable[torch.device]) -> Generator[None]:
     """Put the random state of the CPU, and of these accelerators, back at the end."""

@@ -23,8 +23,8 @@ class Faults:
         Whether what is issued to streams other than the default one waits until
         somebody waits for it; else it happens when it is issued.
     random_operator
-        Name of an operator (``"aten.mm"``) whose results differ from run to run in the
-        last bit, or ``None``.
+        Name of an operator (``"aten.mm"``) of whose results every second one differs in
+        the last bit, or ``None``.
     is_lost
         Whether the device has disappeared.
     """
@@ -33,6 +33,7 @@ class Faults:
     copies_are_late: bool = True
     random_operator: str | None = None
     is_lost: bool = False
+    _run_count: int = 0
 
     @contextmanager
     def set(self, **switches: Any) -> Generator[None]:
@@ -53,6 +54,13 @@ class Faults:
             return False
         self.failing_request -= 1
         return self.failing_request < 0
+
+    def disturbs(self, operator: str) -> bool:
+        """Count a run of an operator, and return whether its result is to differ."""
+        if operator.rpartition(".")[0] != self.random_operator:
+            return False
+        self._run_count += 1
+        return self._run_count % 2 == 0
 
     def on_use(self) -> None:
         """Refuse whatever is asked of a device that is lost.

@@ -79,6 +79,10 @@ class _Module(ModuleType):
         """Let the peaks start from what is in use."""
         MEMORY.reset_peaks()
 
+    def pinned_bytes(self, size_bytes: int) -> torch.Tensor:
+        """Return bytes of the host that torch's allocator for it does not know."""
+        return torch.frombuffer(bytearray(size_bytes), dtype=torch.uint8)
+
     def empty_cache(self) -> None:
         """Give back what is not in use."""
         MEMORY.empty_cache()
@@ -116,4 +120,5 @@ def register(capacity_bytes: int | None = None) -> None:
         library.impl(name, kernel, "AutocastPrivateUse1")
     others = torch.library.Library("_", "IMPL")
     others.fallback(kernels.run_on_host, "PrivateUse1")
+    others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     _LIBRARIES.extend((library, others))

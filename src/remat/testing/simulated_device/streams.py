@@ -83,7 +83,7 @@ class Event:
         Ignored: the time is always noted.
     """
 
-    def __init__(self, enable_timing: bool = False, **_options: Any) -> None:  # noqa: FBT001, FBT002 - as torch's
+    def __init__(self, enable_timing: bool = False, **_options: Any) -> None:
         del enable_timing
         self._stream: Stream | None = None
         self._happened_ns = 0
