@@ -250,6 +250,12 @@ class FittedRegions(FittedModel):
         self._stale.clear()
         self._blocks = self._block_calls(self.planner.request.regions)
 
+    def forget(self) -> None:
+        """Forget all plans, so that what is called next is traced and planned."""
+        super().forget()
+        self._steps_by_kind.clear()
+        self._stale.clear()
+
     def _recorded(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: Gathering
     ) -> Recording:
@@ -393,6 +399,7 @@ class FittedDeepModel(FittedRegions):
             replace(self.planner.request, regions="whole", optimizer=optimizer),
             is_only_planned=self._is_only_planned,
         )
+        whole.plans_as(self)
         try:
             plan = whole.plan_step(args, kwargs, gradient_bytes)
         except RematError as error:
@@ -410,6 +417,11 @@ class FittedDeepModel(FittedRegions):
         """
         made_by_now = super() if self._whole is None else self._whole
         return made_by_now.latest_plan()
+
+    def forget(self) -> None:
+        """Forget all plans, so that what is called next is traced and planned."""
+        super().forget()
+        self._whole = None
 
     def set_budget(self, plan: Plan) -> None:
         """Plan whatever comes next anew, within the bytes of ``plan``."""
