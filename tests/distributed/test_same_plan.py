@@ -1,4 +1,4 @@
-"""All processes run one plan, or all raise an error that names who stands in the way."""
+"""All processes run one plan, or all raise an error that names who is at fault."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ class Odd(Language):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if dist.get_rank():
-            print("odd")
+            torch._dynamo.graph_break()
         return super().forward(ids)
 
 

@@ -30,9 +30,9 @@ class Amounts:
         Of each op on each device kind.
     """
 
-    sizes_bytes: Sequence[int]
-    costs_ns: Sequence[Sequence[int | None]]
-    workspaces_bytes: Sequence[Sequence[int]]
+    sizes_bytes: list[int]
+    costs_ns: list[list[int | None]]
+    workspaces_bytes: list[list[int]]
 
 
 def amounts_of(graph: TrainingGraph) -> Amounts:
@@ -145,11 +145,9 @@ def difference(facts: Sequence[Mapping[str, str]]) -> Difference | None:
             who = f"process {ranks[0]} differs"
             if len(ranks) > 1:
                 who = f"processes {', '.join(map(str, ranks))} differ"
-            others = (
-                "the others have"
-                if len(values) > len(ranks) + 1
-                else (f"process {values.index(common)} has")
-            )
+            others = "the others have"
+            if len(values) == len(ranks) + 1:
+                others = f"process {values.index(common)} has"
             text = f"{who} in {name}: {values[ranks[0]]}, where {others} {common}"
             return Difference(ranks, text)
     return None

@@ -1,4 +1,4 @@
-"""Process groups: who is in one, how long it waits, and where its processes leave words.
+"""Process groups: who is in one, how long it waits, and how words get around.
 
 Words go through the store by which the processes found each other, not through the
 devices: a process that does not come holds nobody up for longer than is said, and
@@ -23,10 +23,11 @@ _LONGEST_PAUSE_S = 0.05
 
 
 def group_around(model: nn.Module) -> Any:
-    """Return the processes that train copies or pieces of a model, ``None`` if it is whole.
+    """Return the processes that train copies or pieces of a model.
 
-    Those of the ``DistributedDataParallel`` whose forward runs, or those among which
-    ``fully_shard`` divided the model. None are in a group that is only simulated.
+    ``None`` if this one trains it alone. Those of the ``DistributedDataParallel`` whose
+    forward runs, or those among which ``fully_shard`` divided the model. None are in a
+    group that is only simulated.
     """
     wrapper = active_wrapper()
     if wrapper is None:
@@ -55,7 +56,8 @@ class Postings:
     def __init__(self, group: dist.ProcessGroup, prefix: str) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.timeout_s = _timeout_s(group)
-        self._store = group.get_group_store()
+        # Annotated to take text alone, and takes bytes.
+        self._store: Any = group.get_group_store()
         self._prefix = prefix
 
     def post(self, name: str, word: bytes) -> None:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import fx, nn
 
 import remat
-
 from remat.capture.joint_program import JointProgram
 from remat.capture.returned import note_returned
 from remat.capture.surroundings import tensors_in
@@ -96,8 +95,8 @@ def _tracer_settings(*, is_whole: bool) -> AbstractContextManager[None]:
 
     By default the tracer gives up after eight variants of a step, and does not look
     for hooks that are added later. Where the model may be split, it is at NumPy's
-    random draws; in one graph the tracer draws from torch's generator instead. Inside of
-    a ``DistributedDataParallel`` it splits no graph at the borders of buckets.
+    random draws; in one graph the tracer draws from torch's generator instead. Inside
+    of a ``DistributedDataParallel`` it splits no graph at the borders of buckets.
     """
     return dynamo_config.patch(
         optimize_ddp=False,
@@ -185,7 +184,8 @@ class FittedModel:
         self._asked = replace(request, optimizer=None)
         self._accumulates = False
         # Name of the group whose processes have planned together, "" for none yet.
-        self._planned_in: str | None = None
+        self._planned_in = ""
+        self._has_trained = False
         self._has_given_plan = (
             request.given_plan is not None and request.optimizer is None
         )
@@ -331,20 +331,17 @@ class FittedModel:
     def _plan_with_others(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Plan anew, with others, at the first call in a group that has not planned yet.
+        """Plan anew, with others, at the first call in a group that has not planned.
 
-        What was planned before the model was wrapped, each process planned for itself.
+        What was planned before the model was wrapped, each planned for itself.
         """
         if self._asked.given_plan is not None:
             return
-        if self._planned_in is None:
-            # Looks through all modules, and whoever divides a model does so by then.
-            self._planned_in = ""
-            group = self._group_now()
-        elif self._asked.group == "auto" and active_wrapper() is not None:
-            group = self._group_now()
-        else:
+        # Looks through all modules, and whoever divides a model does so by then.
+        if self._has_trained and active_wrapper() is None:
             return
+        self._has_trained = True
+        group = self._group_now()
         if group is None or _name_of(group) == self._planned_in:
             return
         optimizer = None if self._optimizer is None else self._optimizer()
@@ -352,10 +349,16 @@ class FittedModel:
         with unchanged(self.model, optimizer):
             self.plan_now(args, kwargs, accumulate=self._accumulates)
 
-    def plans_as(self, other: "FittedModel") -> None:
-        """Plan with whom another one planned the same model, for what it was asked."""
-        self._asked, self._planned_in = other._asked, other._planned_in
-        self._accumulates = other._accumulates
+    def share_plans_with(self, other: "FittedModel") -> None:
+        """Let another one plan the same model for the same, with the same processes."""
+        other.plans_for(self._asked, self._planned_in, accumulates=self._accumulates)
+
+    def plans_for(
+        self, asked: PlanRequest, planned_in: str, *, accumulates: bool
+    ) -> None:
+        """Take what was asked for, and the group that has planned that already."""
+        self._asked, self._planned_in = asked, planned_in
+        self._accumulates = accumulates
 
     def forget(self) -> None:
         """Forget all plans, so that what is called next is traced and planned."""

@@ -399,7 +399,7 @@ class FittedDeepModel(FittedRegions):
             replace(self.planner.request, regions="whole", optimizer=optimizer),
             is_only_planned=self._is_only_planned,
         )
-        whole.plans_as(self)
+        self.share_plans_with(whole)
         try:
             plan = whole.plan_step(args, kwargs, gradient_bytes)
         except RematError as error:

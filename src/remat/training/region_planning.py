@@ -369,7 +369,7 @@ class RegionPlanner(Planner):
         )
 
     def _solve_regions(
-        self, program: JointProgram, graph: TrainingGraph, budget: Budget | None
+        self, program: JointProgram, graph: TrainingGraph, budget: int | str
     ) -> Plan:
         """Return a plan of a step of several graphs with its costs."""
         request = self.request

@@ -639,7 +639,7 @@ class Planner:
         platform: Platform | None,
         budget: Budget | None,
     ) -> Plan:
-        """Return a plan of a step with its costs, on several devices if they are given."""
+        """Return a plan of a step with its costs, on the devices that are given."""
         request = self.request
         settings = {"torch": torch.__version__, "costs": request.costs}
         plan, known = None, equal_plan(graph, self.plans.values())
