@@ -14,6 +14,7 @@ from tests.distributed.models import (
     batch_of,
     language,
     peak_bytes,
+    smallest,
     trained,
 )
 from tests.distributed.processes import in_processes
@@ -65,7 +66,7 @@ def run(rank: int) -> dict[str, dict[str, Any]]:
         plain = parallel(language(), kind)
         optimizer = optimizer_of(plain)
         expected = trained(plain, ids, optimizer)
-        budget = peak_bytes(plain, ids, optimizer) * 7 // 10
+        budget = smallest(peak_bytes(plain, ids, optimizer)) * 7 // 10
         model = language()
         optimizer = optimizer_of(model)
         remat.fit(model, ids, budget=budget, optimizer=optimizer, **options)
