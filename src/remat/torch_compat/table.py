@@ -312,6 +312,10 @@ ATTRIBUTES: dict[str, Private] = {
         "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module",
         "counting the gradient buckets of DistributedDataParallel",
     ),
+    "_DEFAULT_FIRST_BUCKET_BYTES": Private(
+        "torch.distributed:_DEFAULT_FIRST_BUCKET_BYTES",
+        "handing gradients to DistributedDataParallel as they are ready",
+    ),
     "_get_backend": Private("torch.distributed:ProcessGroup._get_backend", _TIMEOUT),
     "_device_types": Private("torch.distributed:ProcessGroup._device_types", _TIMEOUT),
     "_orig_mod": Private(

@@ -301,8 +301,12 @@ class FittedModel:
         if existing_bytes > least_bytes:
             self.plan_step(args, kwargs, least_bytes)
         elif accumulate:
-            self.plan_step(args, kwargs, least_bytes + made_gradient_bytes(plan))
+            self.plan_step(args, kwargs, least_bytes + self.left_bytes(plan))
         return plan
+
+    def left_bytes(self, plan: Plan) -> int:
+        """Return the bytes of the gradients that a planned step leaves behind."""
+        return made_gradient_bytes(plan)
 
     def _group_now(self) -> dist.ProcessGroup | None:
         """Return the processes that plan together now, ``None`` if each for itself."""

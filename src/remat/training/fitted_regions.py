@@ -250,6 +250,14 @@ class FittedRegions(FittedModel):
         self._stale.clear()
         self._blocks = self._block_calls(self.planner.request.regions)
 
+    def left_bytes(self, plan: Plan) -> int:
+        """Return the bytes of the gradients that a planned step leaves behind."""
+        if not self.planner.groups:
+            return super().left_bytes(plan)
+        # What is left of gathered gradients are pieces.
+        parameters = (p for p in self.model.parameters() if p.requires_grad)
+        return sum(local_part(parameter).nbytes for parameter in parameters)
+
     def forget(self) -> None:
         """Forget all plans, so that what is called next is traced and planned."""
         super().forget()
