@@ -22,6 +22,7 @@ from torch import fx
 
 from remat.capture.autocast import autocast_again
 from remat.capture.joint_program import is_view
+from remat.core.errors import ExecutionError
 from remat.runtime.copies import copy_bytes
 from remat.runtime.undefined import place_of
 from remat.torch_compat.names import BoxedCodeGen
@@ -137,15 +138,18 @@ class EarlyGradients:
                 found[position] = value
         return found, passes
 
-    def watch(self, outputs: Sequence[Any], passes: "_Passes") -> None:
+    def watch(self, outputs: Sequence[Any], passes: _Passes) -> None:
         """Let gates have the gradients when the backward pass of outputs begins."""
 
         def begin(_gradients: Sequence[Any]) -> None:
             self._begun.passes = passes
 
-        places = (place_of(output) for output in outputs)
-        step, _ = next(place for place in places if place is not None)
-        step.register_prehook(begin)
+        for output in outputs:
+            found = place_of(output)
+            if found is not None:
+                step, _ = found
+                step.register_prehook(begin)
+                return
 
     def begins(self, values: list[Any], undefined: frozenset[int]) -> bool:
         """Whether gates run the backward pass that begins now, on these values.
@@ -258,7 +262,7 @@ def _in_pieces(module: fx.GraphModule, pieces: Sequence[Piece]) -> Code:
     text, count = re.subn(pattern, r"\1yield \2", written.src, flags=re.MULTILINE)
     if count != len(pieces):
         msg = f"{len(pieces)} pieces, but {count} were found in the code"
-        raise AssertionError(msg)
+        raise ExecutionError(msg)
     found: dict[str, Any] = dict(written.globals)
     exec(compile(text, "<backward pass in pieces>", "exec"), found)  # noqa: S102
     forward: Any = found["forward"]
