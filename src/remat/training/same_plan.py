@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from remat.core.errors import BudgetError, RankError
 from remat.core.graph import TrainingGraph
-from remat.planning.plan import Plan, plan_from_json
+from remat.planning.plan import Plan, plan_from_json, plan_to_json
 from remat.planning.same_plan import (
     Amounts,
     amounts_of,
@@ -145,7 +145,7 @@ class Session:
             budgets = [each["budget_bytes"] for each in said]
             least = budget if None in budgets else min(budgets)
             found.append(solve(with_largest(graph, amounts), least))
-            return {"plan": found[0].to_json()}
+            return {"plan": plan_to_json(found[0])}
 
         found: list[Plan] = []
         answered = self._ask(
