@@ -183,8 +183,8 @@ class FittedModel:
         # What is asked for, before a percentage is a number of bytes.
         self._asked = replace(request, optimizer=None)
         self._accumulates = False
-        # Name of the group whose processes have planned together, "" for none yet.
-        self._planned_in = ""
+        # The group whose processes have planned together, and whether in a wrapper.
+        self._planned_in = _place(None)
         self._has_trained = False
         self._has_given_plan = (
             request.given_plan is not None and request.optimizer is None
@@ -269,7 +269,7 @@ class FittedModel:
         """
         self._accumulates = accumulate
         group = self._group_now()
-        before, self._planned_in = self._planned_in, _name_of(group)
+        before, self._planned_in = self._planned_in, _place(group)
         try:
             with planning_together(group, self._facts()) as session:
                 plan = self._plan_kinds(args, kwargs, accumulate=accumulate)
@@ -346,7 +346,7 @@ class FittedModel:
             return
         self._has_trained = True
         group = self._group_now()
-        if group is None or _name_of(group) == self._planned_in:
+        if group is None or _place(group) == self._planned_in:
             return
         optimizer = None if self._optimizer is None else self._optimizer()
         self.forget()
@@ -358,7 +358,7 @@ class FittedModel:
         other.plans_for(self._asked, self._planned_in, accumulates=self._accumulates)
 
     def plans_for(
-        self, asked: PlanRequest, planned_in: str, *, accumulates: bool
+        self, asked: PlanRequest, planned_in: tuple[str, bool], *, accumulates: bool
     ) -> None:
         """Take what was asked for, and the group that has planned that already."""
         self._asked, self._planned_in = asked, planned_in
@@ -838,8 +838,9 @@ class _Replicating:
         return (_same, (replication_of(self.fitted.model),))
 
 
-def _name_of(group: dist.ProcessGroup | None) -> str:
-    return "" if group is None else group.group_name
+def _place(group: dist.ProcessGroup | None) -> tuple[str, bool]:
+    """Return the name of a group, "" for none, and whether a wrapper is around."""
+    return "" if group is None else group.group_name, active_wrapper() is not None
 
 
 def _same(value: Any) -> Any:
