@@ -40,7 +40,7 @@ def of_the_first(function: Callable[..., Any]) -> tuple[Any, list[int | None]]:
         return _found(folder, 0), codes
 
 
-_LONGEST_S = 60
+_LONGEST_S = 250
 
 
 def _found(folder: str, rank: int) -> Any:

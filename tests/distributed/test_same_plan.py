@@ -18,7 +18,7 @@ from remat.training.fitted_model import fitted_on
 from tests.distributed.models import Language, batch_of, trained
 from tests.distributed.processes import of_the_first
 
-TIMEOUT_S = 2
+TIMEOUT_S = 6
 
 
 class Odd(Language):
@@ -46,16 +46,24 @@ def attempt(call: Callable[[], object]) -> dict[str, Any]:
 def run(rank: int) -> dict[str, list[dict[str, Any]]]:
     """Return what both processes find, and then lose the second."""
     ids = batch_of(rank)
-    hasty = dist.new_group([0, 1], timeout=timedelta(seconds=TIMEOUT_S))
+    patient, hasty = (
+        dist.new_group([0, 1], timeout=timedelta(seconds=seconds))
+        for seconds in (600, TIMEOUT_S)
+    )
     model = Language(2)
     remat.fit(model, ids, budget="80%", regions="whole")
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.05, process_group=hasty)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.05, process_group=patient)
     optimizer = torch.optim.SGD(wrapped.parameters(), 1e-3)
 
     def fit(
         model: Language, ids: torch.Tensor = ids, budget: str = "80%", **options: Any
     ) -> str:
-        options = {"group": hasty, "costs": "estimated", "regions": "whole", **options}
+        options = {
+            "group": patient,
+            "costs": "estimated",
+            "regions": "whole",
+            **options,
+        }
         return plan_digest(remat.fit(model, ids, budget=budget, **options))
 
     def planned() -> list[Any]:
@@ -73,9 +81,13 @@ def run(rank: int) -> dict[str, list[dict[str, Any]]]:
         trained(wrapped, ids[: 16 - 8 * rank], optimizer, 1)
         return before.planner.planned_count
 
-    def late() -> str:
-        time.sleep(2 * TIMEOUT_S * rank)
-        return fit(Language(1))
+    def late() -> dict[str, Any]:
+        if rank:
+            dist.barrier()
+            return attempt(lambda: fit(Language(1), group=hasty))
+        found = attempt(lambda: fit(Language(1), group=hasty))
+        dist.barrier()
+        return found
 
     calls: dict[str, Callable[[], object]] = {
         "wrapped": planned,
@@ -85,13 +97,14 @@ def run(rank: int) -> dict[str, list[dict[str, Any]]]:
         "too small": lambda: fit(Language(1), budget="10%"),
         "each for itself": lambda: fit(Language(1), ids[: 16 - 8 * rank], group=None),
         "failure": lambda: fit(Odd(1)),
-        "late": late,
-        "after that": lambda: fit(Language(1)),
     }
     found: dict[str, dict[str, Any]] = {}
     for name, call in calls.items():
         dist.barrier()
         found[name] = attempt(call)
+    found["late"] = late()
+    dist.barrier()
+    found["after that"] = attempt(lambda: fit(Language(1), group=hasty))
     both: list[Any] = [None, None]
     dist.all_gather_object(both, found)
     if rank:
@@ -99,11 +112,11 @@ def run(rank: int) -> dict[str, list[dict[str, Any]]]:
         weight.register_hook(lambda _gradient: os.kill(os.getpid(), signal.SIGKILL))
     lost = {
         "in a step": attempt(lambda: trained(wrapped, ids, optimizer, 1)),
-        "in planning": attempt(lambda: fit(Language(1))),
+        "in planning": attempt(lambda: fit(Language(1), group=hasty)),
         "alone again": attempt(lambda: fit(Language(1), group=None)),
     }
     return {
-        **{name: [each[name] for each in both] for name in calls},
+        **{name: [each[name] for each in both] for name in found},
         **{name: [each] for name, each in lost.items()},
     }
 
