@@ -126,15 +126,3 @@ def _timeout_s(group: dist.ProcessGroup) -> float:
 def _backend_of(group: dist.ProcessGroup) -> Any:
     types = [device.type for device in group._device_types]
     return group._get_backend(torch.device("cpu" if "cpu" in types else types[0]))
-
-
-def simulate_group(size: int) -> None:
-    """Begin a default process group of which this process is the first and only one.
-
-    Its collectives return at once, and leave what they are to fill as it is. So a step
-    of many processes can be planned, and not run, in one.
-    """
-    # Of torch's own tests, and slow to import.
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
-
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
