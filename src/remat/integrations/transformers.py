@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -155,7 +156,7 @@ def _copies_batches(args: TrainingArguments) -> bool:
     The device of a distributed process without accelerators is ``cpu:0``, and torch
     copies a tensor on ``cpu`` each time it is sent there.
     """
-    return args.device.type == "cpu" and args.device.index is not None
+    return args.device == torch.device("cpu", 0)
 
 
 def _check_supported(args: TrainingArguments) -> None:

@@ -140,7 +140,7 @@ def difference(facts: Sequence[Mapping[str, str]]) -> Difference | None:
         most = max(counts.values())
         # The first of those that are there as often.
         common = next(value for value in values if counts[value] == most)
-        ranks = tuple(rank for rank, value in enumerate(values) if value != common)
+        ranks = [rank for rank, value in enumerate(values) if value != common]
         if ranks:
             who = f"process {ranks[0]} differs"
             if len(ranks) > 1:
@@ -149,5 +149,5 @@ def difference(facts: Sequence[Mapping[str, str]]) -> Difference | None:
             if len(values) == len(ranks) + 1:
                 others = f"process {values.index(common)} has"
             text = f"{who} in {name}: {values[ranks[0]]}, where {others} {common}"
-            return Difference(ranks, text)
+            return Difference(tuple(ranks), text)
     return None

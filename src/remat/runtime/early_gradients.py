@@ -118,8 +118,8 @@ class EarlyGradients:
         return self._pieces[piece_bytes]
 
     def gated(
-        self, values: Sequence[Any], piece_bytes: int
-    ) -> tuple[Sequence[Any], _Passes | None]:
+        self, values: tuple[Any, ...], piece_bytes: int
+    ) -> tuple[tuple[Any, ...], _Passes | None]:
         """Return the inputs of a forward pass behind gates, and what the gates share.
 
         Without gates, and ``None``, where all gradients are one piece, or one is of
@@ -136,7 +136,7 @@ class EarlyGradients:
             gated: Any = _Gate.apply(passes, number, *(values[p] for p in piece))
             for position, value in zip(piece, gated, strict=True):
                 found[position] = value
-        return found, passes
+        return tuple(found), passes
 
     def watch(self, outputs: Sequence[Any], passes: _Passes) -> None:
         """Let gates have the gradients when the backward pass of outputs begins."""
