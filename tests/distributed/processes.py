@@ -4,9 +4,11 @@ import gc
 import os
 import pickle
 import socket
+import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,13 +36,50 @@ def end_processes() -> None:
         _groups.pop().end()
 
 
+def of_the_first(function: Callable[..., Any]) -> tuple[Any, list[int | None]]:
+    """Return what the function returns in the first of two processes, and exit codes.
+
+    The second may end as it likes. ``None`` for one that was still there after all.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        given = (_free_port(), folder, function)
+        started: Any = multiprocessing.spawn(_run, given, nprocs=_COUNT, join=False)
+        for process in started.processes:
+            process.join(_LONGEST_S)
+        codes = [process.exitcode for process in started.processes]
+        for process in started.processes:
+            process.kill()
+        return pickle.loads((Path(folder) / "0").read_bytes()), codes
+
+
+_LONGEST_S = 250
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _join(rank: int, port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=_COUNT)
+
+
+def _run(rank: int, port: int, folder: str, function: Callable[..., Any]) -> None:
+    _join(rank, port)
+    try:
+        (Path(folder) / str(rank)).write_bytes(pickle.dumps(function(rank)))
+    finally:
+        dist.destroy_process_group()
+
+
 class _Group:
     """Two processes that wait for functions to run."""
 
     def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = _free_port()
         context = multiprocessing.get_context("spawn")
         self.connections: list[Connection] = []
         self.processes: list[Any] = []
@@ -84,9 +123,7 @@ class _Group:
 
 
 def _serve(rank: int, port: int, connection: Connection) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=_COUNT)
+    _join(rank, port)
     while True:
         function, args = pickle.loads(connection.recv_bytes())
         # A test's own code, which may raise anything, pytest's failures among it.
