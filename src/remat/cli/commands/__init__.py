@@ -1,6 +1,7 @@
 """The subcommands, one file each, and the explicit tuple of them."""
 
 from remat.cli.base import Command
+from remat.cli.commands.cache import CACHE
 from remat.cli.commands.check import CHECK
 from remat.cli.commands.curve import CURVE
 from remat.cli.commands.fit import FIT
@@ -17,4 +18,5 @@ COMMANDS: tuple[Command, ...] = (
     CHECK,
     CURVE,
     PROFILE_PLATFORM,
+    CACHE,
 )
