@@ -5,6 +5,7 @@ from remat.cli.commands.cache import CACHE
 from remat.cli.commands.check import CHECK
 from remat.cli.commands.curve import CURVE
 from remat.cli.commands.fit import FIT
+from remat.cli.commands.instances import INSTANCES
 from remat.cli.commands.plan import PLAN
 from remat.cli.commands.profile_platform import PROFILE_PLATFORM
 from remat.cli.commands.show import SHOW
@@ -19,4 +20,5 @@ COMMANDS: tuple[Command, ...] = (
     CURVE,
     PROFILE_PLATFORM,
     CACHE,
+    INSTANCES,
 )
