@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.vendor import pretty
+
+# Tests plan with the code under test, also in processes of theirs.
+os.environ["REMAT_PLAN_CACHE_SIZE"] = "0"
 
 # A busy machine makes any example slow, and is no fault of the code under test.
 settings.register_profile(

@@ -20,7 +20,7 @@ from remat.core.graph import Phase, TrainingGraph
 from remat.core.in_flight import others_bytes, plain_with_passes, with_passes
 from remat.core.liveness import schedule_from_order, store_all_order
 from remat.core.platform import Platform, single_device
-from remat.core.problem import Objective, Problem, Result, Status
+from remat.core.problem import Objective, Problem, Result, Status, StopReason
 from remat.core.schedule import Compute, Schedule
 from remat.core.simulator import Trace, simulate
 from remat.core.timelines import plain_timelines, replayed_timeline
@@ -549,12 +549,18 @@ def _labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
     return [("" if position else label, line) for position, line in enumerate(lines)]
 
 
+STOP_REASON = "stop reason"
+"""The setting that says that Ctrl-C ended a search; other plans have none."""
+
+
 def plan_settings(
     settings: Mapping[str, Any] | None, solver: str, seed: int, result: Result
 ) -> dict[str, Any]:
     """Return what a plan was made with: the caller's settings and how it was solved."""
+    interrupted = result.stop_reason is StopReason.INTERRUPTED
     return {
         **(settings or {}),
+        **({STOP_REASON: str(result.stop_reason)} if interrupted else {}),
         "solver": solver,
         "seed": seed,
         "candidates": list(result.candidates),

@@ -222,6 +222,8 @@ def solve_portfolio(
     best = min(results, key=partial(_rank, objective))
     if best.schedule is None and count > 1:
         best = _nothing_found(problem, results, limits)
+    if any(result.stop_reason is StopReason.INTERRUPTED for result in results):
+        best = replace(best, stop_reason=StopReason.INTERRUPTED)
     return replace(best, candidates=tuple(lines), elapsed_s=watch.elapsed_s)
 
 

@@ -24,6 +24,7 @@ from remat.core.simulator import simulate
 from remat.core.units import format_bytes, is_percentage, parse_budget
 from remat.planning.one_device import one_budget, plan_graph
 from remat.planning.plan import Plan
+from remat.planning.plan_cache import PlanCall, planned_once, step_digest
 from remat.planning.region_program import Fronts, RegionProgram
 from remat.planning.regions import (
     ComposedStep,
@@ -377,6 +378,12 @@ class RegionPlanner(Planner):
         own = RegionProgram(step=composed, fronts=self._fronts)
         leading = own if own.repeats else None
 
+        settings = {
+            "torch": torch.__version__,
+            "costs": request.costs,
+            "graphs": own.description(_HOW.get(str(request.regions), "")),
+        }
+
         def solve(budget: Budget | None) -> Plan:
             return plan_graph(
                 graph,
@@ -389,18 +396,25 @@ class RegionPlanner(Planner):
                 seed=request.seed,
                 progress=request.progress,
                 has_assumed_loss=request.loss is None and program.loss is None,
-                settings={
-                    "torch": torch.__version__,
-                    "costs": request.costs,
-                    "graphs": own.description(_HOW.get(str(request.regions), "")),
-                },
+                settings=settings,
                 leading=leading,
             )
 
         if is_percentage(budget):
             _, trace = composed.everything
             budget = parse_budget(budget, whole_bytes=trace.peak_bytes[0])
-        return plan_regions(composed, solve, budget)
+        call = PlanCall(
+            graph=graph,
+            budget=budget,
+            fingerprint=program.fingerprint,
+            settings=settings,
+            asked={**request.solving, "regions": step_digest(composed)},
+        )
+
+        def make() -> Plan:
+            return plan_regions(composed, solve, budget)
+
+        return planned_once(call, make, request.progress)
 
     def example_outputs(self, model: nn.Module, batch: Any) -> FakeOutputs:  # noqa: ARG002
         """Return what the gathered forward pass returned, made of fake tensors."""

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from os import PathLike
 from typing import (
     Any,
@@ -147,6 +148,17 @@ class PlanRequest:
         if self.platform is not None:
             return len(self.platform.devices) > 1
         return isinstance(self.budget, Mapping) and len(self.budget) > 1
+
+    @property
+    def solving(self) -> dict[str, object]:
+        """What a schedule depends on, besides the step, devices and budget."""
+        return {
+            "solver": self.solver,
+            "objective": self.objective,
+            "time limit": self.time_limit,
+            "gap": self.gap,
+            "seed": index(self.seed),
+        }
 
     @property
     def may_be_split(self) -> bool:

@@ -49,6 +49,7 @@ from remat.core.units import format_bytes
 from remat.planning.in_flight import plan_in_flight
 from remat.planning.one_device import one_budget, plan_graph, several_budgets
 from remat.planning.plan import Plan
+from remat.planning.plan_cache import PlanCall, plan_digest, planned_once
 from remat.planning.proofs import on_graph
 from remat.planning.replanning import at_sizes, equal_plan, replan, with_gradients
 from remat.planning.several_devices import Budget, budget_of
@@ -642,30 +643,34 @@ class Planner:
         """Return a plan of a step with its costs, on the devices that are given."""
         request = self.request
         settings = {"torch": torch.__version__, "costs": request.costs}
-        plan, known = None, equal_plan(graph, self.plans.values())
-        if request.in_flight > 1:
-            plan = plan_in_flight(
-                graph,
-                request.in_flight,
-                budget=one_budget(budget, request.platform),
-                fingerprint=program.fingerprint,
-                solver=request.solver,
-                time_limit=request.time_limit,
-                seed=request.seed,
-                progress=request.progress,
-                settings=settings,
-            )
-        elif known and isinstance(budget, int) and request.solver == "auto":
-            plan = replan(
-                graph,
-                budget,
-                known,
-                fingerprint=program.fingerprint,
-                limits=Limits.after(request.time_limit, request.seed),
-                settings=settings,
-            )
-        if plan is None:
-            plan = plan_graph(
+        known = equal_plan(graph, self.plans.values())
+        if request.in_flight > 1 or request.solver != "auto":
+            known = None
+
+        def make() -> Plan:
+            plan = None
+            if request.in_flight > 1:
+                plan = plan_in_flight(
+                    graph,
+                    request.in_flight,
+                    budget=one_budget(budget, request.platform),
+                    fingerprint=program.fingerprint,
+                    solver=request.solver,
+                    time_limit=request.time_limit,
+                    seed=request.seed,
+                    progress=request.progress,
+                    settings=settings,
+                )
+            elif known and isinstance(budget, int):
+                plan = replan(
+                    graph,
+                    budget,
+                    known,
+                    fingerprint=program.fingerprint,
+                    limits=Limits.after(request.time_limit, request.seed),
+                    settings=settings,
+                )
+            return plan or plan_graph(
                 graph,
                 budget=budget,
                 platform=platform,
@@ -679,6 +684,20 @@ class Planner:
                 has_assumed_loss=request.loss is None and program.loss is None,
                 settings=settings,
             )
+
+        call = PlanCall(
+            graph=graph,
+            budget=budget,
+            platform=platform,
+            fingerprint=program.fingerprint,
+            in_flight=request.in_flight,
+            settings=settings,
+            asked={
+                **request.solving,
+                "known": None if known is None else plan_digest(known),
+            },
+        )
+        plan = planned_once(call, make, request.progress)
         if request.kernels == "eager":
             return plan
         return replace(
