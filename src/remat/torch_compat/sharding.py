@@ -24,6 +24,16 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return piece._local_tensor
 
 
+def is_in_pieces(tensor: torch.Tensor) -> bool:
+    """Return whether other processes hold the rest of a tensor, a ``DTensor``."""
+    return local_part(tensor) is not tensor
+
+
+def is_gathered_around(module: nn.Module) -> bool:
+    """Return whether a module's parameters are gathered, by itself or one around it."""
+    return getattr(module, "_is_fsdp_managed_module", False)
+
+
 def sharded_parts(model: nn.Module) -> list[str]:
     """Return the names of the parts of a model that are sharded by themselves."""
     sharding: Any = sys.modules.get("torch.distributed.fsdp")
@@ -88,6 +98,8 @@ class GatheredGroup:
             return "replicas of pieces (a mesh of two dimensions)"
         if any(parameter.offload_to_cpu for parameter in self._group.fsdp_params):
             return "pieces that are kept on the host (CPUOffloadPolicy)"
+        if any(parameter.is_dtensor for parameter in self._group.fsdp_params):
+            return "parameters that are in pieces when gathered (tensor parallel)"
         return None
 
     @property

@@ -25,6 +25,7 @@ from remat.torch_compat.patches import alone
 from remat.torch_compat.sharding import (
     gathered_groups,
     gathering_alone,
+    is_in_pieces,
     local_part,
     sharded_parts,
 )
@@ -53,6 +54,7 @@ def fitted_for(
         kind, request = FittedRegions, replace(request, regions=parts)
     if request.regions == "auto":
         is_split = request.may_be_split and is_deep(model)
+        is_split = is_split and not any(map(is_in_pieces, model.parameters()))
         kind = FittedDeepModel if is_split else FittedModel
     return kind(model, request, is_only_planned=is_only_planned)
 
