@@ -316,21 +316,11 @@ def check_is_no_wrapper(model: nn.Module, *, may_be_sharded: bool = False) -> No
         return
     for path, module in model.named_modules():
         for own_name, parameter in module.named_parameters(path, recurse=False):
-            if not is_in_pieces(parameter):
-                continue
-            found = f"parameter {own_name!r} of the model"
-            if is_gathered_around(module):
+            if is_in_pieces(parameter) and is_gathered_around(module):
                 msg = (
-                    f"{found} is sharded by a module around the model, and only that "
-                    "one's call gathers it; fit the model before it is sharded, and call "
-                    "the sharded module"
-                )
-                raise CaptureError(msg)
-            if may_be_sharded:
-                msg = (
-                    f"{found} is in pieces on several processes (DTensor), and such a "
-                    "model is planned as one graph: leave regions= out, or give "
-                    "regions='whole'"
+                    f"parameter {own_name!r} of the model is sharded by a module around "
+                    "the model, and only that one's call gathers it; fit the model "
+                    "before it is sharded, and call the sharded module"
                 )
                 raise CaptureError(msg)
 

@@ -76,6 +76,13 @@ class FittedRegions(FittedModel):
         self, model: nn.Module, request: PlanRequest, *, is_only_planned: bool = False
     ) -> None:
         super().__init__(model, request, is_only_planned=is_only_planned)
+        if not gathered_groups(model) and any(map(is_in_pieces, model.parameters())):
+            msg = (
+                f"parameters of {self.name} are in pieces on several processes "
+                "(DTensor), and such a model is planned as one graph: leave regions= "
+                "out, or give regions='whole'"
+            )
+            raise CaptureError(msg)
         self._blocks = self._block_calls(request.regions)
         # Per kind of call: what is given, which mode, which gradients exist.
         self._steps_by_kind: dict[Any, PlannedStep] = {}
