@@ -1,13 +1,13 @@
 """What operators cost in which all processes of a group take part.
 
-They are never run for planning: all processes would have to, at the same time, and one
-that finds its costs on disk would leave the others waiting. No schedule runs one twice, so
-what they take is the same in every plan, and decides nothing.
+They are never run for planning: all processes would have to, at the same time, and
+one that finds its costs on disk would leave the others waiting. No schedule runs one
+twice, so what they take is the same in every plan, and decides nothing.
 
-Time is that of a ring [1]_ over a link of :data:`LINK_BYTES_PER_S`. Memory beside inputs
-and outputs is what torch's process groups were seen to allocate: gloo, which is used on
-CPUs, gathers into one block and copies it, and adds up in a copy of what it is given; NCCL
-works in the tensors themselves.
+Time is that of a ring [1]_ over a link of :data:`LINK_BYTES_PER_S`. Memory beside
+inputs and outputs is what torch's process groups were seen to allocate: gloo, which is
+used on CPUs, gathers into one block and copies it, and adds up in a copy of what it is
+given; NCCL works in the tensors themselves.
 
 References
 ----------

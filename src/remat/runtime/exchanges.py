@@ -1,9 +1,9 @@
 """Run operators in which all processes of a group take part, until they have ended.
 
-Traced code waits for each right where it began it. On CPUs the threads of gloo hold on to
-what they were given, and to what they made, until they come to let go of it, which is a
-moment after they said that it is done. A schedule counts these bytes as free by then, so
-here that moment is waited for as well.
+Traced code waits for each right where it began it. On CPUs the threads of gloo hold on
+to what they were given, and to what they made, until they come to let go of it, which
+is a moment after they said that it is done. A schedule may count these bytes as free by
+then, so here that moment is waited for as well.
 """
 
 import time

@@ -23,5 +23,5 @@ def exchange_of(target: Any) -> str:
 
 
 def is_wait(target: Any) -> bool:
-    """Return whether an operator waits for a collective one, whose result it returns."""
+    """Return whether an operator waits for the result of a collective one."""
     return target is wait_tensor

@@ -129,9 +129,9 @@ def outputs_of_tangents(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def changed_inputs(output: fx.Node) -> list[int | None]:
-    """Return, for each value that a joint graph returns, which argument's new one it is.
+    """Return, for each value that a joint graph returns, whose new value it is.
 
-    ``None`` for other values.
+    That is the position of an argument of the traced function, or ``None``.
     """
     described = map(_whole, output.meta.get(_DESCRIPTION, ()))
     return [

@@ -15,7 +15,7 @@ from remat.capture.first_call import prepare
 from remat.capture.gathering import MARK, Gathering
 from remat.capture.surroundings import plain_tensors, tensors_in
 from remat.capture.tracing import TRACE_ERRORS, example_error, traced_entry
-from remat.core.errors import BudgetError, RematError
+from remat.core.errors import BudgetError, CaptureError, RematError
 from remat.planning.plan import Plan
 from remat.profile.allocations import AllocationRecorder, Recording
 from remat.profile.gathered_parameters import check_groups
