@@ -42,9 +42,8 @@ def collective_cost(call: OperatorCall) -> OperatorCost:
     passed_bytes = max(given_bytes, made_bytes) * (2 if "reduce" in exchange else 1)
     if "reduce_scatter" in exchange:
         passed_bytes = given_bytes
-    rate = LINK_BYTES_PER_S.get(place, LINK_BYTES_PER_S["cuda"])
     return OperatorCost(
-        cost_ns=_LINK_LATENCY_NS + passed_bytes * 10**9 // rate,
+        cost_ns=exchange_ns(passed_bytes, place),
         workspace_bytes=_workspace_bytes(exchange, given_bytes, made_bytes)
         if place == "cpu"
         else 0,
@@ -54,6 +53,12 @@ def collective_cost(call: OperatorCall) -> OperatorCost:
         samples=0,
         spread_ns=0,
     )
+
+
+def exchange_ns(passed_bytes: int, device_type: str) -> int:
+    """Return how long a process is taken to send and receive so many bytes."""
+    rate = LINK_BYTES_PER_S.get(device_type, LINK_BYTES_PER_S["cuda"])
+    return _LINK_LATENCY_NS + passed_bytes * 10**9 // rate
 
 
 def _workspace_bytes(exchange: str, given_bytes: int, made_bytes: int) -> int:

@@ -56,7 +56,9 @@ def gathered_groups(model: nn.Module) -> "list[GatheredGroup]":
     ]
     states = [module._get_fsdp_state() for module in modules]
     return [
-        GatheredGroup(group, state) for state in states for group in _groups_of(state)
+        GatheredGroup(group, state, module)
+        for module, state in zip(modules, states, strict=True)
+        for group in _groups_of(state)
     ]
 
 
@@ -72,9 +74,16 @@ class GatheredGroup:
     Sizes are known once the module was called.
     """
 
-    def __init__(self, group: Any, state: Any) -> None:
+    def __init__(self, group: Any, state: Any, module: Any) -> None:
         self._group = group
         self._state = state
+        self._module = module
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GatheredGroup) and other._group is self._group
+
+    def __hash__(self) -> int:
+        return hash(id(self._group))
 
     @property
     def is_outermost(self) -> bool:
@@ -101,6 +110,27 @@ class GatheredGroup:
         if any(parameter.is_dtensor for parameter in self._group.fsdp_params):
             return "parameters that are in pieces when gathered (tensor parallel)"
         return None
+
+    @property
+    def is_let_go(self) -> bool:
+        """Whether the whole parameters go after the forward pass, to come again."""
+        return self._group.post_forward_mesh_info is not None
+
+    @property
+    def may_be_kept(self) -> bool:
+        """Whether it may be chosen if they go, once the model was called.
+
+        Not of the outermost, which come back at once, and of those that are divided
+        otherwise between their passes.
+        """
+        between = self._group.post_forward_mesh_info
+        is_plain = between is None or between == self._group.mesh_info
+        return is_plain and not self.is_outermost and len(_groups_of(self._state)) == 1
+
+    def let_go(self, is_let_go: bool) -> None:  # noqa: FBT001
+        """Let the whole parameters go after forward passes that end now, or stay."""
+        if is_let_go != self.is_let_go:
+            self._module.set_reshard_after_forward(is_let_go, recurse=False)
 
     @property
     def is_gathered(self) -> bool:
