@@ -3,8 +3,8 @@
 ``python -m studies.sharded`` divides a Llama by ``fully_shard`` between two processes
 on the CPU, and adds a line for each way to ``studies/results/sharded.jsonl``: the step
 as it is, with weights that stay gathered, every layer checkpointed, and plans with the
-peak of each of these and with 70 % of the plain one. A plan decides which
-layers' weights stay gathered between their passes. Steps are timed in turns, in one run;
+peak of each of these and with 70 % of the plain one. A plan decides which layers'
+weights stay gathered between their passes. Steps are timed in turns, in one run;
 ``--tables`` writes the newest run into ``docs/studies.md``.
 """
 
