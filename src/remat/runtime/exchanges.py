@@ -43,8 +43,11 @@ def exchange(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         time.sleep(_MOMENT_S)
     end_ns = time.monotonic_ns() + _PATIENCE_NS
     while time.monotonic_ns() < end_ns:
-        now = [holder_count(tensor) for tensor in given]
-        if now <= before and all(holder_count(tensor) == 1 for tensor in made):
+        is_given_back = all(
+            holder_count(tensor) <= count
+            for tensor, count in zip(given, before, strict=True)
+        )
+        if is_given_back and all(holder_count(tensor) == 1 for tensor in made):
             break
         time.sleep(_MOMENT_S)
     return result
