@@ -18,15 +18,39 @@ def in_processes(function: Callable[..., Any], *args: Any, count: int = 2) -> li
 
     It is called with the rank, and must be importable. An error in one ends all.
     """
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+    with tempfile.TemporaryDirectory() as folder:
+        given = (count, _free_port(), folder, function, args)
+        multiprocessing.spawn(_run, given, nprocs=count)
+        return [_found(folder, rank) for rank in range(count)]
+
+
+def of_the_first(function: Callable[..., Any]) -> tuple[Any, list[int | None]]:
+    """Return what the function returns in the first of two processes, and exit codes.
+
+    The second may end as it likes. ``None`` for one that was still there after all.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        given = (2, _free_port(), folder, function, ())
+        started: Any = multiprocessing.spawn(_run, given, nprocs=2, join=False)
+        for process in started.processes:
+            process.join(_LONGEST_S)
+        codes = [process.exitcode for process in started.processes]
+        for process in started.processes:
+            process.kill()
+        return _found(folder, 0), codes
+
+
+_LONGEST_S = 60
+
+
+def _found(folder: str, rank: int) -> Any:
+    return pickle.loads((Path(folder) / str(rank)).read_bytes())
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        multiprocessing.spawn(_run, (count, port, folder, function, args), nprocs=count)
-        return [
-            pickle.loads((Path(folder) / str(rank)).read_bytes())
-            for rank in range(count)
-        ]
+        return free.getsockname()[1]
 
 
 def _run(

@@ -1,15 +1,22 @@
 """Models that fully_shard divides among processes train within a budget, bitwise."""
 
+import os
 from typing import Any
 
+import lightning
 import pytest
 import torch
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader
 
 import remat
 from remat.core.errors import CaptureError
+from remat.integrations.lightning import MemoryBudget
+from remat.planning.same_plan import plan_digest
 from remat.training.fitted_model import fitted_on
 from tests.distributed.models import (
     Language,
@@ -17,6 +24,7 @@ from tests.distributed.models import (
     batch_of,
     language,
     peak_bytes,
+    smallest,
     trained,
 )
 from tests.distributed.processes import in_processes
@@ -60,7 +68,7 @@ def run(rank: int) -> dict[str, dict[str, Any]]:
         optimizer = optimizer_of(plain)
         expected = trained(plain, ids, optimizer)
         plain_bytes = peak_bytes(plain, ids, optimizer)
-        options: dict[str, Any] = {"budget": plain_bytes * 7 // 10}
+        options: dict[str, Any] = {"budget": smallest(plain_bytes) * 7 // 10}
         # What products of half precision take besides is found by running them.
         options["costs"] = "measured" if name == "cast" else "estimated"
         model = sharded(language(), **policy)
@@ -76,9 +84,11 @@ def run(rank: int) -> dict[str, dict[str, Any]]:
             "measured": [peak_bytes(model, ids, optimizer) for _ in range(STEPS)],
             "gathered": bytes_of_one,
             "planned": len(getattr(fitted_on(model), "steps", ())),
+            "digest": plan_digest(plan),
         }
     found["chosen"] = chosen(rank)
     found["before"] = {"is_equal": fitted_before_sharding(ids)}
+    found["lightning"] = {"is_equal": by_lightning(rank)}
     found["accumulated"] = {"is_equal": accumulated(ids)}
     with pytest.raises(CaptureError) as caught:
         remat.fit(sharded(language()), ids, budget="70%", regions="whole")
@@ -138,6 +148,46 @@ def fitted_before_sharding(ids: torch.Tensor) -> bool:
     return are_equal(trained(model, ids, optimizer_of(model)), expected)
 
 
+class Module(lightning.LightningModule):
+    """Divides its model among the processes of a mesh."""
+
+    def configure_model(self) -> None:
+        self.model = sharded(language())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), foreach=False)
+
+    def training_step(self, batch: torch.Tensor, _index: int) -> torch.Tensor:
+        return self.model(batch)
+
+
+def by_lightning(rank: int) -> bool:
+    """Whether Lightning trains a sharded model within a budget as it does without."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    batches = torch.cat([batch_of(0), batch_of(1)]).repeat(2, 1)
+    found: list[list[torch.Tensor]] = []
+    budget = MemoryBudget("80%", costs="estimated")
+    for callbacks in ([], [budget]):
+        torch.manual_seed(5)
+        module = Module()
+        lightning.Trainer(
+            max_steps=2,
+            accelerator="cpu",
+            devices=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            strategy=ModelParallelStrategy(2, 1, process_group_backend="gloo"),
+            plugins=[TorchElasticEnvironment()],
+            callbacks=callbacks,
+        ).fit(module, DataLoader(batches, batch_size=16))
+        parameters: list[Any] = list(module.parameters())
+        found.append([parameter.to_local().clone() for parameter in parameters])
+    assert budget.plan is not None
+    return budget.plan.recomputed_op_count > 0 and are_equal(*found)
+
+
 def accumulated(ids: torch.Tensor) -> bool:
     """Whether gradients of two passes are those without remat."""
     plain, model = sharded(language()), sharded(language())
@@ -172,6 +222,7 @@ def test_a_sharded_step_is_within_its_budget_and_bitwise(
         excess_bytes = found["predicted"] - min(found["measured"])
         assert excess_bytes <= 2 * found["gathered"] + 0.01 * found["predicted"]
         assert found["planned"] == 1
+    assert len({result[policy]["digest"] for result in results}) == 1
 
 
 def test_weights_stay_gathered_where_the_budget_has_room(
@@ -191,8 +242,8 @@ def test_weights_stay_gathered_where_the_budget_has_room(
             assert each["reset"] == [2] * len(gathered)
 
 
-@pytest.mark.parametrize("case", ["before", "accumulated"])
-def test_fit_before_sharding_and_accumulation_are_bitwise(
+@pytest.mark.parametrize("case", ["before", "lightning", "accumulated"])
+def test_fit_before_sharding_lightning_and_accumulation_are_bitwise(
     results: list[dict[str, dict[str, Any]]], case: str
 ) -> None:
     assert all(result[case]["is_equal"] for result in results)

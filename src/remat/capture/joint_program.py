@@ -828,7 +828,8 @@ class _Analysis:
             if self.varying is not None and self.is_size(leaf):
                 return self.varying.words(symbolic_value(leaf))
             return f"%{self.storages_of[leaf]}"
-        return repr(leaf)
+        # Each process has its own device, and all run the same step.
+        return repr(torch.device(leaf.type) if isinstance(leaf, torch.device) else leaf)
 
     def note(
         self,
@@ -840,7 +841,7 @@ class _Analysis:
         shapes = [
             None
             if v is None
-            else (tuple(v.shape), tuple(v.stride()), str(v.dtype), str(v.device))
+            else (tuple(v.shape), tuple(v.stride()), str(v.dtype), v.device.type)
             for v in values
         ]
         self.digest.update(f"{label}|{shapes}|{','.join(arguments)}\n".encode())

@@ -413,22 +413,22 @@ class Plan:
         FileFormatError
             If the file cannot be written; an existing file is then unchanged.
         """
-        write_document(
-            path,
-            "plan",
-            {
-                "graph": graph_to_json(self.graph),
-                "platform": platform_to_json(self.platform),
-                "schedule": schedule_to_json(self.schedule),
-                "solver": self.solver,
-                "status": str(self.status),
-                "bound_ns": self.bound_ns,
-                "fingerprint": self.fingerprint,
-                "smallest_budget_bytes": self.smallest_budget_bytes,
-                "settings": {**self.settings, **_noted(self)},
-                **self._certificate_to_json(),
-            },
-        )
+        write_document(path, "plan", self.to_json())
+
+    def to_json(self) -> dict[str, object]:
+        """Return what :func:`plan_from_json` reads, of values that JSON can hold."""
+        return {
+            "graph": graph_to_json(self.graph),
+            "platform": platform_to_json(self.platform),
+            "schedule": schedule_to_json(self.schedule),
+            "solver": self.solver,
+            "status": str(self.status),
+            "bound_ns": self.bound_ns,
+            "fingerprint": self.fingerprint,
+            "smallest_budget_bytes": self.smallest_budget_bytes,
+            "settings": {**self.settings, **_noted(self)},
+            **self._certificate_to_json(),
+        }
 
     def _certificate_to_json(self) -> dict[str, object]:
         if self.certificate is None:
@@ -479,10 +479,17 @@ def load_plan(path: str | Path) -> Plan:
     CertificateError
         If its certificate is none of its graph.
     """
-    return load_document(path, "plan", _parse_plan)
+    return load_document(path, "plan", plan_from_json)
 
 
-def _parse_plan(payload: object) -> Plan:
+def plan_from_json(payload: object) -> Plan:
+    """Return the plan that :meth:`Plan.to_json` wrote, judged again.
+
+    Raises
+    ------
+    FileFormatError, PlanMismatchError, CertificateError
+        As for :func:`load_plan`.
+    """
     fields = convert(payload, _Payload, "plan")
     noted: dict[str, Any] = {}
     settings: dict[str, Any] = {}

@@ -259,6 +259,20 @@ class FittedRegions(FittedModel):
         self._stale.clear()
         self._blocks = self._block_calls(self.planner.request.regions)
 
+    def left_bytes(self, plan: Plan) -> int:
+        """Return the bytes of the gradients that a planned step leaves behind."""
+        if not self.planner.groups:
+            return super().left_bytes(plan)
+        # What is left of gathered gradients are pieces.
+        parameters = (p for p in self.model.parameters() if p.requires_grad)
+        return sum(local_part(parameter).nbytes for parameter in parameters)
+
+    def forget(self) -> None:
+        """Forget all plans, so that what is called next is traced and planned."""
+        super().forget()
+        self._steps_by_kind.clear()
+        self._stale.clear()
+
     def _recorded(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: Gathering
     ) -> Recording:
@@ -402,6 +416,7 @@ class FittedDeepModel(FittedRegions):
             replace(self.planner.request, regions="whole", optimizer=optimizer),
             is_only_planned=self._is_only_planned,
         )
+        self.share_plans_with(whole)
         try:
             plan = whole.plan_step(args, kwargs, gradient_bytes)
         except RematError as error:
@@ -419,6 +434,11 @@ class FittedDeepModel(FittedRegions):
         """
         made_by_now = super() if self._whole is None else self._whole
         return made_by_now.latest_plan()
+
+    def forget(self) -> None:
+        """Forget all plans, so that what is called next is traced and planned."""
+        super().forget()
+        self._whole = None
 
     def set_budget(self, plan: Plan) -> None:
         """Plan whatever comes next anew, within the bytes of ``plan``."""

@@ -55,6 +55,7 @@ from remat.torch_compat.metadata import outputs_of_tangents
 from remat.torch_compat.names import FakeTensorMode, tree_map
 from remat.torch_compat.sharding import Gathered, GatheredGroup, gathering_alone
 from remat.training.request import PlanRequest
+from remat.training.same_plan import session_now
 from remat.training.sized_plans import SizedStep, have_same_ops
 from remat.training.step_planning import (
     PlanKey,
@@ -111,9 +112,7 @@ class PlannedStep:
     def without_plan(self, gradient_bytes: int) -> "PlannedStep":
         """Return a step of which no region is planned, onto so many gradients."""
         before = self.held_bytes[0] + gradient_bytes
-        return replace(
-            self, choices=(), held_bytes=(before,), backward_bytes=(0,), kept={}
-        )
+        return replace(self, choices=(), held_bytes=(before,), backward_bytes=(0,))
 
 
 @dataclass
@@ -193,8 +192,8 @@ class RegionPlanner(Planner):
         # Parameters in pieces, and how the forward pass gathered them.
         self.groups: list[GatheredGroup] = []
         self.gathered = Gathered()
-        # Of each step, as the caller set it, which of them stay whole in its plan.
-        self._kept_of: dict[PlanKey, frozenset[GatheredGroup]] = {}
+        # Those among them that stay whole between their passes, once that is decided.
+        self._decided: frozenset[GatheredGroup] | None = None
         # What the backward pass of the step that is planned is called under.
         self.backward_autocast: tuple[Autocast, ...] = ()
 
@@ -247,33 +246,61 @@ class RegionPlanner(Planner):
 
     def _plan_and_kept(self, seen: _SeenStep) -> tuple[Plan, frozenset[GatheredGroup]]:
         """Return a plan of the step, and which gathered parameters stay whole in it."""
-        as_set = seen.choice.kept
+        kept = as_set = seen.choice.kept
         program = self._compose(seen, as_set)
-        asked = self._key_of(program.fingerprint, self.gradient_bytes)
-        kept = self._kept_of.get(asked, as_set)
-        if kept != as_set:
+        if self._decided is not None:
+            kept = self._decided.intersection(seen.choice.groups)
             program = self._compose(seen, kept)
         key = self._key_of(program.fingerprint, self.gradient_bytes)
         plan = self._plan_that_holds(program, key)
         if plan is not None:
             self.plans[key] = plan
             return plan, kept
-        request = self.request
+        request, is_decided = self.request, True
         try:
             if request.given_plan is not None:
                 kept = self._kept_in(request.given_plan, seen)
-            elif request.solver == "auto" and seen.choice.groups:
+            elif self._decided is None and self._may_decide(seen):
                 # A percentage is one of the step as the caller set it.
+                program = self._compose(seen, as_set)
                 self.request = replace(request, budget=self._budget_bytes())
-                kept = self._quickest(seen)
+                kept = self._agreed(seen)
+            else:
+                is_decided = False
             program = self._compose(seen, kept)
             plan = self.make_plan(program)
         finally:
             self.request = request
+        if is_decided:
+            self._decided = kept
         self.planned_count += 1
-        self._kept_of[asked] = kept
         self.plans[self._key_of(program.fingerprint, self.gradient_bytes)] = plan
         return plan, kept
+
+    def _may_decide(self, seen: _SeenStep) -> bool:
+        """Whether what stays gathered is decided now, in all processes alike.
+
+        They gather together, so no process may decide for itself.
+        """
+        is_alone = all(group.world_size == 1 for group in seen.choice.groups)
+        return (
+            bool(seen.choice.groups)
+            and self.request.solver == "auto"
+            and (is_alone or session_now() is not None)
+        )
+
+    def _agreed(self, seen: _SeenStep) -> frozenset[GatheredGroup]:
+        """Return which gathered parameters stay whole, in all processes the same."""
+        groups = seen.choice.groups
+
+        def chosen() -> list[int]:
+            kept = self._quickest(seen)
+            return [number for number, group in enumerate(groups) if group in kept]
+
+        session = session_now()
+        facts = {"weights that may stay gathered": f"{len(groups)} groups"}
+        numbers = chosen() if session is None else session.choose(facts, chosen)
+        return frozenset(groups[number] for number in numbers)
 
     def _kept_in(self, given: Plan, seen: _SeenStep) -> frozenset[GatheredGroup]:
         """Return which gathered parameters stay whole in a given plan, if it fits."""
@@ -510,12 +537,29 @@ class RegionPlanner(Planner):
         if request.given_plan is not None:
             return accept_plan(program, request.given_plan)
 
-        own = RegionProgram(step=self._composed, fronts=self._fronts)
+        budget = one_budget(request.budget, request.platform)
+        session = session_now()
+        if session is None:
+            return self._solve_regions(program, program.graph, budget)
+        return session.plan(
+            program.graph,
+            self.step_facts(program),
+            budget,
+            partial(self._solve_regions, program),
+        )
+
+    def _solve_regions(
+        self, program: JointProgram, graph: TrainingGraph, budget: int | str
+    ) -> Plan:
+        """Return a plan of a step of several graphs with its costs."""
+        request = self.request
+        composed = replace(self._composed, graph=graph)
+        own = RegionProgram(step=composed, fronts=self._fronts)
         leading = own if own.repeats else None
 
         def solve(budget: Budget | None) -> Plan:
             return plan_graph(
-                program.graph,
+                graph,
                 budget=budget,
                 fingerprint=program.fingerprint,
                 solver=request.solver,
@@ -533,7 +577,10 @@ class RegionPlanner(Planner):
                 leading=leading,
             )
 
-        return plan_regions(self._composed, solve, self._budget_bytes())
+        if is_percentage(budget):
+            _, trace = composed.everything
+            budget = parse_budget(budget, whole_bytes=trace.peak_bytes[0])
+        return plan_regions(composed, solve, budget)
 
     def example_outputs(self, model: nn.Module, batch: Any) -> FakeOutputs:  # noqa: ARG002
         """Return what the gathered forward pass returned, made of fake tensors."""
