@@ -24,6 +24,18 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return piece._local_tensor
 
 
+def in_pieces_like(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of which this process holds a part, in pieces as another one.
+
+    That is the part itself where the other one is whole.
+    """
+    if not is_in_pieces(whole):
+        return part
+    kind: Any = type(whole)
+    divided: Any = whole
+    return kind(part, divided._spec, requires_grad=False)
+
+
 def is_in_pieces(tensor: torch.Tensor) -> bool:
     """Return whether other processes hold the rest of a tensor, a ``DTensor``."""
     return local_part(tensor) is not tensor
