@@ -110,7 +110,9 @@ def by_sequence(mesh: DeviceMesh) -> nn.Module:
 
 def step(model: nn.Module, batch: torch.Tensor, optimizer: Any) -> torch.Tensor:
     """Train for one step; return the loss."""
-    loss = loss_of(model(batch), batch)
+    # The caller holds what the model returns, as a plan reckons.
+    outputs = model(batch)
+    loss = loss_of(outputs, batch)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
