@@ -17,7 +17,7 @@ from torch import fx
 
 from remat.core.errors import PlanWarning
 from remat.torch_compat.attributes import is_compiled_step
-from remat.torch_compat.metadata import is_tangent, output_position
+from remat.torch_compat.metadata import are_parts, is_tangent, output_position
 
 
 class DefinedTangents:
@@ -52,9 +52,14 @@ class DefinedTangents:
                 mask |= masks[source]
             masks[node] = mask
         (output,) = joint.graph.find_nodes(op="output")
+        # A gradient that is put together from parts cannot be left out here.
         self.dependence = [
-            masks[value] if isinstance(value, fx.Node) else 0
-            for value in output.args[0][forward_output_count:]
+            masks[value] if isinstance(value, fx.Node) and not is_part else 0
+            for value, is_part in zip(
+                output.args[0][forward_output_count:],
+                are_parts(output)[forward_output_count:],
+                strict=True,
+            )
         ]
 
     def expect_only(self, output: int | None, name: str) -> None:

@@ -18,6 +18,7 @@ from torch.nn.modules import module as modules
 from torch.nn.parallel import DistributedDataParallel
 
 from remat.torch_compat import names
+from remat.torch_compat.sharding import local_part
 
 Call = Callable[..., Any]
 
@@ -180,8 +181,16 @@ def tracer_is_off() -> bool:
 
 
 def storage_identity(tensor: torch.Tensor) -> int:
-    """Return what no other storage has, while the tensor's storage lives."""
-    return tensor.untyped_storage()._cdata
+    """Return what no other storage has, while the tensor's storage lives.
+
+    Of a tensor in pieces, that is the storage of the piece of this process.
+    """
+    return local_part(tensor).untyped_storage()._cdata
+
+
+def holder_count(tensor: torch.Tensor) -> int:
+    """Return how many hold on to a tensor: Python as one, and code below of it."""
+    return tensor._use_count()
 
 
 def viewed(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -45,7 +45,16 @@ if TYPE_CHECKING:
         InputMutationAOTOutput as InputMutationAOTOutput,
     )
     from torch._functorch._aot_autograd.descriptors import (
+        PlainAOTInput as PlainAOTInput,
+    )
+    from torch._functorch._aot_autograd.descriptors import (
         PlainAOTOutput as PlainAOTOutput,
+    )
+    from torch._functorch._aot_autograd.descriptors import (
+        SubclassGetAttrAOTInput as SubclassGetAttrAOTInput,
+    )
+    from torch._functorch._aot_autograd.descriptors import (
+        SubclassGetAttrAOTOutput as SubclassGetAttrAOTOutput,
     )
     from torch._functorch._aot_autograd.descriptors import (
         TangentAOTInput as TangentAOTInput,
@@ -153,6 +162,7 @@ if TYPE_CHECKING:
     upsample_nearest_exact3d: Any = torch.ops.aten._upsample_nearest_exact3d
     upsample_bilinear2d_aa: Any = torch.ops.aten._upsample_bilinear2d_aa
     upsample_bicubic2d_aa: Any = torch.ops.aten._upsample_bicubic2d_aa
+    wait_tensor: Any = torch.ops._c10d_functional.wait_tensor.default
 
 else:
 

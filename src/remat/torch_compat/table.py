@@ -102,6 +102,15 @@ NAMES: dict[str, Private] = {
     "TangentAOTInput": Private(
         f"{_AOT}.descriptors:TangentAOTInput", "telling which inputs are gradients"
     ),
+    "PlainAOTInput": Private(
+        f"{_AOT}.descriptors:PlainAOTInput", "telling which argument an input is"
+    ),
+    "SubclassGetAttrAOTInput": Private(
+        f"{_AOT}.descriptors:SubclassGetAttrAOTInput", "inputs that are DTensors"
+    ),
+    "SubclassGetAttrAOTOutput": Private(
+        f"{_AOT}.descriptors:SubclassGetAttrAOTOutput", "outputs that are DTensors"
+    ),
     "PlainAOTOutput": Private(
         f"{_AOT}.descriptors:PlainAOTOutput", "telling whose gradient an input is"
     ),
@@ -220,6 +229,10 @@ NAMES: dict[str, Private] = {
     ),
     "upsample_bicubic2d_aa": Private(
         "torch:ops.aten._upsample_bicubic2d_aa", "resampling as eager runs it"
+    ),
+    "wait_tensor": Private(
+        "torch:ops._c10d_functional.wait_tensor.default",
+        "waiting for what other processes sent",
     ),
     # --- sizes that vary ---
     "maybe_mark_dynamic": Private(
@@ -345,6 +358,9 @@ ATTRIBUTES: dict[str, Private] = {
         "tracing without a timing of guards",
     ),
     "_cdata": Private("torch:UntypedStorage()._cdata", "telling storages apart"),
+    "_use_count": Private(
+        "torch:Tensor._use_count", "knowing when threads of gloo let go of a tensor"
+    ),
     "_base": Private("torch:Tensor()._base", "outputs that are views"),
     "_view_func_unsafe": Private(
         "torch:Tensor()._view_func_unsafe", "outputs that are views"

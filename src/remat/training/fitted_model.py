@@ -58,6 +58,7 @@ from remat.torch_compat.attributes import (
 from remat.torch_compat.attributes import plain_model as plain_model
 from remat.torch_compat.names import dynamo_config
 from remat.torch_compat.process_groups import group_around
+from remat.torch_compat.sharding import local_part
 from remat.training.caller_state import unchanged
 from remat.training.callers import (
     gradient_buckets_bytes,
@@ -870,7 +871,7 @@ def _without_repetition(
 
 def trained_bytes(model: nn.Module) -> int:
     """Return the bytes of the gradients of all parameters that are trained."""
-    return sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return sum(local_part(p).nbytes for p in model.parameters() if p.requires_grad)
 
 
 def made_gradient_bytes(plan: Plan) -> int:

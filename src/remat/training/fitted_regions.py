@@ -15,7 +15,7 @@ from remat.capture.first_call import prepare
 from remat.capture.gathering import MARK, Gathering
 from remat.capture.surroundings import plain_tensors, tensors_in
 from remat.capture.tracing import TRACE_ERRORS, example_error, traced_entry
-from remat.core.errors import BudgetError, RematError
+from remat.core.errors import BudgetError, CaptureError, RematError
 from remat.planning.plan import Plan
 from remat.profile.allocations import AllocationRecorder, Recording
 from remat.profile.gathered_parameters import check_groups
@@ -26,6 +26,7 @@ from remat.torch_compat.patches import alone
 from remat.torch_compat.sharding import (
     gathered_groups,
     gathering_alone,
+    is_in_pieces,
     local_part,
     sharded_parts,
 )
@@ -54,6 +55,7 @@ def fitted_for(
         kind, request = FittedRegions, replace(request, regions=parts)
     if request.regions == "auto":
         is_split = request.may_be_split and is_deep(model)
+        is_split = is_split and not any(map(is_in_pieces, model.parameters()))
         kind = FittedDeepModel if is_split else FittedModel
     return kind(model, request, is_only_planned=is_only_planned)
 
@@ -75,6 +77,13 @@ class FittedRegions(FittedModel):
         self, model: nn.Module, request: PlanRequest, *, is_only_planned: bool = False
     ) -> None:
         super().__init__(model, request, is_only_planned=is_only_planned)
+        if not gathered_groups(model) and any(map(is_in_pieces, model.parameters())):
+            msg = (
+                f"parameters of {self.name} are in pieces on several processes "
+                "(DTensor), and such a model is planned as one graph: leave regions= "
+                "out, or give regions='whole'"
+            )
+            raise CaptureError(msg)
         self._blocks = self._block_calls(request.regions)
         # Per kind of call: what is given, which mode, which gradients exist.
         self._steps_by_kind: dict[Any, PlannedStep] = {}

@@ -160,6 +160,24 @@ class Session:
         self._digests.append(plan_digest(plan))
         return plan
 
+    def choose(self, facts: Facts, choose: Callable[[], list[int]]) -> list[int]:
+        """Return numbers that the first process chooses, in all processes.
+
+        Parameters
+        ----------
+        facts
+            What is to be alike of what is chosen from.
+        choose
+            Returns the numbers; called in the first process alone.
+
+        Raises
+        ------
+        RankError
+            In all, if one differs, fails or does not come.
+        """
+        said = {"facts": {"step": "a choice", **facts}}
+        return self._ask(said, lambda _said: {"chosen": choose()})["chosen"]
+
     def note(self, plan: Plan) -> None:
         """Make sure at the end that all have this plan, too."""
         self._digests.append(plan_digest(plan))

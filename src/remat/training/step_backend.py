@@ -20,6 +20,7 @@ from remat.capture.joint_program import (
     JointProgram,
     analyse,
     counted_once,
+    inputs_of_parts,
 )
 from remat.capture.returned import Returned
 from remat.capture.rewrites import eager_tracing, rewrite
@@ -297,7 +298,7 @@ class PlannedBackend:
                 describe_input(source) if source else InputSpec(node.name, Role.INPUT)
             )
         for value, spec in zip(example_inputs, specs, strict=True):
-            if not isinstance(value, torch.Tensor) and not self.asked:
+            if isinstance(value, int | float | torch.SymInt) and not self.asked:
                 msg = (
                     f"input {spec.name!r} is a {type(value).__name__}, not a tensor: the "
                     "step was traced with dynamic shapes; compile with dynamic=False, "
@@ -342,6 +343,7 @@ class PlannedBackend:
         ``tracing`` is closed when no fake tensor is computed any more: from then on
         solvers, kernels that are measured and other threads get torch's own ways.
         """
+        inputs = inputs_of_parts(joint, inputs)
         defined.read(joint, forward_output_count)
         try:
             rewrite(joint)
