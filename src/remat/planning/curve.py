@@ -14,6 +14,7 @@ from remat.core.platform import Platform, single_device
 from remat.core.problem import Limits, Problem, Status, check_time_limit
 from remat.core.units import format_bytes, parse_budget
 from remat.planning.one_device import (
+    NEGLIGIBLE_GAP,
     local_search_from,
     placed_on,
     plain_peak_bytes,
@@ -106,7 +107,9 @@ def trade_off(  # noqa: PLR0913 - every option that a user has
         limits = Limits.after(time_limit, seed)
         bounds = TimeBounds(graph, budget_bytes, kind, limits)
         cheapest = min(known, key=lambda plan: (plan.cost_ns, plan.peak_bytes))
-        improver = partial(local_search_from, bounds, others=[cheapest.schedule])
+        improver = partial(
+            local_search_from, bounds, gap=NEGLIGIBLE_GAP, others=[cheapest.schedule]
+        )
         result = solve_alone(graph, budget_bytes, solvers, limits, improver=improver)
         if result.schedule is None:
             return None

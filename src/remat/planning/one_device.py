@@ -53,7 +53,8 @@ from remat.solvers.local_search import LocalSearch
 from remat.solvers.registry import QUICK, chosen_solvers
 
 NEGLIGIBLE_GAP = 0.001
-"""A plan that is proved to be as near as this to the best is not searched around."""
+"""A plan that is proved to be as near as this is searched around only with a time
+limit: then there is time."""
 
 _LARGE_OPS = 1500
 """From where on solvers of the whole graph take seconds."""
@@ -166,7 +167,8 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
         asked = leading_solvers
     bounds = TimeBounds(graph, budget_bytes, limits=limits)
     near = partial(is_near, bounds, gap=gap)
-    improver = partial(local_search_from, bounds, gap=gap)
+    least_gap = NEGLIGIBLE_GAP if time_limit is None else 0.0
+    improver = partial(local_search_from, bounds, gap=max(gap, least_gap))
     ask = partial(solve_alone, graph, budget_bytes)
     result = ask(asked, limits, progress, near, improver)
     if result.schedule is None and asked is leading_solvers:
@@ -403,17 +405,15 @@ def local_search_from(
     result
         The best one so far.
     gap
-        The share of its time that the best schedule may be faster by; at least
-        :data:`NEGLIGIBLE_GAP`.
+        The share of its time that the best schedule may be faster by.
     others
         More schedules to start from.
     """
     if result.schedule is None or result.cost_ns is None:
         return None
-    share = max(gap, NEGLIGIBLE_GAP)
-    if is_near(bounds, result.cost_ns, share):
+    if is_near(bounds, result.cost_ns, gap):
         return None
-    enough_ns = math.floor(bounds.best_ns / (1 - share)) if share < 1 else 0
+    enough_ns = math.floor(bounds.best_ns / (1 - gap)) if gap < 1 else 0
     return LocalSearch(starts=(result.schedule, *others), enough_ns=enough_ns)
 
 

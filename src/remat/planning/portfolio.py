@@ -35,8 +35,9 @@ LEAST_S = 0.7
 A solver that is stopped before its first schedule was run for nothing. For 10 000 ops
 the quick ones need about half a second each, which a share of a short limit is not."""
 
-_IN_ANY_CASE = 2
-"""How many of them, as none is the better one of two on all graphs."""
+_IN_ANY_CASE = 3
+"""How many of them, as none is the better one of two on all graphs; the third is that
+of Chen et al., which takes no time and computes much again."""
 
 _LATE_S = 0.2
 """How late a quick solver may begin; with :data:`LEAST_S` it is less than a second."""
@@ -159,9 +160,9 @@ def solve_portfolio(  # noqa: PLR0913 - what, how long, and until when
         As long as nothing has been found, one part more is left for the caller.
     quick
         Run before the others, each with the share of what is left that it may take.
-        Until two of them have found something, each gets :data:`LEAST_S` at least: they
-        are held to the limit by the time that they have of the processor, and may end
-        after it by less than a second.
+        Until three of them have found something, each gets :data:`LEAST_S` at least:
+        they are held to the limit by the time that they have of the processor, and
+        may end after it by less than a second.
     limits, on_progress, objective
         When to stop, whom to tell, and what is to be small.
     is_near

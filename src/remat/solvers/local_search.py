@@ -39,6 +39,9 @@ EFFORT_PER_OP = 8_000
 _EFFORT_PER_OP_SQUARED = 40
 """Of small graphs, for each op and each op: they take less."""
 
+_MOST_EFFORT = 25_000_000
+"""What a cycle takes at most to begin with: a few seconds."""
+
 _LOWERING = 2
 """Part of that effort, as a divisor, which is for a smaller peak."""
 
@@ -89,7 +92,9 @@ class LocalSearch:
         proportion to the ops.
     """
 
-    schedule_class: ClassVar[str] = "any op up to 64 times, on one device"
+    schedule_class: ClassVar[str] = (
+        "any op up to 64 times, in any order that the data allow, on one device"
+    )
     is_exact: ClassVar[bool] = False
 
     starts: tuple[Schedule, ...] = ()
@@ -230,7 +235,7 @@ def lowered_order(
 
 def _effort(count: int) -> int:
     """Return what a search takes by default for so many ops."""
-    return min(MOST_EFFORT, count * min(EFFORT_PER_OP, _EFFORT_PER_OP_SQUARED * count))
+    return min(_MOST_EFFORT, count * min(EFFORT_PER_OP, _EFFORT_PER_OP_SQUARED * count))
 
 
 def _most_runs(order: Sequence[int]) -> int:

@@ -57,6 +57,7 @@ def solver_name(solver: Solver) -> str:
 
 AUTO: tuple[type[Solver], ...] = (
     StoreAll,
+    ChenSqrt,
     LowerSets,
     Rotor,
     Revolve,
@@ -68,6 +69,7 @@ AUTO: tuple[type[Solver], ...] = (
 
 QUICK: tuple[tuple[Solver, float], ...] = (
     (StoreAll(), 1.0),
+    (ChenSqrt(), 1.0),
     (GreedyEviction(candidates=CANDIDATES[1:2], starts_from_segments=False), 0.9),
     (Revolve(), 0.4),
     (GreedyEviction(candidates=CANDIDATES[2:3], starts_from_segments=False), 0.5),
