@@ -35,9 +35,9 @@ LEAST_S = 0.7
 A solver that is stopped before its first schedule was run for nothing. For 10 000 ops
 the quick ones need about half a second each, which a share of a short limit is not."""
 
-_IN_ANY_CASE = 3
-"""How many of them, as none is the better one of two on all graphs; the third is that
-of Chen et al., which takes no time and computes much again."""
+_IN_ANY_CASE = 2
+"""How many of them, as none is the better one of two on all graphs; those that may take
+all the time do not count, as they take next to none."""
 
 _LATE_S = 0.2
 """How late a quick solver may begin; with :data:`LEAST_S` it is less than a second."""
@@ -160,9 +160,9 @@ def solve_portfolio(  # noqa: PLR0913 - what, how long, and until when
         As long as nothing has been found, one part more is left for the caller.
     quick
         Run before the others, each with the share of what is left that it may take.
-        Until three of them have found something, each gets :data:`LEAST_S` at least:
-        they are held to the limit by the time that they have of the processor, and
-        may end after it by less than a second.
+        Until two of less than 1 have found something, each gets :data:`LEAST_S` at
+        least: they are held to the limit by the time that they have of the processor,
+        and may end after it by less than a second.
     limits, on_progress, objective
         When to stop, whom to tell, and what is to be small.
     is_near
@@ -195,6 +195,7 @@ def solve_portfolio(  # noqa: PLR0913 - what, how long, and until when
     turns: list[tuple[Solver, float | None]] = list(quick)
     turns += [(solver, None) for solver in solvers]
     count = len(turns)
+    at_once = {type(solver).__name__ for solver, share in quick if share >= 1}
     for index, (solver, own_share) in enumerate(turns):
         if quick and index == len(quick):
             run.improve(IMPROVING_SHARE)
@@ -202,17 +203,19 @@ def solve_portfolio(  # noqa: PLR0913 - what, how long, and until when
             break
         name = type(solver).__name__
         on_progress(f"trying {solver_name(solver)}", index / count)
-        found = sum(result.schedule is not None for result in run.results)
+        found = [r.solver for r in run.results if r.schedule is not None]
         is_quick = own_share is not None
         is_late = limits.is_over
-        if is_quick and found < _IN_ANY_CASE and limit_s is not None:
+        counted = sum(solver not in at_once for solver in found)
+        is_owed = is_quick and counted < _IN_ANY_CASE
+        if is_owed and limit_s is not None:
             is_late = watch.processor_s >= limit_s + _LATE_S
         if run.results and is_late:
             run.lines.append(f"{name}: not run, as time was over")
             continue
         share = own_share or 1 / (count - index + (not found))
         part = limits.share(share)
-        if is_quick and found < _IN_ANY_CASE:
+        if is_owed:
             part = part.at_least(LEAST_S * watch.slowdown)
         run.ask(solver, part)
     run.improve(1.0)
