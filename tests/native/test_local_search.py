@@ -14,7 +14,7 @@ from remat.search.local_moves import passes_of, weigh_moves
 from remat.search.plain_numbers import plain_numbers
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(graphs(max_ops=9), st.integers(0, 999))
 def test_weigh_moves(graph: TrainingGraph, seed: int) -> None:
     order = with_repeats(graph, seed)

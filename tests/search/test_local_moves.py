@@ -55,7 +55,7 @@ def drawn_moves(
     return moves
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(graphs(max_ops=9), st.integers(0, 999))
 def test_the_judge_says_the_same_after_every_move(
     graph: TrainingGraph, seed: int
@@ -83,7 +83,7 @@ def test_the_judge_says_the_same_after_every_move(
 
 
 @needs_core
-@settings(max_examples=100)
+@settings(max_examples=80)
 @given(graphs(max_ops=9), st.integers(0, 100), st.integers(0, 99))
 def test_what_a_search_finds_is_what_it_says(
     graph: TrainingGraph, percent: int, seed: int

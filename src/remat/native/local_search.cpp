@@ -14,7 +14,6 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
-#include <stdexcept>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -175,6 +174,9 @@ class Chance {
     return static_cast<std::size_t>((next() >> 32U) * static_cast<std::uint64_t>(count) >>
                                     32U);
   }
+
+  // From 0 to less than 1.
+  double share() { return static_cast<double>(next() >> 11U) * 0x1.0p-53; }
 
   bool one_in(std::size_t count) { return below(count) == 0; }
 
@@ -381,10 +383,11 @@ class Search {
   std::int64_t sampled() {
     // By bytes, and now and then any.
     if (chance_.one_in(4)) return droppable_[chance_.below(droppable_.size())];
-    const std::uint64_t all = static_cast<std::uint64_t>(bytes_up_to_.back());
-    const std::int64_t wanted = static_cast<std::int64_t>(chance_.next() % all);
+    const auto wanted =
+        static_cast<std::int64_t>(chance_.share() * static_cast<double>(bytes_up_to_.back()));
     const auto it = std::ranges::upper_bound(bytes_up_to_, wanted);
-    return droppable_[at(it - bytes_up_to_.begin())];
+    return it == bytes_up_to_.end() ? droppable_.back()
+                                    : droppable_[at(it - bytes_up_to_.begin())];
   }
 
   // Moves one run somewhere else.
