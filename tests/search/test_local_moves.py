@@ -18,6 +18,8 @@ from remat.native import core
 from remat.search.local_moves import (
     Aim,
     MoveKind,
+    Passes,
+    may_change,
     passes_of,
     search_orders,
     weigh_moves,
@@ -148,3 +150,16 @@ def test_orders_that_the_judge_refuses_are_refused(order: list[int]) -> None:
             0.0,
             None,
         )
+
+
+def test_what_the_caller_does_is_done_once_and_nothing_runs_too_often() -> None:
+    own, callers = 0, 1
+    passes = Passes(
+        may_rerun=[True, True],
+        is_ordered=[False, False],
+        is_external=[False, True],
+        forward_count=1,
+    )
+    assert may_change(passes, [own] * 64 + [-1, callers])
+    assert not may_change(passes, [own] * 65 + [-1, callers])
+    assert not may_change(passes, [own, -1, callers, callers])

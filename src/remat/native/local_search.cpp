@@ -117,7 +117,7 @@ std::vector<OpId> order_of(const OrderGraph& graph, const Indices& order) {
   };
   const auto has_effects = [&](std::size_t first, std::size_t stop) {
     for (std::size_t op = first; op < stop; ++op) {
-      if ((graph.stays_once[op] || graph.is_external[op]) && runs[op] == 0) return false;
+      if (graph.stays_once[op] && runs[op] == 0) return false;
     }
     return true;
   };

@@ -196,7 +196,7 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
             trace=floor.trace,
         )
         result = _improved(graph, budget_bytes, result, improver, limits)
-        schedule, trace = result.schedule, result.trace
+        schedule, trace = result.schedule or floor.schedule, result.trace
     plan = Plan(
         graph=graph,
         platform=_platform(graph, budget_bytes),

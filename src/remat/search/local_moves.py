@@ -111,6 +111,18 @@ def passes_of(graph: TrainingGraph) -> Passes:
     )
 
 
+def may_change(passes: Passes, order: Sequence[int]) -> bool:
+    """Return whether a valid order is one that a search may start from.
+
+    No op runs more than :data:`MOST_RUNS` times, and the caller's work is done once.
+    """
+    counts = Counter(op for op in order if op != BOUNDARY)
+    return all(
+        runs <= (1 if passes.is_external[op] else MOST_RUNS)
+        for op, runs in counts.items()
+    )
+
+
 def search_orders(
     numbers: Numbers,
     passes: Passes,
@@ -135,7 +147,7 @@ def search_orders(
         The graph.
     order
         Where the search begins: op indices and the boundary once, allowed by the judge
-        but for the budget, no op more than 64 times.
+        but for the budget, and :func:`may_change`.
     aim
         What the search is for, and how long it goes on.
     first_heat, last_heat
@@ -299,9 +311,4 @@ class _Orders:
         return not runs or (may_again and runs < MOST_RUNS)
 
     def have_effects(self, runs: Counter[int], stop: int) -> bool:
-        numbers, passes = self.numbers, self.passes
-        return all(
-            runs[op]
-            for op in range(stop)
-            if numbers.stays_once[op] or passes.is_external[op]
-        )
+        return all(runs[op] for op in range(stop) if self.numbers.stays_once[op])

@@ -9,7 +9,6 @@ change that costs a little more is taken as well, less and less so: simulated an
 in cycles, each of which begins with the best order so far.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,8 +21,8 @@ from remat.core.schedule import Schedule
 from remat.native import core
 from remat.search.local_moves import (
     MOST_EFFORT,
-    MOST_RUNS,
     Aim,
+    may_change,
     passes_of,
     search_orders,
 )
@@ -158,7 +157,7 @@ class LocalSearch:
             excess_bytes = max(0, candidate.peak_bytes - search.budget_bytes)
             return (excess_bytes, *candidate.rank)
 
-        known = [c for c in search.candidates if _most_runs(c.order) <= MOST_RUNS]
+        known = [c for c in search.candidates if may_change(passes, c.order)]
         if not known:
             return
         current = min(known, key=rank)
@@ -224,11 +223,11 @@ def lowered_order(
     About half a millisecond for each op.
     """
     limits = limits or Limits()
-    if _most_runs(order) > MOST_RUNS:
+    passes = passes_of(graph)
+    if not may_change(passes, order):
         return list(order)
     aim = Aim(enough_bytes, 0, _effort(len(graph.ops)) // _LOWERING, limits.seed)
     numbers = plain_numbers(graph, kind_index)
-    passes = passes_of(graph)
     found = search_orders(numbers, passes, order, aim, 0.0, 0.0, limits.remaining_s)
     return found.order
 
@@ -236,8 +235,3 @@ def lowered_order(
 def _effort(count: int) -> int:
     """Return what a search takes by default for so many ops."""
     return min(_MOST_EFFORT, count * min(EFFORT_PER_OP, _EFFORT_PER_OP_SQUARED * count))
-
-
-def _most_runs(order: Sequence[int]) -> int:
-    """Return how often the op runs that runs most."""
-    return max(Counter(order).values())
