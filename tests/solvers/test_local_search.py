@@ -71,7 +71,7 @@ def test_it_ends_at_a_time_that_is_enough() -> None:
     assert start.schedule is not None
     assert start.cost_ns is not None
     search = LocalSearch(starts=(start.schedule,), enough_ns=start.cost_ns)
-    # Without an end it would go on until the limit, or eight cycles have been in vain.
+    # Without an end it would go on until the limit, or five cycles have been in vain.
     result = solve(task, search, limits=Limits.after(600.0))
     assert result.cost_ns == start.cost_ns
 

@@ -53,7 +53,7 @@ _COOLED = 0.02
 _UNTIMED_CYCLES = 2
 """Cycles where time is not limited."""
 
-_FRUITLESS = 8
+_FRUITLESS = len(_HEATS)
 """Cycles without a better order after which a search ends although there is time."""
 
 _START_SHARE = 0.3
