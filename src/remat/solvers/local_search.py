@@ -35,8 +35,12 @@ from remat.solvers.order_search import Candidate, OrderSearch, order_of
 EFFORT_PER_OP = 8_000
 """What a search takes by default for each op: about a millisecond."""
 
-_EFFORT_PER_OP_SQUARED = 40
-"""Of small graphs, for each op and each op: they take less."""
+_SMALLER = 14
+"""Graphs of fewer than some 300 ops get the square of their ops over this for each op,
+so that the search stays a small part of planning."""
+
+_TIMED_EFFORT_PER_OP = 2_000
+"""What it takes at least where time is limited: then it is to be used."""
 
 _MOST_EFFORT = 25_000_000
 """What a cycle takes at most to begin with: a few seconds."""
@@ -150,7 +154,9 @@ class LocalSearch:
         numbers, limits = search.numbers, search.limits
         passes = passes_of(search.graph)
         mean_ns = sum(numbers.costs) / len(numbers.costs)
-        effort = self._first_effort(len(numbers.costs))
+        effort = self._first_effort(
+            len(numbers.costs), is_timed=limits.deadline_s is not None
+        )
         enough_ns = max(self.enough_ns, search.bound_ns)
 
         def rank(candidate: Candidate) -> tuple[int, int, int]:
@@ -188,8 +194,11 @@ class LocalSearch:
             is_last = limits.deadline_s is None and cycles == _UNTIMED_CYCLES
             is_done = has_enough or is_last
 
-    def _first_effort(self, count: int) -> int:
-        return _effort(count) if self.effort is None else self.effort
+    def _first_effort(self, count: int, *, is_timed: bool) -> int:
+        if self.effort is not None:
+            return self.effort
+        least = count * _TIMED_EFFORT_PER_OP if is_timed else 0
+        return min(_MOST_EFFORT, max(_effort(count), least))
 
 
 def lowered_order(
@@ -234,4 +243,4 @@ def lowered_order(
 
 def _effort(count: int) -> int:
     """Return what a search takes by default for so many ops."""
-    return min(_MOST_EFFORT, count * min(EFFORT_PER_OP, _EFFORT_PER_OP_SQUARED * count))
+    return min(_MOST_EFFORT, count * min(EFFORT_PER_OP, count**2 // _SMALLER))
