@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch._dynamo import eval_frame, symbolic_convert
 from torch.nn.modules import module as modules
 from torch.nn.parallel import DistributedDataParallel
@@ -173,6 +174,11 @@ def tracer_is_off() -> bool:
 def storage_identity(tensor: torch.Tensor) -> int:
     """Return what no other storage has, while the tensor's storage lives."""
     return tensor.untyped_storage()._cdata
+
+
+def storage_alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """Return the storage that a weak reference is to, or ``None`` if it is gone."""
+    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
 def viewed(tensor: torch.Tensor) -> torch.Tensor | None:

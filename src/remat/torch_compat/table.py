@@ -227,6 +227,10 @@ NAMES: dict[str, Private] = {
         "blocks inside of checkpoints",
     ),
     # --- profiling ---
+    "next_node_number": Private(
+        "torch._C:_autograd._get_sequence_nr",
+        "telling before which graph an operator ran",
+    ),
     "profiler_enabled": Private(
         "torch.autograd:_profiler_enabled", "measuring beside a profiler"
     ),
@@ -329,6 +333,9 @@ ATTRIBUTES: dict[str, Private] = {
         "tracing without a timing of guards",
     ),
     "_cdata": Private("torch:UntypedStorage()._cdata", "telling storages apart"),
+    "_new_with_weak_ptr": Private(
+        "torch:UntypedStorage._new_with_weak_ptr", "graphs that run again as a whole"
+    ),
     "_base": Private("torch:Tensor()._base", "outputs that are views"),
     "_view_func_unsafe": Private(
         "torch:Tensor()._view_func_unsafe", "outputs that are views"

@@ -12,19 +12,20 @@ from torch import fx, nn
 
 from remat.capture.autocast import Autocast, autocast_again, autocast_now
 from remat.capture.gathering import Gathering, RegionCode, SeenRegion
-from remat.capture.joint_program import JointProgram
+from remat.capture.joint_program import HELD_OUTPUT, JointProgram
 from remat.capture.outputs import FakeOutputs, fakes_like
 from remat.capture.returned import is_loss, loss_in
 from remat.capture.surroundings import FREES_TANGENTS, add_surroundings, tensors_in
 from remat.core.errors import BudgetError, CaptureError
 from remat.core.graph import Role, TrainingGraph
 from remat.core.liveness import BOUNDARY
-from remat.core.problem import Objective
+from remat.core.problem import Limits, Objective
 from remat.core.simulator import simulate
 from remat.core.units import format_bytes, is_percentage, parse_budget
 from remat.planning.one_device import one_budget, plan_graph
 from remat.planning.plan import Plan
 from remat.planning.region_program import Fronts, RegionProgram
+from remat.planning.region_reruns import plan_with_reruns
 from remat.planning.regions import (
     ComposedStep,
     Parts,
@@ -42,6 +43,7 @@ from remat.profile.eager_parts import BackwardOrder, backward_order, eager_forwa
 from remat.profile.gathered_parameters import GatheredBackward, held_for, leave_out
 from remat.profile.known import KnownCosts
 from remat.profile.optimizer_memory import LossMemory, assumed_loss_bytes
+from remat.runtime.remade import RemadeValues
 from remat.torch_compat.metadata import outputs_of_tangents
 from remat.torch_compat.names import FakeTensorMode, tree_map
 from remat.torch_compat.sharding import Gathered, GatheredGroup, gathering_alone
@@ -112,6 +114,8 @@ class _Running:
     unplanned: int | None = None
     held_bytes: int = 0
     backward_bytes: int = 0
+    # What the step does not keep for backward, and makes again.
+    remade: RemadeValues = field(default_factory=RemadeValues)
 
     def __post_init__(self) -> None:
         self.composed = self.step.composed
@@ -220,10 +224,15 @@ class RegionPlanner(Planner):
         others = [] if self.request.dynamic is None else self.plans.values()
         for plan in filter(None, (known, *others)):
             if have_same_ops(plan.graph, program.graph):
-                found = at_sizes(plan, program.graph)
+                found = at_sizes(plan, self._graph_for(plan, program))
                 if found is not None:
                     return replace(found, fingerprint=program.fingerprint)
         return None
+
+    def _graph_for(self, plan: Plan, program: JointProgram) -> TrainingGraph:
+        """Return the step in which what a plan runs again may do so."""
+        has_reruns = self._composed.has_reruns(plan.schedule)
+        return self._composed.with_reruns.graph if has_reruns else program.graph
 
     def _compose(self, gathering: Gathering, recording: Recording) -> JointProgram:
         """Return the whole step as far as planning needs it, surroundings included."""
@@ -313,6 +322,11 @@ class RegionPlanner(Planner):
             made=seen.made,
             slots=slots,
             gradients=gradients,
+            outputs=frozenset(
+                number
+                for number, op in enumerate(program.graph.ops)
+                if op.non_recomputable == HELD_OUTPUT
+            ),
         )
 
     def loss_memory(self, program: JointProgram) -> LossMemory:
@@ -354,7 +368,8 @@ class RegionPlanner(Planner):
         """Return a new plan of a step of several graphs, or the given one."""
         request = self.request
         if request.given_plan is not None:
-            return accept_plan(program, request.given_plan)
+            graph = self._graph_for(request.given_plan, program)
+            return accept_plan(replace(program, graph=graph), request.given_plan)
 
         own = RegionProgram(step=self._composed, fronts=self._fronts)
         leading = own if own.repeats else None
@@ -371,19 +386,34 @@ class RegionPlanner(Planner):
                 seed=request.seed,
                 progress=request.progress,
                 has_assumed_loss=request.loss is None and program.loss is None,
-                settings={
-                    "torch": torch.__version__,
-                    "costs": request.costs,
-                    "graphs": own.description(_HOW.get(str(request.regions), "")),
-                },
+                settings=settings,
                 leading=leading,
             )
+
+        settings = {
+            "torch": torch.__version__,
+            "costs": request.costs,
+            "graphs": own.description(_HOW.get(str(request.regions), "")),
+        }
 
         budget = one_budget(request.budget, request.platform)
         if is_percentage(budget):
             _, trace = self._composed.everything
             budget = parse_budget(budget, whole_bytes=trace.peak_bytes[0])
-        return plan_regions(self._composed, solve, budget)
+        try:
+            return plan_regions(self._composed, solve, budget)
+        except BudgetError as error:
+            # Deep models that nobody asked to be split are one graph then.
+            if request.regions in ("auto", "breaks") or request.solver != "auto":
+                raise
+            return plan_with_reruns(
+                own,
+                error,
+                fingerprint=program.fingerprint,
+                settings=settings,
+                limits=Limits.after(request.time_limit, request.seed),
+                progress=request.progress,
+            )
 
     def example_outputs(self, model: nn.Module, batch: Any) -> FakeOutputs:  # noqa: ARG002
         """Return what the gathered forward pass returned, made of fake tensors."""
