@@ -56,7 +56,11 @@ def all_choices(search: RerunSearch) -> list[tuple[int, int]]:
 @st.composite
 def stacks(draw: st.DrawFn, *, reads_output: bool = False) -> Parts:
     count = draw(st.integers(3, 4))
-    sizes = [draw(st.integers(1, 50)), draw(st.integers(0, 9)), draw(st.integers(0, 50))]
+    sizes = [
+        draw(st.integers(1, 50)),
+        draw(st.integers(0, 9)),
+        draw(st.integers(0, 50)),
+    ]
     held = [*range(1, count), count]
     parts = stack(sizes, count, held, reads_output=reads_output)
     return reruns_of(parts)
@@ -99,7 +103,9 @@ def test_a_deep_stack_needs_the_root_of_what_it_hands_over(count: int) -> None:
         for index in range(len(search.fronts[1].options))
         for _, trace in [
             search.judged(
-                RerunChoice(tuple(min(index, len(f.options) - 1) for f in search.fronts))
+                RerunChoice(
+                    tuple(min(index, len(f.options) - 1) for f in search.fronts)
+                )
             )
         ]
     )

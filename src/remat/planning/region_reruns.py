@@ -6,8 +6,8 @@ pass that reads it, the regions that made it run forward again, from the last on
 whose input was kept: a *segment*. It is Rotor's step one level up, with segments that
 are run again once (Chen et al. 2016).
 
-A segment's regions each keep nothing but their inputs, the cheaper thing to give up: what
-is inside of a region is much larger than what it hands over.
+A segment's regions each keep nothing but their inputs: the inside of a region is much
+larger than what it hands over, and so the cheaper thing to give up.
 """
 
 from collections.abc import Mapping, Sequence
@@ -88,7 +88,7 @@ class _States:
     )
 
     def merged(self) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
-        """Return bytes, time, place, state and option of those that none is better than."""
+        """Return bytes, time, place, state and option of those not beaten."""
         used, cost = np.concatenate(self.used), np.concatenate(self.cost)
         places = np.concatenate(
             [np.full(len(state), place) for place, state, _ in self.ways]
@@ -155,9 +155,9 @@ class RerunSearch(RegionSearch):
     def choose(self, budget_bytes: int) -> RerunChoice | None:  # type: ignore[override]
         """Return the choice that takes least time, or ``None`` if sums fit with none.
 
-        Between places of the step, the program keeps the Pareto set of bytes and time. A
-        segment goes from one place to a later one. O(regions x longest segment) steps,
-        each over at most as many states as are kept.
+        Between places of the step, the program keeps the Pareto set of bytes and time.
+        A segment goes from one place to a later one. O(regions x longest segment)
+        steps, each over at most as many states as are kept.
         """
         count = len(self.stages)
         found = [_States() for _ in range(count + 1)]
@@ -250,7 +250,7 @@ class RerunSearch(RegionSearch):
         return RerunChoice(tuple(options), tuple(sorted(again)))
 
     def least(self, known_bytes: int) -> tuple[Schedule, Trace] | None:
-        """Return the schedule of the smallest peak that halving finds, below a known one.
+        """Return the schedule of the smallest peak found by halving, below a known one.
 
         ``None`` if there is none below.
         """

@@ -403,9 +403,7 @@ class ComposedStep:
             read.update(mapped[s] for s in ops[number].reads if s not in made)
             made.update(ops[number].writes)
         inner = {mapped[s] for op in rerun.local_ops for s in ops[op].writes}
-        return read.issuperset(rerun.reads) and not (
-            read & (inner - {*rerun.storages})
-        )
+        return read.issuperset(rerun.reads) and not (read & (inner - {*rerun.storages}))
 
     @cached_property
     def with_reruns(self) -> "ComposedStep":

@@ -184,7 +184,9 @@ def lower_again(
     schedule = schedule_from_order(kept, order)
     replayed = {s for op, s in program.random_states.items() if op in ops}
     # Nothing is overwritten, so that it takes what the schedule says.
-    _, issue = issue_orders(kept, schedule, [place == "cpu" for place in _home(program)])
+    _, issue = issue_orders(
+        kept, schedule, [place == "cpu" for place in _home(program)]
+    )
     again = _Pass(
         program,
         _home(program),

@@ -1,9 +1,9 @@
 """Values that a step of several graphs does not keep, and that graphs make again.
 
-Where the plan says so, a graph saves for its backward pass an empty tensor in the place of
-what another graph handed to it. When backward comes to it, the graphs that made it run
-forward again. What they start from is alive, as their own backward passes keep it, so
-here it is only referred to: nothing lives longer for this.
+Where the plan says so, a graph saves for its backward pass an empty tensor in the place
+of what another graph handed to it. When backward comes to it, the graphs that made it
+run forward again. What they start from is alive, as their own backward passes keep it,
+so here it is only referred to: nothing lives longer for this.
 """
 
 from collections import Counter
@@ -108,11 +108,11 @@ class RemadeValues:
         self._makers.update(dict.fromkeys(identities, maker))
 
     def dropped(self, value: torch.Tensor) -> torch.Tensor:
-        """Return what is saved in the place of a value, itself if nobody makes it again."""
+        """Return what to save for a value, itself if nobody makes it again."""
         is_tracing_ignored = False
         identity = storage_identity(value)
         if identity not in self._makers or (
-            # Other hooks save something of their own in the place of what they are given.
+            # Other hooks save something of their own in the place of this.
             top_saved_tensors_hooks(is_tracing_ignored) is not None
         ):
             return value
@@ -122,7 +122,7 @@ class RemadeValues:
         return link
 
     def taken(self, identity: int, view: _View) -> torch.Tensor:
-        """Return a value, made again if it is not there; the last reader's is let go."""
+        """Return a value, made again if it is not there; let go by its last reader."""
         if identity not in self._live:
             self._make(identity)
         storage = self._live[identity]

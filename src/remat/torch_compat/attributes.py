@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch._dynamo import eval_frame, symbolic_convert
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as modules
 from torch.nn.parallel import DistributedDataParallel
 

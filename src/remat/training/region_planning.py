@@ -403,8 +403,10 @@ class RegionPlanner(Planner):
         try:
             return plan_regions(self._composed, solve, budget)
         except BudgetError as error:
-            # Deep models that nobody asked to be split are one graph then.
-            if request.regions in ("auto", "breaks") or request.solver != "auto":
+            # Deep models that nobody asked to be split are one graph then. Parameters
+            # in pieces are gathered for each region's own backward pass only.
+            is_asked_for = request.regions not in ("auto", "breaks")
+            if not is_asked_for or self.groups or request.solver != "auto":
                 raise
             return plan_with_reruns(
                 own,
