@@ -315,6 +315,11 @@ def test_which_modules_are_blocks() -> None:
     ("model", "chosen", "words"),
     [
         (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), None, "has no blocks"),
+        (
+            nn.Sequential(*(nn.Sequential(nn.Linear(4, n)) for n in (4, 8))),
+            None,
+            "has no blocks",
+        ),
         (nn.Linear(4, 4), None, "no modules inside"),
         (Stack(2), ["blocks.7"], "'blocks.7', which is no module of Stack"),
         (Stack(2), lambda _name, _module: False, "has no blocks"),
