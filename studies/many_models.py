@@ -85,7 +85,9 @@ def attempt(
         planning_s = time.perf_counter() - started_s
         found = compared(example, optimizer, regions)
         # What sets itself up in the first call takes another way from then on.
-        plan = fitted_on(example.model).latest_plan()
+        fitted = fitted_on(example.model)
+        assert fitted is not None
+        plan = fitted.latest_plan()
     except remat.BudgetError as error:
         return {
             "status": SMALLEST,

@@ -805,15 +805,19 @@ class _Composition:
 
     def add_backward(self, index: int) -> None:
         region, mapped = self.regions[index], self.maps[index]
+        dropped: dict[int, None] = {}
         for tangent in region.graph.tangents:
             block = region.graph.storages[tangent]
             slot = region.slots.get(tangent)
             found = None if slot is None else self.gradient_at(slot, block)
             if found is None:
                 found = self.made_between(f"zeros for {block.name}", block, ())
+            elif self.storages[found].size_bytes < block.size_bytes:
+                # An expanded one, as of a sum: regions take copies of them.
+                dropped[found] = None
+                found = self.made_between(f"all of {block.name}", block, (found,))
             mapped[tangent] = found
         self.add_ops(index, Phase.BACKWARD)
-        dropped: dict[int, None] = {}
         if not self.frees_tangents:
             dropped.update(dict.fromkeys(mapped[t] for t in region.graph.tangents))
         for slot, gradient in region.gradients:

@@ -36,7 +36,7 @@ class _View:
         return cls(
             tuple(tensor.shape),
             tensor.stride(),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tensor.dtype,
             tensor.device,
         )
@@ -111,10 +111,9 @@ class RemadeValues:
         """Return what to save for a value, itself if nobody makes it again."""
         is_tracing_ignored = False
         identity = storage_identity(value)
-        if identity not in self._makers or (
-            # Other hooks save something of their own in the place of this.
-            top_saved_tensors_hooks(is_tracing_ignored) is not None
-        ):
+        # Other hooks save something of their own in the place of this.
+        hooks: Any = top_saved_tensors_hooks(is_tracing_ignored)
+        if identity not in self._makers or hooks is not None:
             return value
         self._reader_counts[identity] += 1
         link = torch.empty(0, dtype=value.dtype, device=value.device)
