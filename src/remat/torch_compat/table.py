@@ -121,6 +121,15 @@ NAMES: dict[str, Private] = {
     # --- operators and their dispatch ---
     "OpOverload": Private("torch._ops:OpOverload", "telling operators from functions"),
     "DispatchKey": Private("torch._C:DispatchKey", "tracing operators whole"),
+    # --- the simulated device of the tests ---
+    "DispatchKeySet": Private("torch._C:DispatchKeySet", "views on it"),
+    "exclude_dispatch_keys": Private(
+        "torch._C:_ExcludeDispatchKeyGuard", "its autocast"
+    ),
+    "setup_python_backend": Private(
+        "torch.utils.backend_registration:_setup_privateuseone_for_python_backend",
+        "letting torch know it",
+    ),
     "BelowAutograd": Private(
         "torch._C:_AutoDispatchBelowAutograd", "running the layers of an nn.LSTM"
     ),
