@@ -62,6 +62,9 @@ ALIASING_WITHOUT_SCHEMA = frozenset(
 )
 """Ops that return views of their first argument although their schema denies it."""
 
+HELD_OUTPUT = "the caller holds its output"
+"""Why an op runs once whose output the caller has a reference to."""
+
 RNG_STATE = "rng_state"
 """Name prefix of the ops that note the random number generator's state."""
 
@@ -817,8 +820,8 @@ class _Analysis:
         held = set(self.transient_storages(self.forward_values))
         held.intersection_update(self.transient_storages(final))
         self.forward_ops = [
-            (replace(op, non_recomputable="the caller holds its output"), node)
-            if held.intersection(op.writes)
+            (replace(op, non_recomputable=HELD_OUTPUT), node)
+            if op.is_recomputable and held.intersection(op.writes)
             else (op, node)
             for op, node in self.forward_ops
         ]

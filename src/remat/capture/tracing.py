@@ -4,10 +4,12 @@ import inspect
 import logging
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -78,6 +80,8 @@ _WITH_CACHE = type(cache(abs))
 
 _QUOTES = "\"'"
 _OWN_FILE = "remat/capture/tracing.py"
+_OWN_FOLDER = f"{Path(__file__).parents[1]}/"
+_TORCH_FOLDER = f"{Path(torch.__file__).parent}/"
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/(\w+)")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<where>.+)')
 
@@ -461,9 +465,10 @@ def example_error(error: Exception) -> CaptureError:
             f"the tracer fails at code that it cannot take: {type(error).__name__}: "
             f"{_first_sentence(str(error))}; {_DISABLE}"
         )
+    line = _line_behind(error) or _line_that_ran(error) or _UNKNOWN_LINE
     return CaptureError(
         f"the example raises inside the model: {type(error).__name__}: "
-        f"{_first_sentence(str(error))}; at {_line_behind(error) or _UNKNOWN_LINE}"
+        f"{_first_sentence(str(error))}; at {line}"
     )
 
 
@@ -585,6 +590,15 @@ def _source_line(text: str) -> tuple[str, str]:
     if own and library:
         return f"{outside}, called at {own}", library
     return outside, library
+
+
+def _line_that_ran(error: BaseException) -> str:
+    """Return the innermost line that ran of code that is neither torch's nor ours."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        is_ours = frame.filename.startswith((_TORCH_FOLDER, _OWN_FOLDER))
+        if frame.line and not is_ours:
+            return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+    return ""
 
 
 def _line_behind(error: BaseException) -> str:

@@ -16,7 +16,8 @@ queues of CUDA devices and the copies beside them, and before a graph is made of
 order is proved to have no race.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from remat.core.issue_order import (
     Run,
     Wait,
 )
+from remat.core.liveness import BOUNDARY, schedule_from_order
 from remat.core.platform import single_device
 from remat.core.races import check_no_race
 from remat.core.schedule import Boundary, Compute, Copy, Schedule, Step
@@ -159,6 +161,62 @@ def lower(
     restore_symbols(lowered.forward)
     restore_symbols(lowered.backward)
     return lowered
+
+
+def lower_again(
+    program: JointProgram, ops: Sequence[int], storages: Sequence[int]
+) -> tuple[fx.GraphModule, list[int]]:
+    """Return a module that runs a part of the forward pass again.
+
+    Parameters
+    ----------
+    program
+        The traced step, on its own device.
+    ops
+        What runs, in order: all that the storages follow from.
+    storages
+        What is made.
+
+    Returns
+    -------
+    module
+        Returns a tensor in the block of each of the storages.
+    list
+        The storages that it is given, each as the tensor that the step keeps it in.
+    """
+    kept = replace(program.graph, final_outputs=tuple(storages))
+    order = [*range(kept.forward_count), BOUNDARY, *ops]
+    schedule = schedule_from_order(kept, order)
+    replayed = {s for op, s in program.random_states.items() if op in ops}
+    # Nothing is overwritten, so that it takes what the schedule says.
+    _, issue = issue_orders(
+        kept, schedule, [place == "cpu" for place in _home(program)]
+    )
+    again = _Pass(
+        program,
+        _home(program),
+        schedule.steps,
+        issue,
+        already_run=set(range(kept.forward_count)),
+        replayed=replayed,
+    )
+    again.add_tangents()
+    again.emit()
+    made = tuple(again.value((storage, 0)) for storage in storages)
+    given = [storage for storage, _ in again.order_saved()]
+    for tangent in again.tangents:
+        again.graph.erase_node(tangent)
+    again.graph.output(made)
+    return _module(program.module, again.graph), given
+
+
+def _home(program: JointProgram) -> tuple[str, ...]:
+    return (str(program.device),)
+
+
+def saved_name(storage: int) -> str:
+    """Return what the backward module calls a storage that forward saves for it."""
+    return f"saved_{storage}"
 
 
 def torch_places(program: JointProgram) -> tuple[str, ...]:
@@ -532,7 +590,7 @@ class _Pass:
         storage, device = place
         bases = bases_of(self.program, storage)
         with self.graph.inserting_before(self.tangents[0]):
-            name = f"saved_{storage}_on_{device}" if device else f"saved_{storage}"
+            name = saved_name(storage) + (f"_on_{device}" if device else "")
             node = self.graph.placeholder(name)
         if bases:
             node.meta = self.meta_of(storage, device)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch._dynamo import eval_frame, symbolic_convert
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as modules
 from torch.nn.parallel import DistributedDataParallel
 
@@ -191,6 +192,11 @@ def storage_identity(tensor: torch.Tensor) -> int:
 def holder_count(tensor: torch.Tensor) -> int:
     """Return how many hold on to a tensor: Python as one, and code below of it."""
     return tensor._use_count()
+
+
+def storage_alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """Return the storage that a weak reference is to, or ``None`` if it is gone."""
+    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
 def viewed(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         _get_dispatch_mode,
         _TorchDispatchModeKey,
     )
-    from torch._C._autograd import _top_saved_tensors_default_hooks
+    from torch._C._autograd import _get_sequence_nr, _top_saved_tensors_default_hooks
     from torch._C._functorch import (
         is_functorch_wrapped_tensor as is_functorch_wrapped_tensor,
     )
@@ -138,6 +138,7 @@ if TYPE_CHECKING:
     is_in_dispatch_mode = is_in_any_mode_without_ignore_compile_internals
     neg_view = _neg_view
     top_saved_tensors_hooks = _top_saved_tensors_default_hooks
+    next_node_number = _get_sequence_nr
     profiler_enabled = _profiler_enabled
     enable_profiler_legacy = _enable_profiler_legacy
     disable_profiler_legacy = _disable_profiler_legacy

@@ -250,6 +250,10 @@ NAMES: dict[str, Private] = {
         "blocks inside of checkpoints",
     ),
     # --- profiling ---
+    "next_node_number": Private(
+        "torch._C:_autograd._get_sequence_nr",
+        "telling before which graph an operator ran",
+    ),
     "profiler_enabled": Private(
         "torch.autograd:_profiler_enabled", "measuring beside a profiler"
     ),
@@ -360,6 +364,9 @@ ATTRIBUTES: dict[str, Private] = {
     "_cdata": Private("torch:UntypedStorage()._cdata", "telling storages apart"),
     "_use_count": Private(
         "torch:Tensor._use_count", "knowing when threads of gloo let go of a tensor"
+    ),
+    "_new_with_weak_ptr": Private(
+        "torch:UntypedStorage._new_with_weak_ptr", "graphs that run again as a whole"
     ),
     "_base": Private("torch:Tensor()._base", "outputs that are views"),
     "_view_func_unsafe": Private(

@@ -185,6 +185,17 @@ class FittedRegions(FittedModel):
                 self.name,
                 untraced[0],
             )
+        checkpointed = sorted(self._blocks.checkpointed)
+        if checkpointed and "checkpointed" not in self.told:
+            self.told.add("checkpointed")
+            logger.warning(
+                "%d blocks of %s are called inside of torch.utils.checkpoint, %s among "
+                "them: they run as they are, and no plan is made for them. Leave the "
+                "checkpoint out, as a plan takes its place",
+                len(checkpointed),
+                self.name,
+                checkpointed[0],
+            )
         codes = {seen.code: seen.program.fingerprint for seen in gathering.seen}
         again = len(codes) - len(set(codes.values()))
         if again >= _MANY_TRACES and "traces" not in self.told:

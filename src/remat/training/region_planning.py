@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from remat.capture.autocast import Autocast, autocast_again, autocast_now
 from remat.capture.gathering import Gathering, RegionCode, SeenRegion
-from remat.capture.joint_program import JointProgram
+from remat.capture.joint_program import HELD_OUTPUT, JointProgram
 from remat.capture.outputs import FakeOutputs, fakes_like
 from remat.capture.returned import is_loss, loss_in
 from remat.capture.surroundings import FREES_TANGENTS, add_surroundings, tensors_in
@@ -29,6 +29,7 @@ from remat.planning.one_device import one_budget, plan_graph
 from remat.planning.plan import Plan
 from remat.planning.plan_cache import PlanCall, planned_once, step_digest
 from remat.planning.region_program import Fronts, RegionProgram
+from remat.planning.region_reruns import plan_with_reruns
 from remat.planning.regions import (
     ComposedStep,
     EagerForward,
@@ -52,6 +53,7 @@ from remat.profile.gathered_parameters import (
 )
 from remat.profile.known import KnownCosts
 from remat.profile.optimizer_memory import LossMemory, assumed_loss_bytes
+from remat.runtime.remade import RemadeValues
 from remat.torch_compat.metadata import outputs_of_tangents
 from remat.torch_compat.names import FakeTensorMode, tree_map
 from remat.torch_compat.sharding import Gathered, GatheredGroup, gathering_alone
@@ -130,6 +132,8 @@ class _Running:
     backward_bytes: int = 0
     # What the caller set of gathered parameters.
     let_go: dict[GatheredGroup, bool] = field(default_factory=dict[GatheredGroup, bool])
+    # What the step does not keep for backward, and makes again.
+    remade: RemadeValues = field(default_factory=RemadeValues)
 
     def __post_init__(self) -> None:
         self.composed = self.step.composed
@@ -380,10 +384,15 @@ class RegionPlanner(Planner):
         others = [] if self.request.dynamic is None else self.plans.values()
         for plan in filter(None, (known, *others)):
             if have_same_ops(plan.graph, program.graph):
-                found = at_sizes(plan, program.graph)
+                found = at_sizes(plan, self._graph_for(plan, program))
                 if found is not None:
                     return replace(found, fingerprint=program.fingerprint)
         return None
+
+    def _graph_for(self, plan: Plan, program: JointProgram) -> TrainingGraph:
+        """Return the step in which what a plan runs again may do so."""
+        has_reruns = self._composed.has_reruns(plan.schedule)
+        return self._composed.with_reruns.graph if has_reruns else program.graph
 
     def _compose(self, seen: _SeenStep, kept: frozenset[GatheredGroup]) -> JointProgram:
         """Return the whole step as far as planning needs it, surroundings included.
@@ -495,6 +504,11 @@ class RegionPlanner(Planner):
             made=seen.made,
             slots=slots,
             gradients=gradients,
+            outputs=frozenset(
+                number
+                for number, op in enumerate(program.graph.ops)
+                if op.non_recomputable == HELD_OUTPUT
+            ),
         )
 
     def loss_memory(self, program: JointProgram) -> LossMemory:
@@ -536,7 +550,8 @@ class RegionPlanner(Planner):
         """Return a new plan of a step of several graphs, or the given one."""
         request = self.request
         if request.given_plan is not None:
-            return accept_plan(program, request.given_plan)
+            graph = self._graph_for(request.given_plan, program)
+            return accept_plan(replace(program, graph=graph), request.given_plan)
 
         budget = one_budget(request.budget, request.platform)
         session = session_now()
@@ -594,7 +609,22 @@ class RegionPlanner(Planner):
         def make() -> Plan:
             return plan_regions(composed, solve, budget)
 
-        return planned_once(call, make, request.progress)
+        try:
+            return planned_once(call, make, request.progress)
+        except BudgetError as error:
+            # Deep models that nobody asked to be split are one graph then. Parameters
+            # in pieces are gathered for each region's own backward pass only.
+            is_asked_for = request.regions not in ("auto", "breaks")
+            if not is_asked_for or self.groups or request.solver != "auto":
+                raise
+            return plan_with_reruns(
+                own,
+                error,
+                fingerprint=program.fingerprint,
+                settings=settings,
+                limits=Limits.after(request.time_limit, request.seed),
+                progress=request.progress,
+            )
 
     def example_outputs(self, model: nn.Module, batch: Any) -> FakeOutputs:  # noqa: ARG002
         """Return what the gathered forward pass returned, made of fake tensors."""
