@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from remat.capture.accelerator import is_accelerated
 from remat.core.errors import ProfileError
 from remat.profile.arguments import (
     ArgumentMaker,
@@ -31,6 +32,7 @@ from remat.profile.arguments import (
 from remat.profile.cache import CostCache
 from remat.profile.clock import operator_clock
 from remat.profile.operators import OperatorCall, OperatorCost
+from remat.profile.roofline import WORKSPACES, Roofline, Rule, short_name
 from remat.torch_compat.attributes import schema_of, storage_identity
 from remat.torch_compat.names import FakeTensorMode, disable_current_modes
 
@@ -74,6 +76,13 @@ class Rates:
                 "measure them again with measure_rates"
             )
             raise ProfileError(msg)
+
+    def time_ns(self, call: OperatorCall, flops: int, moved_bytes: int) -> int:  # noqa: ARG002
+        """Return the time of one run in nanoseconds."""
+        return self.launch_ns + max(
+            math.ceil(flops * 1e9 / self.flops_per_s),
+            math.ceil(moved_bytes * 1e9 / self.bytes_per_s),
+        )
 
 
 def measure_rates(
@@ -128,7 +137,7 @@ def _fastest_ns(run: Callable[[], object], device: torch.device) -> int:
 
 
 def estimate_operators(
-    calls: Sequence[OperatorCall], rates: Rates
+    calls: Sequence[OperatorCall], rates: Rates | Roofline
 ) -> list[OperatorCost]:
     """Estimate the cost of each call without running any.
 
@@ -163,7 +172,7 @@ def estimate_operators(
     return costs
 
 
-def _estimate(call: OperatorCall, rates: Rates) -> OperatorCost:
+def _estimate(call: OperatorCall, rates: Rates | Roofline) -> OperatorCost:
     outputs = call.outputs
     if outputs is None:
         call, outputs = _trace(call)
@@ -183,12 +192,12 @@ def _estimate(call: OperatorCall, rates: Rates) -> OperatorCost:
     moved_bytes = sum(sizes) + sum(
         {storage_identity(t): _bytes(t) for t in inputs}.values()
     )
-    cost_ns = rates.launch_ns
+    flops = 0
     if sum(sizes) or not aliases_input or _mutates(call):
-        cost_ns += max(
-            math.ceil(_flops(call, outputs) * 1e9 / rates.flops_per_s),
-            math.ceil(moved_bytes * 1e9 / rates.bytes_per_s),
-        )
+        flops = _flops(call, outputs)
+    else:
+        moved_bytes = 0
+    cost_ns = rates.time_ns(call, flops, moved_bytes)
     return OperatorCost(
         cost_ns=cost_ns,
         workspace_bytes=estimate_workspace(call, outputs),
@@ -239,10 +248,6 @@ def _flops(call: OperatorCall, outputs: object) -> int:
     return int(formula(*call.args, **dict(call.kwargs), out_val=outputs))
 
 
-def _short_name(call: OperatorCall) -> str:
-    return target_name(call.target).removeprefix("aten.").partition(".")[0]
-
-
 def _reduces(inputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> bool:
     return bool(inputs and made) and made[0].numel() < inputs[0].numel()
 
@@ -263,9 +268,9 @@ def estimate_excess(call: OperatorCall, outputs: object) -> int:
     """
     inputs = tensors_in([call.args, dict(call.kwargs)])
     made = tensors_in(outputs)
-    if not _reduces(inputs, made) or made[0].device.type != "cpu":
+    if not _reduces(inputs, made) or made[0].device.type != "cpu" or is_accelerated():
         return 0
-    if _short_name(call) in _SHRUNK_RESULTS:
+    if short_name(call) in _SHRUNK_RESULTS:
         return _bytes(inputs[0]) - _bytes(made[0])
     return 0
 
@@ -284,6 +289,9 @@ def estimate_workspace(call: OperatorCall, outputs: object) -> int:
     * interpolation: a copy of input and output with channels last;
     * every other operator: none.
 
+    While steps are traced for an accelerator, the rules are those of
+    :data:`remat.profile.roofline.WORKSPACES`.
+
     Parameters
     ----------
     call
@@ -291,16 +299,13 @@ def estimate_workspace(call: OperatorCall, outputs: object) -> int:
     outputs
         What the call returns on fake tensors.
     """
-    name = _short_name(call)
+    name = short_name(call)
     inputs = tensors_in([call.args, dict(call.kwargs)])
     made = tensors_in(outputs)
     if name.startswith("upsample_") and "backward" not in name:
         name = "upsample"
-    rule = _WORKSPACE_RULES.get(name)
+    rule = (WORKSPACES if is_accelerated() else _WORKSPACE_RULES).get(name)
     return 0 if rule is None or not made else rule(inputs, made)
-
-
-_Rule = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], int]
 
 
 def _sum_bytes(tensors: Sequence[torch.Tensor]) -> int:
@@ -313,7 +318,7 @@ def _elements_if_reduced(
     return _bytes(inputs[0]) if _reduces(inputs, made) else 0
 
 
-_WORKSPACE_RULES: dict[str, _Rule] = {
+_WORKSPACE_RULES: dict[str, Rule] = {
     "convolution": lambda inputs, made: _bytes(inputs[1]) + _sum_bytes(made),
     "convolution_backward": lambda inputs, _: _sum_bytes(inputs[:3]),
     "native_dropout": lambda inputs, _: _bytes(inputs[0]),

@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from torch import _neg_view
     from torch._C import DisableTorchFunction as DisableTorchFunction
     from torch._C import DispatchKey as DispatchKey
+    from torch._C import DispatchKeySet as DispatchKeySet
     from torch._C import (
         _AutoDispatchBelowAutograd,
         _DisablePythonDispatcher,
+        _dispatch_has_kernel_for_dispatch_key,
+        _ExcludeDispatchKeyGuard,
         _get_dispatch_mode,
         _TorchDispatchModeKey,
     )
@@ -118,6 +121,8 @@ if TYPE_CHECKING:
     functorch_config = torch._functorch.config
     BelowAutograd = _AutoDispatchBelowAutograd
     DispatchModeKey = _TorchDispatchModeKey
+    has_kernel_for_key = _dispatch_has_kernel_for_dispatch_key
+    ExcludeKeys = _ExcludeDispatchKeyGuard
     get_dispatch_mode = _get_dispatch_mode
     DisablePythonDispatcher = _DisablePythonDispatcher
     disable_current_modes = _disable_current_modes
@@ -143,6 +148,13 @@ if TYPE_CHECKING:
     )
     local_scalar_dense: Any = torch.ops.aten._local_scalar_dense.default
     linalg_check_errors: Any = torch.ops.aten._linalg_check_errors.default
+    flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention.default
+    efficient_attention: Any = (
+        torch.ops.aten._scaled_dot_product_efficient_attention.default
+    )
+    attention_of_products: Any = (
+        torch.ops.aten._scaled_dot_product_attention_math.default
+    )
     upsample_nearest_exact1d: Any = torch.ops.aten._upsample_nearest_exact1d
     upsample_nearest_exact2d: Any = torch.ops.aten._upsample_nearest_exact2d
     upsample_nearest_exact3d: Any = torch.ops.aten._upsample_nearest_exact3d

@@ -7,6 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
+from remat.capture.accelerator import traced_for
 from remat.capture.tracing import check_tracer
 from remat.core.errors import CaptureError
 from remat.planning.plan import Plan
@@ -17,6 +18,7 @@ from remat.training.fitted_model import FittedModel, fitted_on, plain_model
 from remat.training.fitted_regions import fitted_for
 from remat.training.request import (
     PlanOptions,
+    check_memory_holds,
     check_model,
     requested,
     shows_options,
@@ -296,11 +298,18 @@ def plan(
     request = requested("plan", options, budget=budget)
     check_model(model)
     check_tracer()
-    with unset_fake_temporarily(), where_memory_is():
+    with (
+        unset_fake_temporarily(),
+        where_memory_is(),
+        traced_for(request.device),
+    ):
         inside = plain_model(model)
         model, example, kwargs, optimizer = with_stand_ins(
             inside, positional(args), kwargs, request.optimizer
         )
+        if request.device is not None:
+            check_memory_holds(model, request.device)
+            request = replace(request, regions="whole")
         if model is not inside and request.regions == "auto":
             request = replace(request, regions="whole")
         if model is not inside and request.regions != "whole":

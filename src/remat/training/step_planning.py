@@ -607,6 +607,8 @@ class Planner:
                 known=request.platform,
             )
         settings = {"torch": torch.__version__, "costs": request.costs}
+        if request.device is not None:
+            settings |= {"device": request.device.name, "costs": "estimated"}
         plan, known = None, equal_plan(graph, self.plans.values())
         if request.in_flight > 1:
             plan = plan_in_flight(
