@@ -83,6 +83,16 @@ def traced_for(hardware: Hardware | None) -> Generator[None]:
 
 
 @contextmanager
+def costed_for(hardware: Hardware) -> Generator[None]:
+    """Take the costs of what is traced already from another device of the same kind."""
+    token = _hardware.set(hardware)
+    try:
+        yield
+    finally:
+        _hardware.reset(token)
+
+
+@contextmanager
 def accelerator_operators() -> Generator[None]:
     """Trace composite operators as an accelerator takes them apart."""
     kernels: dict[Any, Callable[..., Any]] = {

@@ -39,6 +39,8 @@ from remat.torch_compat.names import FakeTensorMode, disable_current_modes
 _MATMUL_SIDE = 768
 _COPY_BYTES = 1 << 26
 _SAMPLES = 5
+_READS_ROWS = frozenset({"embedding", "gather", "index", "index_select"})
+"""Operators that read of their first argument no more than they make."""
 _SHRUNK_RESULTS = frozenset(
     {
         "mse_loss",
@@ -189,9 +191,11 @@ def _estimate(call: OperatorCall, rates: Rates | Roofline) -> OperatorCost:
         seen.add(key)
     if sum(sizes):
         sizes[0] += estimate_excess(call, outputs)
-    moved_bytes = sum(sizes) + sum(
-        {storage_identity(t): _bytes(t) for t in inputs}.values()
-    )
+    read_bytes = {storage_identity(t): _bytes(t) for t in inputs}
+    if short_name(call) in _READS_ROWS:
+        table = storage_identity(inputs[0])
+        read_bytes[table] = min(read_bytes[table], sum(sizes))
+    moved_bytes = sum(sizes) + sum(read_bytes.values())
     flops = 0
     if sum(sizes) or not aliases_input or _mutates(call):
         flops = _flops(call, outputs)

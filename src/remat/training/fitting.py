@@ -18,6 +18,7 @@ from remat.training.fitted_model import FittedModel, fitted_on, plain_model
 from remat.training.fitted_regions import fitted_for
 from remat.training.request import (
     PlanOptions,
+    check_budget_of,
     check_memory_holds,
     check_model,
     requested,
@@ -322,7 +323,10 @@ def plan(
         with unchanged(model, optimizer):
             request = replace(request, optimizer=optimizer)
             fitted = fitted_for(model, request, is_only_planned=True)
-            return fitted.plan_now(example, kwargs)
+            made = fitted.plan_now(example, kwargs)
+            if request.device is not None:
+                check_budget_of(request.device, made.peak_bytes)
+            return made
 
 
 def release(model: nn.Module) -> nn.Module:

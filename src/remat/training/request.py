@@ -179,17 +179,6 @@ class PlanRequest:
         if isinstance(self.budget, Mapping):
             msg = f"device={device.name!r} is one device; give one budget"
             raise ValueError(msg)
-        if self.budget is None or is_percentage(self.budget):
-            return
-        budget_bytes = parse_budget(self.budget)
-        if budget_bytes > device.usable_bytes:
-            msg = (
-                f"the budget is {format_bytes(budget_bytes)}, but {device.name} leaves "
-                f"{format_bytes(device.usable_bytes)} of its "
-                f"{format_bytes(device.memory_bytes)} to a step; leave budget= out for all "
-                "of that"
-            )
-            raise UnitError(msg)
 
     def _check_in_flight(self) -> None:
         _check("in_flight", self.in_flight, int, "an integer, at least 1")
@@ -312,6 +301,8 @@ def requested(
             raise ValueError(msg)
         given["device"] = device
         given["budget"] = device.usable_bytes if budget is None else budget
+        if isinstance(budget, int | str) and not is_percentage(budget):
+            check_budget_of(device, parse_budget(budget))
     if given.get("progress") is None:
         given["progress"] = ignore_progress
     return PlanRequest(**given)
@@ -368,6 +359,24 @@ def check_model(model: object) -> None:
         If it is not a module.
     """
     _check("model", model, nn.Module, "a torch.nn.Module")
+
+
+def check_budget_of(device: Hardware, budget_bytes: int) -> None:
+    """Refuse a budget that is more than a device leaves to a step.
+
+    Raises
+    ------
+    UnitError
+        If it is.
+    """
+    if budget_bytes > device.usable_bytes:
+        msg = (
+            f"the budget is {format_bytes(budget_bytes)}, but {device.name} leaves "
+            f"{format_bytes(device.usable_bytes)} of its "
+            f"{format_bytes(device.memory_bytes)} to a step; leave budget= out for all "
+            "of that"
+        )
+        raise UnitError(msg)
 
 
 def check_memory_holds(model: nn.Module, device: Hardware) -> None:
