@@ -144,9 +144,9 @@ def _attention(
         return efficient_attention(
             *given, bias, needs_sums, dropout_p, is_causal, scale=scale
         )[0]
-    return attention_of_products(
-        *given, attn_mask, dropout_p, is_causal, scale=scale
-    )[0]
+    return attention_of_products(*given, attn_mask, dropout_p, is_causal, scale=scale)[
+        0
+    ]
 
 
 def _takes_flash(given: tuple[Tensor, ...], mask: Tensor | None) -> bool:
@@ -191,7 +191,7 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
 
 
-# --- autocast ---------------------------------------------------------------------------
+# --- autocast -----------------------------------------------------------
 
 _SINGLE = """
 acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan

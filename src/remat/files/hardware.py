@@ -49,7 +49,8 @@ def hardware_named(name: str) -> Hardware:
     """
     names = hardware_names()
     if name not in names:
-        near = difflib.get_close_matches(name.lower(), names, n=1)
+        near = [known for known in names if name and known.startswith(name.lower())]
+        near = near or difflib.get_close_matches(name.lower(), names, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         msg = (
             f"there is no device {name!r}; {hint}known are {', '.join(names)}; or give "

@@ -27,7 +27,8 @@ from remat.solvers.base import ProgressCallback, ignore_progress
 TIME_PERCENT = (60, 160)
 """Between which percents of a predicted time measured ones lie: ``docs/hardware.md``."""
 
-_LARGEST_BATCH = 1 << 20
+_LARGEST_BATCH = 1 << 24
+"""Where the search ends."""
 _SOLVE_S = 10.0
 _FORWARD_SHARE = 3
 """A forward pass takes about a third of a step."""
@@ -120,9 +121,7 @@ class DeviceComparison:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        heads = ("device", "for a step", "live peak", "fits", "peak", "time", "with remat")
-        heads = (*heads, "batch", "with remat")
-        rows = [heads, *map(_row, self.estimates)]
+        rows = [_HEADS, *map(_row, self.estimates)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(
@@ -158,6 +157,20 @@ class DeviceComparison:
             "time_percent": list(TIME_PERCENT),
             "notes": list(self.notes),
         }
+
+
+_HEADS = (
+    "device",
+    "memory",
+    "peak",
+    "fits",
+    "planned peak",
+    "time",
+    "planned time",
+    "largest batch",
+    "planned",
+)
+"""Of a step without remat: peak, time and largest batch; and of one as planned."""
 
 
 def _row(each: DeviceEstimate) -> tuple[str, ...]:
@@ -340,11 +353,11 @@ def estimate_on(
 
 def _largest(fits: Any, known: int) -> int:
     """Return the largest size that fits, ``known`` if none beyond that does."""
-    low, step = known, 1
+    low, step = known, max(1, known // 4)
     while low + step <= _LARGEST_BATCH and fits(low + step):
         low += step
         step *= 2
-    high = low + step
+    high = min(low + step, _LARGEST_BATCH + 1)
     while high - low > max(1, low // 64):
         middle = (low + high) // 2
         if fits(middle):

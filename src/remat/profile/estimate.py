@@ -247,7 +247,8 @@ def _flops(call: OperatorCall, outputs: object) -> int:
     formula = cast("dict[Any, Callable[..., int]]", flop_registry).get(packet)
     if formula is None:
         # One operation for each element made or read: bandwidth decides anyway.
-        tensors = tensors_in([call.args, dict(call.kwargs), outputs])
+        read = [] if short_name(call) in _READS_ROWS else [call.args, dict(call.kwargs)]
+        tensors = tensors_in([read, outputs])
         return max((tensor.numel() for tensor in tensors), default=0)
     return int(formula(*call.args, **dict(call.kwargs), out_val=outputs))
 

@@ -39,9 +39,7 @@ from remat.training.request import (
 from remat.training.stand_ins import where_memory_is, with_stand_ins
 from remat.training.step_planning import Planner
 
-_ONE_GRAPH = (
-    "the largest batch was not looked for: with twice the batch the step is not the same"
-)
+_ONE_GRAPH = "the largest batch was not looked for: with twice the batch the step is not the same"
 
 
 class _CostingPlanner(Planner):
