@@ -1,4 +1,4 @@
-"""Steps predicted for devices that are not here, against what was measured and published.
+"""Steps predicted for devices that are not here, against what was measured.
 
     python -m studies.hardware devices [names...]   twenty models on ten devices
     python -m studies.hardware memory               published memory of GPUs
@@ -280,7 +280,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "VGG-19": lambda: _network(VGG, 128),
     "DenseNet-121": lambda: _network(lambda: DenseNet(DENSENET121_LAYERS), 128),
     "U-Net, 572 pixels": lambda: Case(
-        model=on_meta(lambda: UNet()),
+        model=on_meta(UNet),
         args=(zeros(4, 1, 572, 572, dtype=torch.float32),),
         loss=pixel_loss,
     ),
@@ -536,10 +536,8 @@ def study_memory(names: Sequence[str]) -> None:
             "plain_peak_bytes": found.plain_peak_bytes,
             "least_peak_bytes": found.least_peak_bytes,
         }
-        low, high = (
-            (line[key] + outside) / published - 1
-            for key in ("least_peak_bytes", "plain_peak_bytes")
-        )
+        peaks = (found.least_peak_bytes, found.plain_peak_bytes)
+        low, high = ((peak + outside) / published - 1 for peak in peaks)
         print(
             name, format_bytes(round(published)), f"{low:+.1%} {high:+.1%}", flush=True
         )
@@ -583,20 +581,15 @@ def _basic(depths: list[int], batch: int) -> Case:
     )
 
 
-TIMES: dict[str, tuple[Callable[[], Case], float, bool]] = {
-    "resnet18": (lambda: _basic([2, 2, 2, 2], 512), 184.877, True),
-    "resnet34": (lambda: _basic([3, 4, 6, 3], 512), 314.992, False),
-    "resnet50": (
-        lambda: _timm_network(lambda: ResNet(RESNET50_BLOCKS), 512),
-        618.983,
-        True,
-    ),
+TIMES: dict[str, tuple[Callable[[], Case], float]] = {
+    "resnet18": (lambda: _basic([2, 2, 2, 2], 512), 184.877),
+    "resnet34": (lambda: _basic([3, 4, 6, 3], 512), 314.992),
+    "resnet50": (lambda: _timm_network(lambda: ResNet(RESNET50_BLOCKS), 512), 618.983),
     "densenet121": (
         lambda: _timm_network(lambda: DenseNet(DENSENET121_LAYERS, dropout=0.0), 256),
         348.758,
-        False,
     ),
-    "vgg11": (lambda: _timm_network(lambda: VGG((1, 1, 2, 2, 2)), 512), 619.706, False),
+    "vgg11": (lambda: _timm_network(lambda: VGG((1, 1, 2, 2, 2)), 512), 619.706),
     "vit_tiny_patch16_224": (
         lambda: _timm(
             *_VIT,
@@ -607,34 +600,26 @@ TIMES: dict[str, tuple[Callable[[], Case], float, bool]] = {
             hidden_dropout_prob=0.0,
         ),
         222.408,
-        True,
     ),
     "vit_small_patch16_224": (
         lambda: _timm(
             *_VIT, 384, hidden_size=384, num_attention_heads=6, intermediate_size=1536
         ),
         363.872,
-        False,
     ),
-    "vit_base_patch32_224": (
-        lambda: _timm(*_VIT, 512, patch_size=32),
-        299.695,
-        True,
-    ),
+    "vit_base_patch32_224": (lambda: _timm(*_VIT, 512, patch_size=32), 299.695),
     "convnext_tiny": (
         lambda: _timm("ConvNextForImageClassification", "ConvNextConfig", 256),
         313.859,
-        False,
     ),
     "swin_tiny_patch4_window7_224": (
         lambda: _timm(
             "SwinForImageClassification", "SwinConfig", 256, drop_path_rate=0.0
         ),
         394.841,
-        False,
     ),
 }
-"""Published milliseconds of a step, and whether shares of peaks were fitted on it."""
+"""Steps, and their published milliseconds; no number here was fitted on them."""
 
 TIMES_SOURCE = (
     "pytorch-image-models, results/benchmark-train-amp-nchw-pt112-cu113-rtx3090.csv"
@@ -644,7 +629,7 @@ TIMES_SOURCE = (
 def study_time(names: Sequence[str]) -> None:
     """Predict published times of steps on an RTX 3090."""
     for name in names or TIMES:
-        build, published_ms, is_fitted = TIMES[name]
+        build, published_ms = TIMES[name]
         (found,) = build().compared(["rtx-3090"], finds_largest_batch=False).estimates
         predicted_ns = found.plain_ns + found.optimizer_ns
         print(
@@ -662,7 +647,6 @@ def study_time(names: Sequence[str]) -> None:
                 "model": name,
                 "published_ns": round(published_ms * 1e6),
                 "predicted_ns": predicted_ns,
-                "is_fitted": is_fitted,
                 "source": TIMES_SOURCE,
             },
         )

@@ -78,10 +78,9 @@ def test_attention_of_low_precision_is_the_flash_kernel() -> None:
     ],
 )
 def test_other_attention_is_what_the_rules_say(
-    model: nn.Module, dtype: torch.dtype | None, kernel: str
+    model: Attention, dtype: torch.dtype | None, kernel: str
 ) -> None:
-    width = int(model.get_submodule("project").in_features)
-    assert kernel in ops_of(model, sized(2, 64, width), dtype)
+    assert kernel in ops_of(model, sized(2, 64, 2 * model.width), dtype)
 
 
 def test_dropout_leaves_a_mask_of_one_byte_an_element() -> None:

@@ -57,7 +57,7 @@ _hardware: ContextVar[Hardware | None] = ContextVar("hardware", default=None)
 
 
 def hardware_now() -> Hardware | None:
-    """Return the device that steps are traced for, ``None`` for the one that is here."""
+    """Return the device that steps are traced for, ``None`` for that which is here."""
     return _hardware.get()
 
 
@@ -113,7 +113,7 @@ def _dropout(input_: Tensor, p: float, train: bool) -> Tensor:  # noqa: FBT001
     return _aten.native_dropout.default(input_, p, train)[0]
 
 
-def _attention(
+def _attention(  # noqa: PLR0913 - the operator has that many
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -124,7 +124,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Take attention apart as ``sdp_utils.cpp`` chooses: flash, efficient, or products."""
+    """Take attention apart as ``sdp_utils.cpp`` chooses."""
     given = (query, key, value)
     if enable_gqa and query.size(-3) != key.size(-3):
         times = query.size(-3) // key.size(-3)

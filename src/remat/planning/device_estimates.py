@@ -5,7 +5,7 @@ and beyond, follow a straight line through both; where the two traces are not th
 step, no other size is looked at.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from remat.planning.smallest_budget import FLOOR_SOLVERS
 from remat.solvers.base import ProgressCallback, ignore_progress
 
 TIME_PERCENT = (60, 160)
-"""Between which percents of a predicted time measured ones lie: ``docs/hardware.md``."""
+"""Between which percents of a predicted time measured ones lie (docs/hardware.md)."""
 
 _LARGEST_BATCH = 1 << 24
 """Where the search ends."""
@@ -282,7 +282,7 @@ def _without_scratch(graph: TrainingGraph) -> TrainingGraph:
     return replace(graph, ops=tuple(ops))
 
 
-def estimate_on(
+def estimate_on(  # noqa: PLR0913 - every option of a plan
     graph: TrainingGraph,
     hardware: Hardware,
     *,
@@ -330,13 +330,8 @@ def estimate_on(
     largest_plain = largest_planned = None
     if scaled is not None:
         progress(f"looking for the largest batch on {hardware.name}", 0.0)
-        largest_plain = _largest(
-            lambda n: plain_trace(scaled.at(n)).peak_bytes[0] <= usable_bytes,
-            0,
-        )
-        largest_planned = _largest(
-            lambda n: _is_feasible(scaled.at(n), usable_bytes), largest_plain
-        )
+        largest_plain = _largest(scaled, usable_bytes, _fits_plainly, 0)
+        largest_planned = _largest(scaled, usable_bytes, _fits_planned, largest_plain)
     return DeviceEstimate(
         hardware=hardware,
         plain_peak_bytes=peak_bytes,
@@ -351,23 +346,32 @@ def estimate_on(
     )
 
 
-def _largest(fits: Any, known: int) -> int:
-    """Return the largest size that fits, ``known`` if none beyond that does."""
+def _largest(
+    scaled: ScaledGraph,
+    budget_bytes: int,
+    fits: Callable[[TrainingGraph, int], bool],
+    known: int,
+) -> int:
+    """Return the largest batch that fits, ``known`` if none beyond that does."""
     low, step = known, max(1, known // 4)
-    while low + step <= _LARGEST_BATCH and fits(low + step):
+    while low + step <= _LARGEST_BATCH and fits(scaled.at(low + step), budget_bytes):
         low += step
         step *= 2
     high = min(low + step, _LARGEST_BATCH + 1)
     while high - low > max(1, low // 64):
         middle = (low + high) // 2
-        if fits(middle):
+        if fits(scaled.at(middle), budget_bytes):
             low = middle
         else:
             high = middle
     return low
 
 
-def _is_feasible(graph: TrainingGraph, budget_bytes: int) -> bool:
+def _fits_plainly(graph: TrainingGraph, budget_bytes: int) -> bool:
+    return plain_trace(graph).peak_bytes[0] <= budget_bytes
+
+
+def _fits_planned(graph: TrainingGraph, budget_bytes: int) -> bool:
     platform = single_device(budget_bytes, graph.device_kinds[0])
     problem = Problem(graph=graph, platform=platform)
     return any(

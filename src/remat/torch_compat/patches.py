@@ -262,12 +262,12 @@ def autocast_of_cuda() -> Callable[[], None]:
         self: torch.autocast,
         device_type: str,
         dtype: torch.dtype | None = None,
-        enabled: bool = True,
-        cache_enabled: bool | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         if device_type == "cuda":
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
-        original(self, device_type, dtype, enabled, cache_enabled)
+        original(self, device_type, dtype, *args, **kwargs)
 
     def undo() -> None:
         torch.autocast.__init__ = original

@@ -178,7 +178,7 @@ class PlanRequest:
             raise ValueError(msg)
         if isinstance(self.budget, Mapping):
             msg = f"device={device.name!r} is one device; give one budget"
-            raise ValueError(msg)
+            raise UnitError(msg)
 
     def _check_in_flight(self) -> None:
         _check("in_flight", self.in_flight, int, "an integer, at least 1")
