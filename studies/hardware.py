@@ -26,7 +26,7 @@ from torch.nn import functional
 
 import remat
 from remat.core.hardware import CLASSES, TYPES, Hardware
-from remat.core.units import format_bytes
+from remat.core.units import format_bytes, format_ns
 from remat.files.hardware import hardware_names
 from remat.planning.device_estimates import DeviceComparison
 from remat.profile.estimate import measure_rates
@@ -41,10 +41,11 @@ from studies.networks import (
     ResNet,
     UNet,
 )
-from studies.record import RESULTS, append, environment, read
+from studies.pages import fill_place
+from studies.record import RESULTS, ROOT, append, environment, read
 
 FILE = RESULTS / "hardware.jsonl"
-PAGE = "docs/hardware.md"
+PAGE = ROOT / "docs" / "hardware.md"
 SECONDS = 2.0
 
 MIB = 1 << 20
@@ -619,7 +620,10 @@ TIMES: dict[str, tuple[Callable[[], Case], float]] = {
         394.841,
     ),
 }
-"""Steps, and their published milliseconds; no number here was fitted on them."""
+"""Steps, and their published milliseconds."""
+
+FITTED = ("resnet18", "vit_tiny_patch16_224", "vit_base_patch32_224")
+"""What the shares of GeForce cards were fitted on."""
 
 TIMES_SOURCE = (
     "pytorch-image-models, results/benchmark-train-amp-nchw-pt112-cu113-rtx3090.csv"
@@ -730,6 +734,106 @@ def study_cpu(names: Sequence[str]) -> None:
         )
 
 
+# --- tables -----------------------------------------------------------------
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in lines)
+
+
+def newest(study: str) -> list[dict[str, Any]]:
+    """Return the last line of each case of a study, in the order of the cases."""
+    order = {"devices": CASES, "memory": PUBLISHED, "time": TIMES, "cpu": MODELS}[study]
+    lines = [line for line in read(FILE) if line["study"] == study]
+    last = {line["case"]: line for line in lines}
+    return [last[name] for name in order if name in last]
+
+
+def devices_table() -> str:
+    """Return which models fit on which devices, and in what time."""
+    rows: list[list[str]] = []
+    for line in newest("devices"):
+        found = {each["device"]: each for each in line.get("devices", ())}
+        if not found:
+            rows.append([line["case"], line["failed"]])
+            continue
+        first = next(iter(found.values()))
+        cells = [
+            format_ns(each["step_ns"]) + (", remat" if each["fits"] != "yes" else "")
+            if each["step_ns"] is not None
+            else "no"
+            for each in (found[name] for name in hardware_names())
+        ]
+        peak = format_bytes(first["plain_peak_bytes"])
+        rows.append([line["case"], str(line["batch"]), peak, *cells])
+    return table(["model", "batch", "peak", *hardware_names()], rows)
+
+
+def memory_table() -> str:
+    """Return predictions beside what was published of memory."""
+    rows: list[list[str]] = []
+    for line in newest("memory"):
+        published = line["published_bytes"] - line["outside_bytes"]
+        low, high = line["least_peak_bytes"], line["plain_peak_bytes"]
+        rows.append(
+            [
+                line["case"],
+                format_bytes(published),
+                f"{format_bytes(low)} to {format_bytes(high)}",
+                f"{low / published - 1:+.1%} to {high / published - 1:+.1%}",
+                line["source"],
+            ]
+        )
+    return table(["step", "published", "predicted", "error", "source"], rows)
+
+
+def time_table() -> str:
+    """Return predictions beside published times of steps."""
+    rows = [
+        [
+            line["case"] + (" (fitted)" if line["case"] in FITTED else ""),
+            format_ns(line["published_ns"]),
+            format_ns(line["predicted_ns"]),
+            f"{line['predicted_ns'] / line['published_ns'] - 1:+.1%}",
+        ]
+        for line in newest("time")
+    ]
+    return table(["model", "published", "predicted", "error"], rows)
+
+
+def cpu_table() -> str:
+    """Return predictions beside what was measured on this CPU."""
+    rows = [
+        [
+            line["case"],
+            format_bytes(line["measured_peak_bytes"]),
+            f"{line['plain_peak_bytes'] / line['measured_peak_bytes'] - 1:+.1%}",
+            format_ns(line["measured_ns"]),
+            f"{line['plain_ns'] / line['measured_ns'] - 1:+.1%}",
+        ]
+        for line in newest("cpu")
+    ]
+    return table(["model", "measured peak", "error", "measured time", "error"], rows)
+
+
+TABLES = {
+    "devices": devices_table,
+    "published memory": memory_table,
+    "published times": time_table,
+    "this CPU": cpu_table,
+}
+
+
+def write_tables() -> None:
+    """Write all tables into the page."""
+    page = PAGE.read_text(encoding="utf-8")
+    for name, make in TABLES.items():
+        page = fill_place(page, name, make())
+    PAGE.write_text(page, encoding="utf-8")
+
+
 STUDIES = {
     "devices": study_devices,
     "memory": study_memory,
@@ -748,6 +852,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.study is not None:
         STUDIES[options.study](options.names)
+    if options.tables:
+        write_tables()
 
 
 if __name__ == "__main__":

@@ -161,6 +161,8 @@ def test_mistakes_get_one_message() -> None:
         remat.fit(model, x, device="l4")
     with pytest.raises(ValueError, match="devices is empty"):
         remat.compare_devices(model, x, devices=[])
+    with pytest.raises(ValueError, match="give devices= here"):
+        remat.compare_devices(model, x, devices=["l4"], device="l4")
     with pytest.raises(ValueError, match="given twice"):
         remat.compare_devices(model, x, devices=["l4", "l4"])
 

@@ -114,6 +114,9 @@ def compare_devices(
     -----
     Two traces, and for each device a plan of at most 10 s and quick searches.
     """
+    if options.get("device") is not None:
+        msg = "device= is for one device and remat.plan; give devices= here"
+        raise ValueError(msg)
     chosen = [chosen_hardware(device) for device in devices]
     if not chosen:
         msg = "devices is empty; give at least one, such as devices=['h100-80gb']"
