@@ -13,6 +13,7 @@ import remat
 from remat.capture.accelerator import (
     _SINGLE,
     _SINGLE_RESULT,
+    _attention,
     hardware_now,
     traced_for,
 )
@@ -81,6 +82,22 @@ def test_other_attention_is_what_the_rules_say(
     model: Attention, dtype: torch.dtype | None, kernel: str
 ) -> None:
     assert kernel in ops_of(model, sized(2, 64, 2 * model.width), dtype)
+
+
+def test_fewer_keys_than_queries_and_lengths_that_differ() -> None:
+    def kernel(heads: int, length: int, dtype: torch.dtype) -> str:
+        query = torch.empty(2, 8, 64, 16, dtype=dtype, device="meta").requires_grad_()
+        key = torch.empty(2, heads, length, 16, dtype=dtype, device="meta")
+        out = _attention(query, key, key, is_causal=True, enable_gqa=heads < 8)
+        assert out.shape == query.shape
+        found = out.grad_fn
+        while found is not None and "Attention" not in found.name():
+            found = next((node for node, _ in found.next_functions), None)
+        return "products" if found is None else found.name()
+
+    assert "Flash" in kernel(2, 64, torch.bfloat16)
+    assert kernel(2, 64, torch.float32) == "products"
+    assert "Efficient" in kernel(8, 80, torch.bfloat16)
 
 
 def test_dropout_leaves_a_mask_of_one_byte_an_element() -> None:

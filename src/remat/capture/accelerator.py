@@ -42,7 +42,8 @@ _aten = torch.ops.aten
 
 TRACED_OTHERWISE = (
     "batch norm is traced as torch's own kernel, not cuDNN's, whose reserve is not counted",
-    "recurrent layers are traced as on the CPU",
+    "attention is torch's flash kernel also where a Hopper card would take cuDNN's",
+    "recurrent layers and nn.RMSNorm are traced as on the CPU",
     "layer norm of low precision keeps its statistics in that precision",
     "layouts are those of the CPU's kernels",
     "convolutions take copies of their arguments as scratch memory, as upper bound",
@@ -126,12 +127,8 @@ def _attention(  # noqa: PLR0913 - the operator has that many
 ) -> Tensor:
     """Take attention apart as ``sdp_utils.cpp`` chooses."""
     given = (query, key, value)
-    if enable_gqa and query.size(-3) != key.size(-3):
-        times = query.size(-3) // key.size(-3)
-        if not _takes_flash(given, attn_mask):
-            key, value = (t.repeat_interleave(times, -3) for t in (key, value))
-            given = (query, key, value)
-    if _takes_flash(given, attn_mask):
+    is_square = query.size(-2) == key.size(-2)
+    if _takes_flash(given, attn_mask) and (is_square or not is_causal):
         scale = query.size(-1) ** -0.5 if scale is None else scale
         padded = [_padded(t) for t in given]
         out = flash_attention(
@@ -144,9 +141,9 @@ def _attention(  # noqa: PLR0913 - the operator has that many
         return efficient_attention(
             *given, bias, needs_sums, dropout_p, is_causal, scale=scale
         )[0]
-    return attention_of_products(*given, attn_mask, dropout_p, is_causal, scale=scale)[
-        0
-    ]
+    return attention_of_products(
+        *given, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
 
 
 def _takes_flash(given: tuple[Tensor, ...], mask: Tensor | None) -> bool:
