@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import remat
-from remat.core.hardware import CLASSES, TYPES, Hardware
+from remat.core.hardware import CLASSES, Hardware, numbers_of
 from remat.core.units import format_bytes, format_ns
 from remat.files.hardware import hardware_names
 from remat.planning.device_estimates import DeviceComparison
@@ -663,16 +663,7 @@ def this_cpu() -> Hardware:
     """Return this machine as a device, with measured rates, for one thread."""
     torch.set_num_threads(1)
     rates = measure_rates("cpu")
-    numbers = [
-        "memory_bytes",
-        "context_bytes",
-        "bytes_per_s",
-        "link_bytes_per_s",
-        "l2_bytes",
-        "launch_ns",
-        "flops_per_s.float32",
-    ]
-    numbers += [f"percent.{name}" for name in CLASSES]
+    rates_of = {"float32": rates.flops_per_s}
     return Hardware(
         name="this-cpu",
         title="this machine",
@@ -683,9 +674,11 @@ def this_cpu() -> Hardware:
         link_bytes_per_s=rates.bytes_per_s,
         l2_bytes=0,
         launch_ns=rates.launch_ns,
-        flops_per_s={TYPES[1]: rates.flops_per_s},
+        flops_per_s=rates_of,
         percent=dict.fromkeys(CLASSES, 100),
-        sources=dict.fromkeys(numbers, "remat.profile.estimate.measure_rates, here"),
+        sources=dict.fromkeys(
+            numbers_of(rates_of), "remat.profile.estimate.measure_rates, here"
+        ),
     )
 
 

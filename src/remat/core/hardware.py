@@ -1,6 +1,6 @@
 """Accelerators as their makers describe them: memory, rates, the link to the host."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from remat.core.checks import checked_text, keep_integers
@@ -114,8 +114,7 @@ class Hardware:
             raise InvalidPlatformError(msg)
 
     def _check_sources(self, of: str) -> None:
-        numbers = [*_NUMBERS, *(f"flops_per_s.{kind}" for kind in self.flops_per_s)]
-        numbers += [f"percent.{name}" for name in self.percent]
+        numbers = numbers_of(self.flops_per_s)
         missing = [name for name in numbers if not self.sources.get(name)]
         if missing:
             msg = f"numbers of {of} have no source: {', '.join(missing)}"
@@ -139,7 +138,7 @@ class Hardware:
 CLASSES = ("matmul", "convolution", "attention", "memory", "link")
 """Classes of operators that reach shares of their own of a peak rate."""
 
-_NUMBERS = (
+NUMBERS = (
     "memory_bytes",
     "context_bytes",
     "bytes_per_s",
@@ -147,3 +146,9 @@ _NUMBERS = (
     "l2_bytes",
     "launch_ns",
 )
+
+
+def numbers_of(types: Iterable[str]) -> list[str]:
+    """Return the names of all numbers of a device that has rates for these types."""
+    rates = [f"flops_per_s.{kind}" for kind in types]
+    return [*NUMBERS, *rates, *(f"percent.{name}" for name in CLASSES)]
