@@ -54,6 +54,18 @@ def test_a_convolution_of_single_precision_is_rounded_to_tf32() -> None:
     assert found.workspace_bytes == 4 * (2 * x.numel() + weight.numel())
 
 
+def test_a_convolution_in_groups_computes_each_group_alone() -> None:
+    x, weight = torch.empty(8, 64, 64, 64), torch.empty(64, 1, 7, 7)
+    args = (x, x, weight, None, [1, 1], [3, 3], [1, 1], False, [0, 0], 64)
+    call = OperatorCall(aten.convolution_backward.default, (*args, [True, True, False]))
+    fast = replace(ROUND, bytes_per_s=10**20)
+    with traced_for(fast):
+        (found,) = estimate_operators([call], Roofline(fast))
+    # Twice what the forward pass takes: 49 products for each of its results.
+    flops = 2 * 2 * 49 * x.numel()
+    assert found.cost_ns == pytest.approx(flops * 10**9 / 10**12, rel=1e-6)
+
+
 def test_other_operators_take_their_bytes_over_half_the_bandwidth() -> None:
     x = torch.empty(1 << 20)
     moved_bytes = 3 * 4 * x.numel()

@@ -243,6 +243,9 @@ def _trace(call: OperatorCall) -> tuple[OperatorCall, object]:
 
 
 def _flops(call: OperatorCall, outputs: object) -> int:
+    grouped = _grouped_backward_flops(call)
+    if grouped is not None:
+        return grouped
     packet = getattr(call.target, "overloadpacket", call.target)
     formula = cast("dict[Any, Callable[..., int]]", flop_registry).get(packet)
     if formula is None:
@@ -251,6 +254,21 @@ def _flops(call: OperatorCall, outputs: object) -> int:
         tensors = tensors_in([read, outputs])
         return max((tensor.numel() for tensor in tensors), default=0)
     return int(formula(*call.args, **dict(call.kwargs), out_val=outputs))
+
+
+def _grouped_backward_flops(call: OperatorCall) -> int | None:
+    """Return the operations of the backward pass of a convolution in groups.
+
+    ``None`` for all else. The formula of torch takes the gradient of the weight for
+    that of a convolution without groups.
+    """
+    if short_name(call) != "convolution_backward":
+        return None
+    gradient, _, weight, *_, is_transposed, _, groups, needed = call.args
+    if groups == 1 or is_transposed:
+        return None
+    once = 2 * gradient.numel() * weight.numel() // weight.shape[0]
+    return once * sum(needed[:2])
 
 
 def _reduces(inputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> bool:
