@@ -282,7 +282,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "DenseNet-121": lambda: _network(lambda: DenseNet(DENSENET121_LAYERS), 128),
     "U-Net, 572 pixels": lambda: Case(
         model=on_meta(UNet),
-        args=(zeros(4, 1, 572, 572, dtype=torch.float32),),
+        args=(images(4, 572),),
         loss=pixel_loss,
     ),
 }
