@@ -30,6 +30,7 @@ from remat.core.contributors import labelled
 from remat.core.errors import CaptureError
 from remat.core.graph import Op, Phase, Role, Storage, TrainingGraph
 from remat.core.platform import Platform
+from remat.torch_compat.accelerators import note_random_state
 from remat.torch_compat.attributes import schema_of, storage_identity
 from remat.torch_compat.metadata import changed_inputs, is_backward, is_forward
 from remat.torch_compat.names import (
@@ -681,8 +682,7 @@ class _Analysis:
     def add_rng_state(self, node: fx.Node, phase: Phase) -> int:
         """Add the op that notes the generator's state before a random op."""
         device = values_of(node)[0]
-        kind = "cpu" if device is None else device.device.type
-        state = torch.get_rng_state() if kind == "cpu" else torch.cuda.get_rng_state()
+        state = note_random_state("cpu" if device is None else device.device.type)
         storage = self.add_storage(
             Storage(name=f"{RNG_STATE} of {node.name}", size_bytes=state.numel())
         )

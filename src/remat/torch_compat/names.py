@@ -113,6 +113,7 @@ if TYPE_CHECKING:
     from torch.utils._sympy.reference import (
         PythonReferenceAnalysis as PythonReferenceAnalysis,
     )
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     dynamo_config = torch._dynamo.config
     guards = torch._dynamo.guards
@@ -122,9 +123,10 @@ if TYPE_CHECKING:
     BelowAutograd = _AutoDispatchBelowAutograd
     DispatchModeKey = _TorchDispatchModeKey
     has_kernel_for_key = _dispatch_has_kernel_for_dispatch_key
-    ExcludeKeys = _ExcludeDispatchKeyGuard
     get_dispatch_mode = _get_dispatch_mode
     DisablePythonDispatcher = _DisablePythonDispatcher
+    exclude_dispatch_keys = _ExcludeDispatchKeyGuard
+    setup_python_backend = _setup_privateuseone_for_python_backend
     disable_current_modes = _disable_current_modes
     is_in_dispatch_mode = is_in_any_mode_without_ignore_compile_internals
     neg_view = _neg_view

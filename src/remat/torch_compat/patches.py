@@ -18,11 +18,11 @@ from remat.torch_compat.attributes import composite_kernel
 from remat.torch_compat.names import (
     DispatchKey,
     DispatchKeySet,
-    ExcludeKeys,
     FakeTensorMode,
     MemoryFormatMeta,
     OpOverload,
     compile_lock,
+    exclude_dispatch_keys,
     guards,
     has_kernel_for_key,
 )
@@ -247,7 +247,7 @@ def _below_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
     keys = DispatchKeySet(DispatchKey.AutocastCPU)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with ExcludeKeys(keys):
+        with exclude_dispatch_keys(keys):
             return kernel(*args, **kwargs)
 
     return run

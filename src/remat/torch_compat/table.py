@@ -121,8 +121,11 @@ NAMES: dict[str, Private] = {
     # --- operators and their dispatch ---
     "OpOverload": Private("torch._ops:OpOverload", "telling operators from functions"),
     "DispatchKey": Private("torch._C:DispatchKey", "tracing operators whole"),
-    "DispatchKeySet": Private("torch._C:DispatchKeySet", "autocast of an accelerator"),
-    "ExcludeKeys": Private(
+    # --- an accelerator that is planned for, and the simulated device of the tests ---
+    "DispatchKeySet": Private(
+        "torch._C:DispatchKeySet", "autocast of an accelerator, and its views"
+    ),
+    "exclude_dispatch_keys": Private(
         "torch._C:_ExcludeDispatchKeyGuard", "autocast of an accelerator"
     ),
     "has_kernel_for_key": Private(
@@ -139,6 +142,10 @@ NAMES: dict[str, Private] = {
     "attention_of_products": Private(
         "torch:ops.aten._scaled_dot_product_attention_math.default",
         "attention of an accelerator",
+    ),
+    "setup_python_backend": Private(
+        "torch.utils.backend_registration:_setup_privateuseone_for_python_backend",
+        "letting torch know it",
     ),
     "BelowAutograd": Private(
         "torch._C:_AutoDispatchBelowAutograd", "running the layers of an nn.LSTM"

@@ -19,6 +19,7 @@ from remat.core.errors import BudgetError, RematError
 from remat.planning.plan import Plan
 from remat.profile.allocations import AllocationRecorder, Recording
 from remat.profile.gathered_parameters import check_groups
+from remat.torch_compat.accelerators import forked_random_state, is_accelerator
 from remat.torch_compat.attributes import MODULE_STATE, own_buffers, trace_again
 from remat.torch_compat.names import profiler_enabled, tree_flatten
 from remat.torch_compat.patches import alone
@@ -529,10 +530,10 @@ def kept(model: nn.Module) -> Generator[Kept]:
             if isinstance(value, torch.Tensor):
                 copy = copies.setdefault(id(value), value.detach().clone())
                 vars(module)[name] = copy.requires_grad_(value.requires_grad)
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    devices = {p.device for p in model.parameters() if is_accelerator(p.device)}
     host = host_random_state()
     try:
-        with torch.random.fork_rng(sorted(devices, key=str)):
+        with forked_random_state(devices):
             yield found
     finally:
         set_host_random_state(host)
