@@ -454,6 +454,9 @@ def _bert_large(autocast: torch.dtype | None, optimizer: Any) -> Case:
         intermediate_size=4096,
         attn_implementation="eager",
     )
+    # Up to version 2 of PyTorch gradients were set to zero, and stayed.
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
     return Case(
         model=model,
         kwargs={"input_ids": zeros(4, 512)},

@@ -24,8 +24,8 @@ from remat.planning.portfolio import solve
 from remat.planning.smallest_budget import FLOOR_SOLVERS
 from remat.solvers.base import ProgressCallback, ignore_progress
 
-TIME_PERCENT = (60, 160)
-"""Between which percents of a predicted time measured ones lie (docs/hardware.md)."""
+TIME_PERCENT = (60, 145)
+"""Between which percents of predicted times published ones lie: docs/hardware.md."""
 
 _LARGEST_BATCH = 1 << 24
 """Where the search ends."""
@@ -143,7 +143,7 @@ class DeviceComparison:
                 f"{self.name}{size}: predicted, nothing was run",
                 *lines,
                 *offload,
-                f"times are between {least} and {most} % of what is said, as far as known",
+                f"times published for one of the cards are {least} to {most} % of predicted ones",
                 *self.notes,
             ]
         )

@@ -55,6 +55,9 @@ class _CostingPlanner(Planner):
     def make_plan(self, program: JointProgram) -> Plan:
         self.has_assumed_loss = self.request.loss is None and program.loss is None
         for hardware in self.devices:
+            # With the gradients that exist, before the step that begins without.
+            if hardware.name in self.graphs:
+                continue
             with costed_for(hardware):
                 self.graphs[hardware.name] = with_costs(
                     program, "estimated", self.request.progress
