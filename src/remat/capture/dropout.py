@@ -116,7 +116,7 @@ def _kept(dtype: torch.dtype, keep: float) -> float:
         return torch.ones((), dtype=dtype).div_(keep).item()
 
 
-def _has_no_effect(input_: torch.Tensor, p: float, *, train: bool) -> bool:
+def has_no_effect(input_: torch.Tensor, p: float, *, train: bool) -> bool:
     """Return whether dropout returns its input.
 
     Raises
@@ -164,7 +164,7 @@ def _kernel(
     def kernel(input_: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: FBT001
         if input_.device.type != "cpu":
             return elsewhere(input_, p, train)
-        return input_ if _has_no_effect(input_, p, train=train) else on_cpu(input_, p)
+        return input_ if has_no_effect(input_, p, train=train) else on_cpu(input_, p)
 
     return kernel
 

@@ -6,6 +6,7 @@ from typing import Any, Literal, cast
 
 import torch
 
+from remat.capture.accelerator import hardware_now
 from remat.capture.joint_program import (
     JointProgram,
     example_value,
@@ -25,6 +26,7 @@ from remat.profile.collectives import collective_cost
 from remat.profile.estimate import Rates, estimate_operators, measure_rates
 from remat.profile.known import KnownCosts, is_here, measured_costs
 from remat.profile.operators import OperatorCall, OperatorCost, profile_operators
+from remat.profile.roofline import Roofline
 from remat.solvers.base import ProgressCallback
 from remat.torch_compat.accelerators import is_accelerator
 from remat.torch_compat.collectives import is_collective
@@ -70,6 +72,9 @@ def with_costs(
     is_alone
         Whether home is the one device that is planned for.
 
+    While steps are traced for a device that is not here, what is not known is estimated
+    from its description.
+
     Raises
     ------
     CaptureError
@@ -91,7 +96,11 @@ def with_costs(
         found[position] = collective_cost(calls[position])
         missing.remove(position)
     others = [calls[position] for position in missing]
-    if place is not None:
+    hardware = hardware_now()
+    if hardware is not None:
+        estimated = estimate_operators(others, Roofline(hardware))
+        found.update(zip(missing, estimated, strict=True))
+    elif place is not None:
         known.refuse_missing(others, place)
     elif costs == "measured":
         measured = profile_operators(others, cache=cache, on_progress=on_progress)
@@ -126,6 +135,8 @@ def with_costs(
             storages[storage] = replace(storages[storage], size_bytes=size_bytes)
     device_type = (place or program.device.type).partition(":")[0]
     granule = granule_bytes(device_type)
+    if hardware is not None:
+        granule = hardware.granule_bytes
     return replace(
         program.graph, ops=tuple(ops), storages=tuple(_rounded(storages, granule))
     )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch._C import (
         _AutoDispatchBelowAutograd,
         _DisablePythonDispatcher,
+        _dispatch_has_kernel_for_dispatch_key,
         _ExcludeDispatchKeyGuard,
         _get_dispatch_mode,
         _TorchDispatchModeKey,
@@ -130,6 +131,7 @@ if TYPE_CHECKING:
     functorch_config = torch._functorch.config
     BelowAutograd = _AutoDispatchBelowAutograd
     DispatchModeKey = _TorchDispatchModeKey
+    has_kernel_for_key = _dispatch_has_kernel_for_dispatch_key
     get_dispatch_mode = _get_dispatch_mode
     DisablePythonDispatcher = _DisablePythonDispatcher
     exclude_dispatch_keys = _ExcludeDispatchKeyGuard
@@ -158,6 +160,13 @@ if TYPE_CHECKING:
     )
     local_scalar_dense: Any = torch.ops.aten._local_scalar_dense.default
     linalg_check_errors: Any = torch.ops.aten._linalg_check_errors.default
+    flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention.default
+    efficient_attention: Any = (
+        torch.ops.aten._scaled_dot_product_efficient_attention.default
+    )
+    attention_of_products: Any = (
+        torch.ops.aten._scaled_dot_product_attention_math.default
+    )
     upsample_nearest_exact1d: Any = torch.ops.aten._upsample_nearest_exact1d
     upsample_nearest_exact2d: Any = torch.ops.aten._upsample_nearest_exact2d
     upsample_nearest_exact3d: Any = torch.ops.aten._upsample_nearest_exact3d

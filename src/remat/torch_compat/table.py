@@ -131,10 +131,27 @@ NAMES: dict[str, Private] = {
     # --- operators and their dispatch ---
     "OpOverload": Private("torch._ops:OpOverload", "telling operators from functions"),
     "DispatchKey": Private("torch._C:DispatchKey", "tracing operators whole"),
-    # --- the simulated device of the tests ---
-    "DispatchKeySet": Private("torch._C:DispatchKeySet", "views on it"),
+    # --- an accelerator that is planned for, and the simulated device of the tests ---
+    "DispatchKeySet": Private(
+        "torch._C:DispatchKeySet", "autocast of an accelerator, and its views"
+    ),
     "exclude_dispatch_keys": Private(
-        "torch._C:_ExcludeDispatchKeyGuard", "its autocast"
+        "torch._C:_ExcludeDispatchKeyGuard", "autocast of an accelerator"
+    ),
+    "has_kernel_for_key": Private(
+        "torch._C:_dispatch_has_kernel_for_dispatch_key", "autocast of an accelerator"
+    ),
+    "flash_attention": Private(
+        "torch:ops.aten._scaled_dot_product_flash_attention.default",
+        "attention of an accelerator",
+    ),
+    "efficient_attention": Private(
+        "torch:ops.aten._scaled_dot_product_efficient_attention.default",
+        "attention of an accelerator",
+    ),
+    "attention_of_products": Private(
+        "torch:ops.aten._scaled_dot_product_attention_math.default",
+        "attention of an accelerator",
     ),
     "setup_python_backend": Private(
         "torch.utils.backend_registration:_setup_privateuseone_for_python_backend",

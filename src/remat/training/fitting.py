@@ -7,6 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
+from remat.capture.accelerator import traced_for
 from remat.capture.tracing import check_tracer
 from remat.core.errors import CaptureError
 from remat.planning.plan import Plan
@@ -17,6 +18,8 @@ from remat.training.fitted_model import FittedModel, fitted_on, plain_model
 from remat.training.fitted_regions import fitted_for
 from remat.training.request import (
     PlanOptions,
+    check_budget_of,
+    check_memory_holds,
     check_model,
     requested,
     shows_options,
@@ -310,11 +313,18 @@ def plan(
         request = replace(request, group=None)
     check_model(model)
     check_tracer()
-    with unset_fake_temporarily(), where_memory_is():
+    with (
+        unset_fake_temporarily(),
+        where_memory_is(),
+        traced_for(request.device),
+    ):
         inside = plain_model(model)
         model, example, kwargs, optimizer = with_stand_ins(
             inside, positional(args), kwargs, request.optimizer
         )
+        if request.device is not None:
+            check_memory_holds(model, request.device)
+            request = replace(request, regions="whole")
         if model is not inside and request.regions == "auto":
             request = replace(request, regions="whole")
         if model is not inside and request.regions != "whole":
@@ -327,7 +337,10 @@ def plan(
         with unchanged(model, optimizer):
             request = replace(request, optimizer=optimizer)
             fitted = fitted_for(model, request, is_only_planned=True)
-            return fitted.plan_now(example, kwargs)
+            made = fitted.plan_now(example, kwargs)
+            if request.device is not None:
+                check_budget_of(request.device, made.peak_bytes)
+            return made
 
 
 def release(model: nn.Module) -> nn.Module:

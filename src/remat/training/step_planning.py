@@ -643,6 +643,8 @@ class Planner:
         """Return a plan of a step with its costs, on the devices that are given."""
         request = self.request
         settings = {"torch": torch.__version__, "costs": request.costs}
+        if request.device is not None:
+            settings |= {"device": request.device.name, "costs": "estimated"}
         known = equal_plan(graph, self.plans.values())
         if request.in_flight > 1 or request.solver != "auto":
             known = None
