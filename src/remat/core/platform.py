@@ -1,7 +1,7 @@
 """Platforms: devices with their budgets, and the links between them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from remat.core.allocator import AllocatorSettings
 from remat.core.checks import (
@@ -160,7 +160,7 @@ class DeviceAllocator:
     """
 
     device: str
-    settings: AllocatorSettings = AllocatorSettings()
+    settings: AllocatorSettings = field(default_factory=AllocatorSettings)
 
     def __post_init__(self) -> None:
         error = InvalidPlatformError

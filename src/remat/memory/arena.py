@@ -2,8 +2,8 @@
 
 Blocks with known lifetimes are placed in one stretch of memory, the largest first, each
 at the lowest address where it overlaps no other that lives at the same time (greedy by
-size [1]_). The end of the highest block is what such an arena takes; the most bytes live
-at once are a lower bound on it.
+size [1]_). The end of the highest block is what such an arena takes; the most bytes
+live at once are a lower bound on it.
 
 References
 ----------

@@ -1,22 +1,22 @@
 """PyTorch's caching allocator of an accelerator's memory, as its source says.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` and of
-``c10/core/AllocatorConfig.h`` in PyTorch 2.11 to 2.15, cited below by the names of their
-functions. The native twin keeps PyTorch's data structures; this one is written from the
-rules, with lists and plain searches, so that each checks the other.
+``c10/core/AllocatorConfig.h`` in PyTorch 2.11 to 2.15, cited below by the names of
+their functions. The native twin keeps PyTorch's data structures; this one is written
+from the rules, with lists and plain searches, so that each checks the other.
 
 ``round_size``
     A request is rounded up to 512 bytes, or, with ``roundup_power2_divisions``, to a
     part of the distance to the next power of two.
 ``get_pool``
-    Rounded sizes up to 1 MiB come from the small pool, others from the large one. A free
-    block serves the stream that it was allocated on, and no other.
+    Rounded sizes up to 1 MiB come from the small pool, others from the large one. A
+    free block serves the stream that it was allocated on, and no other.
 ``get_free_block``
     Of the free blocks of that pool and stream that are large enough, the smallest, and
-    of equal ones that of the lowest address. A block at the growing end of an expandable
-    segment counts as large as it may become. A request below ``max_split_size`` takes no
-    block from that size on; one from that size on takes none that is larger by
-    ``max_non_split_rounding`` or more.
+    of equal ones that of the lowest address. A block at the growing end of an
+    expandable segment counts as large as it may become. A request below
+    ``max_split_size`` takes no block from that size on; one from that size on takes
+    none that is larger by ``max_non_split_rounding`` or more.
 ``should_split``
     What is left of a block stays free where it is at least 512 bytes (small pool,
     expandable segments), or more than 1 MiB and the request below ``max_split_size``
@@ -35,12 +35,12 @@ rules, with lists and plain searches, so that each checks the other.
     A free block is one with its free neighbours.
 ``malloc``
     Where the device has no room: garbage collection (``garbage_collection_threshold``,
-    if the process's memory is limited), then blocks from ``max_split_size`` on are given
-    back, as many as needed, then all free segments and pages, then it fails.
+    if the process's memory is limited), then blocks from ``max_split_size`` on are
+    given back, as many as needed, then all free segments and pages, then it fails.
 
 Not modelled: pools of CUDA graphs and of ``torch.cuda.MemPool``, sharing with other
-processes, ``cudaMallocAsync``. The address space of an expandable segment is as large as
-is needed (PyTorch: 9/8 of the card's memory), and ``cudaMalloc`` gives addresses in
+processes, ``cudaMallocAsync``. The address space of an expandable segment is as large
+as is needed (PyTorch: 9/8 of the card's memory), and ``cudaMalloc`` gives addresses in
 ascending order, where none are prescribed: both decide only between equal blocks.
 """
 
@@ -137,13 +137,20 @@ class SegmentRow(NamedTuple):
 
 
 class BlockRow(NamedTuple):
-    """A block of a segment at the end; ``requested_bytes`` is 0 where it is inactive."""
+    """A block of a segment at the end; an inactive one has 0 requested bytes."""
 
     segment: int
     address: int
     size_bytes: int
     requested_bytes: int
     state: int
+
+
+class _Pool(IntEnum):
+    """The two pools, by their places in the statistics."""
+
+    SMALL = 1
+    LARGE = 2
 
 
 class Rules(NamedTuple):
@@ -270,9 +277,9 @@ class _Block:
 @dataclass(slots=True, eq=False)
 class _Segment:
     stream: int
-    is_small: bool
-    is_expandable: bool
+    pool: _Pool
     blocks: list[_Block]
+    is_expandable: bool = False
     counted: list[int] = field(default_factory=lambda: [0] * (len(_POOLED) + 1))
 
     def count(self, max_split: float) -> list[int]:
@@ -294,6 +301,15 @@ class _Segment:
             sum(block.requested for block in used),
             sum(block.size >= max_split for block in allocated),
         ]
+
+
+@dataclass(slots=True, eq=False)
+class _Event:
+    """What a freed block waits for."""
+
+    segment: _Segment
+    block: _Block
+    is_over: bool = False
 
 
 class CachingAllocator:
@@ -321,10 +337,10 @@ class CachingAllocator:
         self._max_split = math.inf if split == _NONE else split
         self._segments: list[_Segment] = []
         self._live: dict[int, tuple[_Segment, _Block] | None] = {}
-        self._waiting: dict[int, deque[list[object]]] = {}
+        self._waiting: dict[int, deque[_Event]] = {}
         self._given = list(rules.segment_addresses)
         self._next_address = SMALL_SEGMENT_BYTES
-        self._searches = {True: 0, False: 0}
+        self._searches = dict.fromkeys(_Pool, 0)
         self._stats = [[_Stat() for _ in _POOLS] for _ in _POOLED]
         self._oversize = [_Stat(), _Stat()]
         self._counts = dict.fromkeys(STATISTICS[-5:], 0)
@@ -377,7 +393,7 @@ class CachingAllocator:
         for stream in sorted(freed.streams):
             freed.events += 1
             queue = self._waiting.setdefault(stream, deque())
-            queue.append([segment, freed, False])
+            queue.append(_Event(segment, freed))
         freed.streams = set()
         if not freed.events:
             self._free_block(segment, freed)
@@ -399,8 +415,8 @@ class CachingAllocator:
 
     def complete(self, stream: int) -> None:
         """Note that what was put on a stream so far is over."""
-        for entry in self._waiting.get(stream, ()):
-            entry[2] = True
+        for event in self._waiting.get(stream, ()):
+            event.is_over = True
         self._requests += 1
 
     def empty_cache(self) -> None:
@@ -450,7 +466,7 @@ class CachingAllocator:
         rows: list[BlockRow] = []
         for index, (segment, blocks) in enumerate(runs):
             total = sum(block.size for block in blocks)
-            start, is_large = blocks[0].address, not segment.is_small
+            start, is_large = blocks[0].address, segment.pool is _Pool.LARGE
             segments.append(
                 SegmentRow(
                     start, total, segment.stream, is_large, segment.is_expandable
@@ -468,16 +484,17 @@ class CachingAllocator:
 
         Raises
         ------
-        AssertionError
+        RuntimeError
             If it does not, which is a fault of this class.
         """
         for segment in self._segments:
             for left, right in pairwise(segment.blocks):
-                assert left.end == right.address
-                assert not (
-                    left.is_free and right.is_free and left.is_mapped == right.is_mapped
-                )
-            assert segment.counted == segment.count(self._max_split)
+                _must(left.end == right.address, "blocks overlap or gape")
+                are_free = left.is_free and right.is_free
+                is_merged = not are_free or left.is_mapped != right.is_mapped
+                _must(is_merged, "neighbours are not merged")
+            counted = segment.count(self._max_split)
+            _must(segment.counted == counted, "the statistics are not the blocks'")
 
     def _recount(self, segment: _Segment) -> None:
         """Bring the statistics up to what the blocks of a segment say now."""
@@ -488,7 +505,7 @@ class CachingAllocator:
             if now != before:
                 row[0].change(now - before)
                 if len(row) > 1:
-                    row[1 if segment.is_small else 2].change(now - before)
+                    row[segment.pool].change(now - before)
         segment.counted = found
 
     def _call(self, action: DeviceAction, address: int, size: int, stream: int) -> None:
@@ -521,32 +538,32 @@ class CachingAllocator:
     def _malloc(self, requested: int, stream: int) -> tuple[_Segment, _Block] | None:
         self._process_events()
         size = self._rounded(requested)
-        is_small = size <= SMALL_BYTES
-        found = self._free_block_for(size, is_small, stream)
+        pool = _Pool.SMALL if size <= SMALL_BYTES else _Pool.LARGE
+        found = self._free_block_for(size, pool, stream)
         if found is None:
             if self._collects_garbage():
                 self._collect_garbage()
-            found = self._new_block(size, is_small, stream)
-        if found is None and self._release_oversize(size, is_small, stream):
-            found = self._new_block(size, is_small, stream)
+            found = self._new_block(size, pool, stream)
+        if found is None and self._release_oversize(size, pool, stream):
+            found = self._new_block(size, pool, stream)
         if found is None:
             self._release_cached_blocks()
             self._counts["num_alloc_retries"] += 1
-            found = self._new_block(size, is_small, stream)
+            found = self._new_block(size, pool, stream)
         if found is None:
             self._counts["num_ooms"] += 1
             self._call(DeviceAction.OOM, _NONE, size, stream)
             return None
         segment, block = found
         remaining = block.size - size
-        if is_small or self._rules.expandable_segments:
+        if pool is _Pool.SMALL or self._rules.expandable_segments:
             is_split = remaining >= MIN_BLOCK_BYTES
         else:
             is_split = size < self._max_split and remaining > SMALL_BYTES
         if is_split:
             index = segment.blocks.index(block)
             rest = _Block(block.address + size, remaining)
-            rest.born = self._searches[is_small]
+            rest.born = self._searches[pool]
             segment.blocks.insert(index + 1, rest)
             block.size = size
         block.state = BlockState.ALLOCATED
@@ -555,24 +572,24 @@ class CachingAllocator:
         return segment, block
 
     def _free_blocks(
-        self, is_small: bool, stream: int | None = None
+        self, pool: _Pool, stream: int | None = None
     ) -> list[tuple[_Segment, _Block]]:
         """Return the free blocks of a pool by stream, size and address."""
         found = [
             (segment, block)
             for segment in self._segments
-            if segment.is_small == is_small and stream in {None, segment.stream}
+            if segment.pool is pool and stream in {None, segment.stream}
             for block in segment.blocks
             if block.is_mapped and block.is_free
         ]
         return sorted(found, key=lambda f: (f[0].stream, f[1].size, f[1].address))
 
     def _free_block_for(
-        self, size: int, is_small: bool, stream: int
+        self, size: int, pool: _Pool, stream: int
     ) -> tuple[_Segment, _Block] | None:
         if self._collects_garbage():
-            self._searches[is_small] += 1
-        fitting = [f for f in self._free_blocks(is_small, stream) if f[1].size >= size]
+            self._searches[pool] += 1
+        fitting = [f for f in self._free_blocks(pool, stream) if f[1].size >= size]
         if not fitting:
             return None
         chosen = 0
@@ -592,18 +609,18 @@ class CachingAllocator:
         return capacity == _NONE or self.reserved_bytes + size <= capacity
 
     def _new_block(
-        self, size: int, is_small: bool, stream: int
+        self, size: int, pool: _Pool, stream: int
     ) -> tuple[_Segment, _Block] | None:
         segment_bytes = self._segment_bytes(size)
         limit = self._rules.limit_bytes
         if limit != _NONE and self.reserved_bytes + segment_bytes > limit:
             return None
         if self._rules.expandable_segments:
-            return self._grow(size, is_small, stream)
+            return self._grow(size, pool, stream)
         if not self._has_room(segment_bytes):
             return None
         address = self._address(segment_bytes)
-        segment = _Segment(stream, is_small, False, [_Block(address, segment_bytes)])
+        segment = _Segment(stream, pool, [_Block(address, segment_bytes)])
         self._segments.append(segment)
         self._recount(segment)
         if segment_bytes >= self._max_split:
@@ -624,15 +641,15 @@ class CachingAllocator:
         return address
 
     def _grow(
-        self, size: int, is_small: bool, stream: int
+        self, size: int, pool: _Pool, stream: int
     ) -> tuple[_Segment, _Block] | None:
         for segment in self._segments:
-            if (segment.is_small, segment.stream) == (is_small, stream):
+            if (segment.pool, segment.stream) == (pool, stream):
                 break
         else:
-            base = (1 + 2 * stream + is_small) << _SPACE_BITS
+            base = (1 + 2 * stream + (pool is _Pool.SMALL)) << _SPACE_BITS
             space = _Block(base, 1 << _SPACE_BITS, is_mapped=False)
-            segment = _Segment(stream, is_small, True, [space])
+            segment = _Segment(stream, pool, [space], is_expandable=True)
             self._segments.append(segment)
         # The lowest run of free and unmapped blocks with room; it begins at a free
         # block only if an unmapped one follows, since else the search had found it.
@@ -661,7 +678,7 @@ class CachingAllocator:
         return segment, block
 
     def _page_bytes(self, segment: _Segment) -> int:
-        if segment.is_small:
+        if segment.pool is _Pool.SMALL:
             return SMALL_SEGMENT_BYTES
         return self._rules.large_segment_bytes
 
@@ -693,25 +710,22 @@ class CachingAllocator:
                 block.address = min(block.address, other.address)
                 block.size += other.size
                 segment.blocks.remove(other)
-        block.born = self._searches[segment.is_small]
+        block.born = self._searches[segment.pool]
 
     def _free_block(self, segment: _Segment, block: _Block) -> None:
         block.state = BlockState.INACTIVE
         self._merge(segment, block)
         self._recount(segment)
 
-    def _finish(self, entry: list[object]) -> None:
-        segment, block, _ = entry
-        assert isinstance(segment, _Segment)
-        assert isinstance(block, _Block)
-        block.events -= 1
-        if not block.events:
-            self._free_block(segment, block)
+    def _finish(self, event: _Event) -> None:
+        event.block.events -= 1
+        if not event.block.events:
+            self._free_block(event.segment, event.block)
 
     def _process_events(self) -> None:
         for stream in sorted(self._waiting):
             queue = self._waiting[stream]
-            while queue and queue[0][2]:
+            while queue and queue[0].is_over:
                 self._finish(queue.popleft())
             if not queue:
                 del self._waiting[stream]
@@ -719,11 +733,11 @@ class CachingAllocator:
     def _release_cached_blocks(self) -> None:
         self._counts["num_sync_all_streams"] += 1
         for stream in sorted(self._waiting):
-            for entry in self._waiting[stream]:
-                self._finish(entry)
+            for event in self._waiting[stream]:
+                self._finish(event)
         self._waiting.clear()
-        for is_small in (False, True):
-            found = self._free_blocks(is_small)
+        for pool in (_Pool.LARGE, _Pool.SMALL):
+            found = self._free_blocks(pool)
             for segment, block in found:
                 if not segment.is_expandable and len(segment.blocks) == 1:
                     self._release(segment, block)
@@ -749,7 +763,7 @@ class CachingAllocator:
         if begin >= end:
             return
         index = segment.blocks.index(block)
-        born = self._searches[segment.is_small]
+        born = self._searches[segment.pool]
         pieces = [_Block(begin, end - begin, is_mapped=False)]
         if begin > block.address:
             left = _Block(block.address, begin - block.address, born=born)
@@ -764,14 +778,14 @@ class CachingAllocator:
         if len(segment.blocks) == 1:
             self._segments.remove(segment)
 
-    def _release_oversize(self, size: int, is_small: bool, stream: int) -> bool:
+    def _release_oversize(self, size: int, pool: _Pool, stream: int) -> bool:
         if self._max_split == math.inf:
             return False
         needed = max(size, self._rules.max_split_bytes)
         # A block from max_split_size on is a whole segment, in the large pool.
         own = [
             found
-            for found in self._free_blocks(is_small, stream)
+            for found in self._free_blocks(pool, stream)
             if found[1].size >= self._max_split and not found[0].is_expandable
         ]
         enough = [found for found in own if found[1].size >= needed]
@@ -791,8 +805,8 @@ class CachingAllocator:
         target = self.reserved_bytes - threshold
         if target <= 0:
             return
-        whole = [f for f in self._free_blocks(False) if len(f[0].blocks) == 1]
-        ages = {id(b): self._searches[False] - b.born for _, b in whole}
+        whole = [f for f in self._free_blocks(_Pool.LARGE) if len(f[0].blocks) == 1]
+        ages = {id(b): self._searches[_Pool.LARGE] - b.born for _, b in whole}
         total, count, reclaimed, has_freed = sum(ages.values()), len(whole), 0, True
         while reclaimed < target and has_freed and count > 0:
             least, has_freed = total / count, False
@@ -806,6 +820,11 @@ class CachingAllocator:
                 count -= 1
                 whole.remove(found)
                 self._release(segment, block)
+
+
+def _must(holds: object, message: str) -> None:
+    if not holds:
+        raise RuntimeError(message)
 
 
 def _grown_size(segment: _Segment, block: _Block) -> int:
@@ -908,10 +927,10 @@ def replay_requests(
     Returns
     -------
     Replayed
-        For each request the address of its block (-1 where it makes none, or where there
-        is no room), the bytes reserved and the bytes allocated after it; the statistics
-        in the order of :data:`STATISTICS`; what was asked of the device; the segments
-        and their blocks at the end.
+        For each request the address of its block (-1 where it makes none, or where
+        there is no room), the bytes reserved and the bytes allocated after it; the
+        statistics in the order of :data:`STATISTICS`; what was asked of the device; the
+        segments and their blocks at the end.
 
     Raises
     ------

@@ -1,9 +1,11 @@
 """The requests that a plan makes of an allocator, over several steps.
 
 What is there before the first step comes first: residents, in the order of the graph.
-Then a block may be allocated and freed at once, the *primed* one: it leaves the
-allocator one free segment for all that follows, where it would else make a segment for
-each large block, which later blocks of other sizes do not fill. Each ``Compute`` then allocates its outputs in order, then its workspace as one block,
+Then one block or a few may be allocated and all freed again, the *primed* ones: they
+leave the allocator free segments for all that follows, where it would else make one for
+each large block, which later blocks of other sizes do not fill.
+
+Each ``Compute`` then allocates its outputs in order, then its workspace as one block,
 frees the workspace, and frees what a fresh copy replaces; a ``Discard`` frees, the
 boundary allocates the tangents, a ``Copy`` allocates on its target. The optimizer's
 state is made in the first step, when the optimizer steps for the first time. What a
@@ -15,12 +17,13 @@ is in how many blocks, and in which order, an operator takes its scratch memory.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from remat.core.allocator import AllocatorSettings
 from remat.core.graph import Phase, Role, Storage, TrainingGraph
 from remat.core.schedule import Boundary, Compute, Copy, Discard, Schedule
 from remat.memory.caching_allocator import (
-    STATISTICS,
+    SMALL_SEGMENT_BYTES,
     Request,
     RequestKind,
     replay_requests,
@@ -64,9 +67,10 @@ class ReservedUse:
     resident_reserved_bytes
         Bytes reserved before the first step, without what was primed.
     small_reserved_bytes
-        Most bytes reserved for blocks of up to 1 MiB.
+        Most bytes that the steps reserve in addition for blocks of up to 1 MiB.
     primed_bytes
-        What was allocated and freed before the first step.
+        The sizes of the blocks that were allocated, and then freed, before the first
+        step.
     """
 
     settings: AllocatorSettings
@@ -75,7 +79,7 @@ class ReservedUse:
     step_reserved_bytes: tuple[int, ...]
     resident_reserved_bytes: int
     small_reserved_bytes: int
-    primed_bytes: int = 0
+    primed_bytes: tuple[int, ...] = ()
 
     @property
     def is_steady(self) -> bool:
@@ -222,7 +226,7 @@ def step_requests(
 
 
 class AllocatorReplay:
-    """What an allocator makes of a schedule's requests, with one block primed or another.
+    """What an allocator makes of a schedule, whatever is primed.
 
     Parameters
     ----------
@@ -253,30 +257,33 @@ class AllocatorReplay:
         )
         self._rules = rules_of(settings)
 
-    def use(self, primed_bytes: int = 0) -> ReservedUse:
-        """Return what is reserved where this many bytes are primed."""
+    def use(self, primed_bytes: tuple[int, ...] = ()) -> ReservedUse:
+        """Return what is reserved where blocks of these sizes are primed."""
         requests, ends = self._asked.requests, self._asked.ends
         start = ends[0]
         primed = [
-            Request(RequestKind.ALLOCATE, 0, primed_bytes),
-            Request(RequestKind.FREE, 0),
+            Request(RequestKind.ALLOCATE, -number, size_bytes)
+            for number, size_bytes in enumerate(primed_bytes, 1)
         ]
-        if primed_bytes:
-            requests = [*requests[:start], *primed, *requests[start:]]
-            ends = tuple(end + len(primed) for end in ends)
+        primed += [Request(RequestKind.FREE, request.block) for request in primed]
+        requests = [*requests[:start], *primed, *requests[start:]]
+        ends = tuple(end + len(primed) for end in ends)
         found = replay_requests(requests, self._rules, 0)
-        _, reserved, allocated, statistics, *_ = found
-        named = dict(zip(STATISTICS, statistics, strict=True))
-        steps = zip(ends, ends[1:], strict=False)
+        _, reserved, allocated, _, calls, *_ = found
         return ReservedUse(
             settings=self.settings,
             reserved_bytes=max(reserved, default=0),
             allocated_bytes=max(allocated[ends[0] :], default=0),
             step_reserved_bytes=tuple(
-                max(reserved[begin:end], default=0) for begin, end in steps
+                max(reserved[begin:end], default=0) for begin, end in pairwise(ends)
             ),
             resident_reserved_bytes=reserved[start - 1] if start else 0,
-            small_reserved_bytes=named["reserved_bytes.small_pool.peak"],
+            # Nothing is given back, so what is asked for is all that is reserved.
+            small_reserved_bytes=sum(
+                size_bytes
+                for request, _, _, size_bytes, _ in calls
+                if request >= ends[0] and size_bytes <= SMALL_SEGMENT_BYTES
+            ),
             primed_bytes=primed_bytes,
         )
 
@@ -287,7 +294,7 @@ def reserved_use(
     settings: AllocatorSettings,
     *,
     kind: str | None = None,
-    primed_bytes: int = 0,
+    primed_bytes: tuple[int, ...] = (),
 ) -> ReservedUse:
     """Return what a schedule makes the caching allocator of device 0 reserve.
 

@@ -1,8 +1,8 @@
 """Recorded requests of a real allocator, replayed on the model of it.
 
 ``torch.cuda.memory._snapshot()`` returns what the allocator was asked for, and what it
-asked of the device, if ``torch.cuda.memory._record_memory_history()`` was called before.
-Replaying the requests must give the same segments, at the same addresses.
+asked of the device, if ``torch.cuda.memory._record_memory_history()`` was called
+before. Replaying the requests must give the same segments, at the same addresses.
 """
 
 import io
@@ -76,7 +76,7 @@ class SnapshotReplay:
         return not self.differences
 
 
-class _PlainUnpickler(pickle.Unpickler):
+class _PlainUnpickler(pickle.Unpickler):  # noqa: S301 - it refuses what could run
     """Reads numbers, texts, lists and dictionaries, and nothing that could run."""
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
@@ -270,12 +270,12 @@ class _History:
                 )
         found_rows = _found_segments(rows, blocks, spaces)
         real_rows = self._recorded_segments(segments)
-        for address in sorted(found_rows.keys() | real_rows.keys()):
-            if found_rows.get(address) != real_rows.get(address):
-                differences.append(
-                    f"segment at {address:#x}: recorded {real_rows.get(address)}, "
-                    f"replayed {found_rows.get(address)}"
-                )
+        differences += [
+            f"segment at {address:#x}: recorded {real_rows.get(address)}, "
+            f"replayed {found_rows.get(address)}"
+            for address in sorted(found_rows.keys() | real_rows.keys())
+            if found_rows.get(address) != real_rows.get(address)
+        ]
         return SnapshotReplay(
             request_count=len(self.requests),
             call_count=len(self.calls),

@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 
 from remat.bounds.time_bound import TimeBounds
 from remat.core.allocator import AllocatorSettings
-from remat.core.bounds import cost_bound_ns
 from remat.core.checks import (
     checked_callable,
     checked_flag,
@@ -41,7 +40,7 @@ from remat.memory.requests import reserved_use
 from remat.planning.plan import Account, Plan, loss_hint, plan_settings
 from remat.planning.portfolio import solve, solve_portfolio
 from remat.planning.proofs import is_near, with_bound
-from remat.planning.reserved import answer_reserved
+from remat.planning.reserved import ReservedAnswer, answer_reserved, reserved_words
 from remat.planning.several_devices import (
     Budget,
     budgets_bytes,
@@ -129,8 +128,8 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
         If no schedule fits; it names the smallest budget with a known schedule.
     InvalidPlatformError
         If reserved bytes are to be counted and the platform is not of one device with a
-        caching allocator; if a device has no budget, a budget is for no device, a device is out of reach,
-        or an op can run on none.
+        caching allocator; if a device has no budget, a budget is for no device, a
+        device is out of reach, or an op can run on none.
     SolverUnsuitableError
         If the solver is unknown or cannot treat the graph.
     UnitError
@@ -144,10 +143,12 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
     checked_text("fingerprint", fingerprint)
     checked_callable("progress", progress)
     checked_flag("has_assumed_loss", has_assumed_loss)
-    if settings is not None:
-        checked_record("settings", settings, Mapping)
-    if platform is not None:
-        checked_record("platform", platform, Platform)
+    for label, record, kind in (
+        ("settings", settings, Mapping),
+        ("platform", platform, Platform),
+    ):
+        if record is not None:
+            checked_record(label, record, kind)
     objective = checked_word("objective", objective, Objective)
     checked_number("gap", gap, most=1.0)
     limits = Limits.after(time_limit, seed)
@@ -210,26 +211,18 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
             schedule=schedule,
             trace=trace,
         )
-    use, advice = None, {}
+    made_with, use = plan_settings(settings, solver, seed, result), None
     if account == "reserved" and allocator is not None:
         progress("replaying the caching allocator", 0.0)
-        answer, advice = answer_reserved(
-            graph,
-            budget_bytes,
-            allocator,
-            partial(
-                _solve_live, graph, asked, limits=limits, progress=progress, near=near
-            ),
-            result,
-            limits=limits,
+        solve_within = partial(
+            *(_solve_within, graph, asked), limits=limits, progress=progress, near=near
         )
-        if answer.result is not result:
-            # What was proved of the solver's schedules is of those within fewer bytes.
-            result = replace(
-                answer.result, status=Status.FEASIBLE, bound_ns=once_ns(graph)
-            )
-        schedule, trace, use = result.schedule, result.trace, answer.use
-    assert schedule is not None
+        answer = answer_reserved(
+            graph, budget_bytes, allocator, solve_within, result, limits
+        )
+        made_with |= reserved_words(graph, answer, result)
+        schedule, trace, use = answer.schedule, answer.trace, answer.use
+        result = _as_for(budget_bytes, answer, result)
     plan = Plan(
         graph=graph,
         platform=_platform(graph, budget_bytes, allocator),
@@ -240,8 +233,8 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
         fingerprint=fingerprint,
         smallest_budget_bytes=floor_bytes,
         account=account,
-        primed_bytes=0 if use is None else use.primed_bytes,
-        settings={**plan_settings(settings, solver, seed, result), **advice},
+        primed_bytes=() if use is None else use.primed_bytes,
+        settings=made_with,
         _judged=trace,
         _reserved=use,
     )
@@ -281,7 +274,17 @@ def _account_of(account: Account | None, platform: Platform | None) -> Account:
     return account
 
 
-def _solve_live(
+def _as_for(budget_bytes: int, answer: ReservedAnswer, first: Result) -> Result:
+    """Return an answer with what is proved of it within all the bytes of a budget.
+
+    What is proved of the schedules within fewer live bytes is not.
+    """
+    if answer.limit_bytes == budget_bytes or answer.result is first:
+        return answer.result
+    return replace(answer.result, status=Status.FEASIBLE, bound_ns=0)
+
+
+def _solve_within(
     graph: TrainingGraph,
     solvers: Sequence[Solver],
     budget_bytes: int,
@@ -292,11 +295,6 @@ def _solve_live(
 ) -> Result:
     share = limits.share(_PROBE_SHARE)
     return solve_alone(graph, budget_bytes, solvers, share, progress, near)
-
-
-def once_ns(graph: TrainingGraph) -> int:
-    """Return the time of running every op once that has to run, in nanoseconds."""
-    return cost_bound_ns(Problem(graph=graph, platform=_platform(graph)))
 
 
 def _check_runs_alone(graph: TrainingGraph) -> None:

@@ -82,8 +82,8 @@ class Plan:
         Whose bytes the budget counts; ``"reserved"`` on one device whose memory has a
         caching allocator.
     primed_bytes
-        The size of a block that is allocated and freed before the first step, so that
-        the allocator has one segment for what follows; 0 for none.
+        The sizes of blocks that are allocated, and then freed, before the first step,
+        so that the allocator has segments that all that follows shares.
     settings
         What the plan was made with, for people: versions, solver, profile. Nothing is
         read back from it.
@@ -109,7 +109,7 @@ class Plan:
     fused_kernels: frozenset[str] = frozenset()
     in_flight: int = 1
     account: Account = "live"
-    primed_bytes: int = 0
+    primed_bytes: tuple[int, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     _judged: InitVar[Trace | None] = None
     """The replay of the schedule on the platform, where it is known."""
@@ -432,17 +432,14 @@ class Plan:
         use = self.reserved
         if use is None:
             return []
-        live = self.peak_bytes
+        share = use.reserved_bytes / self.peak_bytes
         where = f" on {self.platform.names[0]}" if self.has_several_devices else ""
-        facts = [
-            (
-                "reserved",
-                f"{format_bytes(use.reserved_bytes)} by the caching allocator{where} "
-                f"({use.reserved_bytes / live:.3f} x live), "
-                f"{format_bytes(use.allocated_bytes)} of them allocated",
-            ),
-            ("allocator", str(use.settings) or f"default settings ({ENVIRONMENT[0]})"),
-        ]
+        words = (
+            f"{format_bytes(use.reserved_bytes)} by the caching allocator{where} "
+            f"({share:.3f} x live), {format_bytes(use.allocated_bytes)} of them allocated"
+        )
+        setting = str(use.settings) or f"default settings ({ENVIRONMENT[0]})"
+        facts = [("reserved", words), ("allocator", setting)]
         if not use.is_steady:
             steps = ", ".join(format_bytes(size) for size in use.step_reserved_bytes)
             facts.append(("", f"reserved bytes still grow, step by step: {steps}"))
@@ -502,7 +499,7 @@ class Plan:
             "allocator": str(use.settings),
             "reserved_bytes": use.reserved_bytes,
             "allocated_bytes": use.allocated_bytes,
-            "primed_bytes": self.primed_bytes,
+            "primed_bytes": list(self.primed_bytes),
         }
 
     def save(self, path: str | Path) -> None:
@@ -566,7 +563,7 @@ class _Noted(msgspec.Struct):
     fused_kernels: str = msgspec.field(default="", name=_FUSED_KERNELS)
     in_flight: int = msgspec.field(default=1, name=_IN_FLIGHT)
     account: Account = "live"
-    primed_bytes: int = msgspec.field(default=0, name=_PRIMED)
+    primed_bytes: tuple[int, ...] = msgspec.field(default=(), name=_PRIMED)
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -624,18 +621,18 @@ def _parse_plan(payload: object) -> Plan:
     return plan
 
 
-def _noted(plan: Plan) -> dict[str, str | int]:
+def _noted(plan: Plan) -> dict[str, str | int | list[int]]:
     """Return what files and figures of a plan hold among its settings.
 
     Only what is not the default, as files had it before these were fields.
     """
-    noted: dict[str, str | int] = {}
+    noted: dict[str, str | int | list[int]] = {}
     if plan.in_flight > 1:
         noted[_IN_FLIGHT] = plan.in_flight
     if plan.account != "live":
         noted["account"] = plan.account
     if plan.primed_bytes:
-        noted[_PRIMED] = plan.primed_bytes
+        noted[_PRIMED] = list(plan.primed_bytes)
     if plan.objective is not Objective.SERIAL:
         noted["objective"] = str(plan.objective)
     if plan.kernels != "eager":

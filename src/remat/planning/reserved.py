@@ -5,14 +5,15 @@ another. What it reserves follows from the requests, and these from the plan, so
 plans are replayed on a model of it (:mod:`remat.memory.caching_allocator`) until one
 fits. Three things are varied:
 
-- what is primed: a block that is allocated and freed before the first step leaves one
-  free segment, which later blocks share (not for expandable segments, which are one);
+- what is primed: one block, or two, that are allocated and freed before the first step
+  leave free segments, which later blocks share (expandable segments are one already);
 - how many bytes may be live: less than the budget, so that gaps find room;
 - the schedule, which is another one for each such limit.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import NoReturn
 
 from remat.core.allocator import ENVIRONMENT, MIB, AllocatorSettings
@@ -20,6 +21,8 @@ from remat.core.bounds import peak_bound_bytes
 from remat.core.errors import BudgetError
 from remat.core.graph import TrainingGraph
 from remat.core.problem import Limits, Result, Status
+from remat.core.schedule import Schedule
+from remat.core.simulator import Trace
 from remat.core.units import format_bytes
 from remat.memory.requests import AllocatorReplay, ReservedUse
 from remat.planning.plan import ADVICE
@@ -28,8 +31,12 @@ from remat.planning.smallest_budget import smallest_budget
 SolveWithin = Callable[[int], Result]
 """From most live bytes to a judged answer, with or without a schedule."""
 
-_PROBES = 6
-_SHARES_PERCENT = (100, 99, 98, 97, 96, 94, 92, 88, 84)
+_PROBES = 8
+_PRIMED_PERCENTS = (100, 99, 98, 96, 94)
+_FIRST_PERCENTS = (0, 5, 10, 15, 25, 40)
+"""What share of the bytes that are primed is a block of its own."""
+
+_OVER_LIVE_PERCENTS = (2, 4, 6, 9, 13, 20)
 _STEP_BYTES = 2 * MIB
 _LEAST_PRIMED_BYTES = 10 * MIB
 
@@ -41,119 +48,29 @@ class ReservedAnswer:
     Parameters
     ----------
     result
-        The schedule, judged.
+        What the solver answered.
+    schedule, trace
+        Its schedule, and the replay of that.
     use
         What is reserved.
-    live_limit_bytes
+    limit_bytes
         Within how many live bytes the schedule was asked for.
     """
 
     result: Result
+    schedule: Schedule
+    trace: Trace
     use: ReservedUse
-    live_limit_bytes: int
+    limit_bytes: int
 
     @property
-    def cost_ns(self) -> int:
-        """The serial time of the schedule."""
-        assert self.result.cost_ns is not None
-        return self.result.cost_ns
+    def live_bytes(self) -> int:
+        """Most bytes in use."""
+        return self.trace.peak_bytes[0]
 
 
-def primed_choices(
-    plain: ReservedUse, live_bytes: int, target_bytes: int
-) -> Iterator[int]:
-    """Yield how many bytes to prime so that no more than the target need be reserved.
-
-    Parameters
-    ----------
-    plain
-        What is reserved if nothing is primed.
-    live_bytes
-        The schedule's peak.
-    target_bytes
-        Most bytes reserved.
-    """
-    rest_bytes = (
-        target_bytes - plain.resident_reserved_bytes - plain.small_reserved_bytes
-    )
-    seen: set[int] = set()
-    for share in _SHARES_PERCENT:
-        primed_bytes = rest_bytes * share // 100 // _STEP_BYTES * _STEP_BYTES
-        if _LEAST_PRIMED_BYTES <= primed_bytes <= live_bytes and (
-            primed_bytes not in seen
-        ):
-            seen.add(primed_bytes)
-            yield primed_bytes
-
-
-def least_reserved(
-    graph: TrainingGraph,
-    result: Result,
-    settings: AllocatorSettings,
-    *,
-    kind: str,
-    enough_bytes: int,
-    may_prime: bool = True,
-) -> ReservedUse:
-    """Return how a schedule reserves the least, or enough if that is found first.
-
-    Parameters
-    ----------
-    graph
-        The training step.
-    result
-        An answer with a schedule.
-    settings
-        How the allocator is set.
-    kind
-        The device's kind.
-    enough_bytes
-        Reserved bytes that will do.
-    may_prime
-        Whether a block may be primed.
-
-    Notes
-    -----
-    Replays the schedule about 30 times at most.
-    """
-    assert result.schedule is not None
-    assert result.trace is not None
-    replay = AllocatorReplay(graph, result.schedule, settings, kind=kind)
-    best = plain = replay.use()
-    can_prime = not settings.expandable_segments and settings.max_split_size_mb is None
-    if not may_prime or not can_prime or best.reserved_bytes <= enough_bytes:
-        return best
-    live_bytes = result.trace.peak_bytes[0]
-    # Towards what is live from what is enough: each target either holds or does not.
-    for over_percent in (None, 0, 1, 2, 3, 4, 6, 8, 12, 16):
-        target_bytes = enough_bytes
-        if over_percent is not None:
-            target_bytes = live_bytes * (100 + over_percent) // 100
-            if target_bytes >= best.reserved_bytes:
-                break
-        for primed_bytes in primed_choices(plain, live_bytes, target_bytes):
-            use = replay.use(primed_bytes)
-            if use.reserved_bytes < best.reserved_bytes:
-                best = use
-            if best.reserved_bytes <= max(target_bytes, enough_bytes):
-                return best
-            if over_percent is not None:
-                break
-    return best
-
-
-def fit_reserved(
-    graph: TrainingGraph,
-    budget_bytes: int,
-    settings: AllocatorSettings,
-    solve_within: SolveWithin,
-    first: Result | None,
-    least_bytes: int,
-    *,
-    kind: str,
-    limits: Limits,
-) -> tuple[ReservedAnswer | None, ReservedAnswer | None]:
-    """Return the quickest answer found that reserves no more than the budget.
+class ReservedSearch:
+    """Looks for the quickest schedule that reserves no more than a budget.
 
     Parameters
     ----------
@@ -163,72 +80,127 @@ def fit_reserved(
         Most bytes reserved.
     settings
         How the allocator is set.
-    solve_within
-        Asked for schedules within fewer live bytes.
-    first
-        The answer within ``budget_bytes`` live bytes, if there is one.
-    least_bytes
-        Fewer live bytes are not asked for.
-    kind
-        The device's kind.
-    limits
-        When to stop asking.
-
-    Returns
-    -------
-    ReservedAnswer | None
-        The quickest of those that fit, or ``None``.
-    ReservedAnswer | None
-        That which reserves the least of all that were tried.
-
-    Notes
-    -----
-    Asks about six times, by bisection between limits that fit and limits that do not.
     """
-    best: ReservedAnswer | None = None
-    least: ReservedAnswer | None = None
-    too_many, fits = budget_bytes + 1, least_bytes - 1
-    limit_bytes, result = budget_bytes, first
-    for _ in range(_PROBES):
-        if result is None or result.schedule is None:
-            fits = limit_bytes
-        else:
-            assert result.trace is not None
-            use = least_reserved(
-                graph, result, settings, kind=kind, enough_bytes=budget_bytes
-            )
-            found = ReservedAnswer(result=result, use=use, live_limit_bytes=limit_bytes)
-            if least is None or use.reserved_bytes < least.use.reserved_bytes:
-                least = found
-            if use.reserved_bytes <= budget_bytes:
-                if best is None or found.cost_ns < best.cost_ns:
-                    best = found
-                fits = limit_bytes
+
+    def __init__(
+        self, graph: TrainingGraph, budget_bytes: int, settings: AllocatorSettings
+    ) -> None:
+        self.graph = graph
+        self.budget_bytes = budget_bytes
+        self.settings = settings
+        self.best: ReservedAnswer | None = None
+        """The quickest that fits."""
+        self.least: ReservedAnswer | None = None
+        """The one that reserves the least."""
+
+    def offer(self, result: Result, limit_bytes: int) -> ReservedAnswer | None:
+        """Replay an answer, and keep it if it is the best so far.
+
+        Returns what the allocator makes of it, or ``None`` without a schedule.
+        """
+        if result.schedule is None or result.trace is None:
+            return None
+        return self.keep(result, result.schedule, result.trace, limit_bytes)
+
+    def keep(
+        self, result: Result, schedule: Schedule, trace: Trace, limit_bytes: int
+    ) -> ReservedAnswer:
+        """Replay the schedule of an answer, and keep it if it is the best so far."""
+        found = ReservedAnswer(
+            result=result,
+            schedule=schedule,
+            trace=trace,
+            use=self.least_use(schedule, trace.peak_bytes[0]),
+            limit_bytes=limit_bytes,
+        )
+        reserved_bytes = found.use.reserved_bytes
+        if self.least is None or reserved_bytes < self.least.use.reserved_bytes:
+            self.least = found
+        is_quickest = (
+            self.best is None or found.trace.serial_ns < self.best.trace.serial_ns
+        )
+        if reserved_bytes <= self.budget_bytes and is_quickest:
+            self.best = found
+        return found
+
+    def least_use(self, schedule: Schedule, live_bytes: int) -> ReservedUse:
+        """Return how a schedule reserves no more than the budget, or the least.
+
+        Replays the schedule up to 200 times.
+        """
+        kind = self.graph.device_kinds[0]
+        replay = AllocatorReplay(self.graph, schedule, self.settings, kind=kind)
+        best = plain = replay.use()
+        is_one = self.settings.expandable_segments
+        if is_one or self.settings.max_split_size_mb is not None:
+            return best
+        for target_bytes in self._targets(live_bytes):
+            if best.reserved_bytes <= target_bytes:
+                break
+            for primed_bytes in _primed_choices(plain, target_bytes):
+                use = replay.use(primed_bytes)
+                if use.reserved_bytes < best.reserved_bytes:
+                    best = use
+                if use.reserved_bytes <= target_bytes:
+                    break
+        return best
+
+    def _targets(self, live_bytes: int) -> Iterator[int]:
+        """Yield how much might be reserved: the budget, or else little over live."""
+        yield self.budget_bytes
+        for percent in _OVER_LIVE_PERCENTS:
+            target_bytes = live_bytes * (100 + percent) // 100
+            if target_bytes > self.budget_bytes:
+                yield target_bytes
+
+    def run(self, solve_within: SolveWithin, first: Result, limits: Limits) -> None:
+        """Ask for schedules within fewer live bytes, by bisection.
+
+        Parameters
+        ----------
+        solve_within
+            Asked at most seven times.
+        first
+            The answer within as many live bytes as the budget has.
+        limits
+            When to stop.
+        """
+        # Limits from ``too_many`` on reserve too much, as far as is known; up to
+        # ``enough`` they fit, or there is no schedule.
+        enough = peak_bound_bytes(self.graph, self.graph.device_kinds[0]) - 1
+        too_many = self.budget_bytes + 1
+        limit_bytes, result = self.budget_bytes, first
+        for percent in range(100, 100 - _PROBES, -1):
+            found = self.offer(result, limit_bytes)
+            if found is None or found.use.reserved_bytes <= self.budget_bytes:
+                enough = limit_bytes
             else:
-                too_many = min(limit_bytes, result.trace.peak_bytes[0])
-        if limits.is_over or too_many - fits <= max(1, budget_bytes // 100):
-            break
-        limit_bytes = _next_limit(budget_bytes, fits, too_many, least, best)
-        result = solve_within(limit_bytes)
-    return best, least
+                too_many = min(limit_bytes, found.live_bytes)
+            if limits.is_over or too_many - enough <= max(1, self.budget_bytes // 100):
+                return
+            limit_bytes = (enough + too_many) // 2
+            if found is not None and self.best is None:
+                # As much less as was reserved too much, and each time a little more.
+                share = self.budget_bytes * percent // 100 / found.use.reserved_bytes
+                scaled = int(found.live_bytes * share)
+                limit_bytes = min(max(scaled, enough + 1), too_many - 1)
+            result = solve_within(limit_bytes)
 
 
-def _next_limit(
-    budget_bytes: int,
-    fits: int,
-    too_many: int,
-    least: ReservedAnswer | None,
-    best: ReservedAnswer | None,
-) -> int:
-    """Return the live bytes to ask for next, between what fits and what does not."""
-    middle = (fits + too_many) // 2
-    if best is not None or least is None:
-        return middle
-    # As much less as was reserved too much.
-    trace = least.result.trace
-    assert trace is not None
-    scaled = trace.peak_bytes[0] * budget_bytes // least.use.reserved_bytes
-    return min(max(scaled, fits + 1), too_many - 1)
+def _primed_choices(plain: ReservedUse, target_bytes: int) -> Iterator[tuple[int, ...]]:
+    """Yield what to prime so that no more than the target need be reserved.
+
+    What is reserved for residents and for small blocks is needed besides.
+    """
+    rest_bytes = (
+        target_bytes - plain.resident_reserved_bytes - plain.small_reserved_bytes
+    )
+    for percent, first in product(_PRIMED_PERCENTS, _FIRST_PERCENTS):
+        primed_bytes = rest_bytes * percent // 100 // _STEP_BYTES * _STEP_BYTES
+        first_bytes = primed_bytes * first // 100 // _STEP_BYTES * _STEP_BYTES
+        blocks = (first_bytes, primed_bytes - first_bytes)[not first :]
+        if min(blocks) >= _LEAST_PRIMED_BYTES:
+            yield blocks
 
 
 def answer_reserved(
@@ -237,62 +209,71 @@ def answer_reserved(
     settings: AllocatorSettings,
     solve_within: SolveWithin,
     first: Result,
-    *,
     limits: Limits,
-) -> tuple[ReservedAnswer, dict[str, str]]:
-    """Return an answer that reserves no more than the budget, and words about it.
+) -> ReservedAnswer:
+    """Return an answer that reserves no more than the budget.
 
-    Arguments are those of :func:`fit_reserved`. The words say what fragmentation costs,
-    and which setting of the allocator would reserve less.
+    Parameters
+    ----------
+    graph, budget_bytes, settings
+        As for :class:`ReservedSearch`.
+    solve_within, first, limits
+        As for :meth:`ReservedSearch.run`.
 
     Raises
     ------
     BudgetError
         If none is found; it names the least that is reserved by one that was.
     """
-    kind = graph.device_kinds[0]
-    least_bytes = peak_bound_bytes(graph, kind)
-    best, least = fit_reserved(
-        *(graph, budget_bytes, settings, solve_within, first, least_bytes),
-        kind=kind,
-        limits=limits,
-    )
-    if best is None:
+    search = ReservedSearch(graph, budget_bytes, settings)
+    search.run(solve_within, first, limits)
+    if search.best is None:
+        kind = graph.device_kinds[0]
         floor = smallest_budget(graph, kind=kind, limits=limits)
-        result = replace(first, schedule=floor.schedule, trace=floor.trace)
-        result = replace(result, solver="smallest_budget", status=Status.FEASIBLE)
-        use = least_reserved(
-            graph, result, settings, kind=kind, enough_bytes=budget_bytes
+        schedule, trace = floor.schedule, floor.trace
+        result = replace(
+            first,
+            solver="smallest_budget",
+            status=Status.FEASIBLE,
+            schedule=schedule,
+            trace=trace,
         )
-        found = ReservedAnswer(
-            result=result, use=use, live_limit_bytes=floor.budget_bytes
-        )
-        if least is None or use.reserved_bytes < least.use.reserved_bytes:
-            least = found
-        if use.reserved_bytes > budget_bytes:
-            raise_reserved_error(graph, budget_bytes, least)
-        best = found
-    words = _cost_words(best, first)
-    if advice := allocator_advice(graph, best, kind=kind):
-        words = f"{words}; {advice}" if words else advice
-    return best, ({ADVICE: words} if words else {})
+        found = search.keep(result, schedule, trace, floor.budget_bytes)
+        if search.best is None:
+            raise_reserved_error(graph, budget_bytes, search.least or found)
+    return search.best
 
 
-def _cost_words(best: ReservedAnswer, first: Result) -> str:
-    """Return what is done about fragmentation, and what it costs."""
+def reserved_words(
+    graph: TrainingGraph, answer: ReservedAnswer, first: Result
+) -> dict[str, str]:
+    """Return for a plan's settings what fragmentation costs, and what would help.
+
+    Parameters
+    ----------
+    graph
+        The training step.
+    answer
+        What is planned.
+    first
+        The answer within as many live bytes as the budget has.
+    """
     words: list[str] = []
-    if best.use.primed_bytes:
+    if answer.use.primed_bytes:
+        primed = " and ".join(map(format_bytes, answer.use.primed_bytes))
         words.append(
-            f"{format_bytes(best.use.primed_bytes)} are allocated and freed before the "
-            "first step, as one segment for all"
+            f"{primed} are allocated and freed before the first step, as segments that "
+            "all later blocks share"
         )
-    if best.result is not first and first.cost_ns:
-        more = best.cost_ns / first.cost_ns - 1
+    if answer.result is not first and first.cost_ns:
+        more = answer.trace.serial_ns / first.cost_ns - 1
         words.append(
             f"fragmentation costs {more:+.1%} time: live bytes are kept within "
-            f"{format_bytes(best.live_limit_bytes)}"
+            f"{format_bytes(answer.limit_bytes)}"
         )
-    return "; ".join(words)
+    if advice := allocator_advice(graph, answer):
+        words.append(advice)
+    return {ADVICE: "; ".join(words)} if words else {}
 
 
 def raise_reserved_error(
@@ -305,32 +286,30 @@ def raise_reserved_error(
     BudgetError
         Always.
     """
-    use, trace = least.use, least.result.trace
-    assert trace is not None
-    live_bytes = trace.peak_bytes[0]
-    advice = allocator_advice(graph, least, kind=graph.device_kinds[0])
+    asked = f"{format_bytes(budget_bytes)} ({budget_bytes:_} bytes)"
+    use, advice = least.use, allocator_advice(graph, least)
     setting = str(use.settings) or "its default settings"
     msg = (
-        f"no plan was found for which the caching allocator ({setting}) reserves at most "
-        f"{format_bytes(budget_bytes)} ({budget_bytes:_} bytes): the least known is "
-        f"{format_bytes(use.reserved_bytes)} ({use.reserved_bytes:_} bytes), for "
-        f"{format_bytes(live_bytes)} of live bytes; raise the budget to at least "
-        f"{use.reserved_bytes} bytes, shrink the batch, or count live bytes "
-        f"(account='live')" + (f"; {advice}" if advice else "")
+        f"no plan was found for which the caching allocator with {setting} reserves at "
+        f"most {asked}: the least known is {format_bytes(use.reserved_bytes)} "
+        f"({use.reserved_bytes:_} bytes), for {format_bytes(least.live_bytes)} of live "
+        f"bytes; raise the budget to at least {use.reserved_bytes} bytes, shrink the "
+        "batch, or count live bytes with account='live'"
+        f"{'; ' if advice else ''}{advice}"
     )
     raise BudgetError(msg, budget_bytes=budget_bytes, required_bytes=use.reserved_bytes)
 
 
-def allocator_advice(graph: TrainingGraph, answer: ReservedAnswer, *, kind: str) -> str:
+def allocator_advice(graph: TrainingGraph, answer: ReservedAnswer) -> str:
     """Return which setting of the allocator would reserve less, with its figures.
 
     Empty where none of those that are tried does.
     """
-    use, schedule = answer.use, answer.result.schedule
-    if use.settings.expandable_segments or schedule is None:
+    use, kind = answer.use, graph.device_kinds[0]
+    if use.settings.expandable_segments:
         return ""
     other = replace(use.settings, expandable_segments=True)
-    found = AllocatorReplay(graph, schedule, other, kind=kind).use()
+    found = AllocatorReplay(graph, answer.schedule, other, kind=kind).use()
     if found.reserved_bytes >= use.reserved_bytes:
         return ""
     return (
