@@ -11,7 +11,7 @@ fits. Three things are varied:
 - the schedule, which is another one for each such limit.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NoReturn
@@ -32,11 +32,13 @@ SolveWithin = Callable[[int], Result]
 """From most live bytes to a judged answer, with or without a schedule."""
 
 _PROBES = 8
-_PRIMED_PERCENTS = (100, 99, 98, 96, 94)
-_FIRST_PERCENTS = (0, 5, 10, 15, 25, 40)
-"""What share of the bytes that are primed is a block of its own."""
+_OVER_LIVE_PERCENTS = (102, 104, 107, 112, 120)
 
-_OVER_LIVE_PERCENTS = (2, 4, 6, 9, 13, 20)
+_Choices = Sequence[tuple[int, int]]
+"""What to prime, in percent: of all that there is, and of that in the first block."""
+
+_ALL_CHOICES = tuple(product((100, 99, 98, 96, 94), (0, 5, 10, 15, 25, 40)))
+_FEW_CHOICES = ((100, 0), (100, 10), (98, 0))
 _STEP_BYTES = 2 * MIB
 _LEAST_PRIMED_BYTES = 10 * MIB
 
@@ -126,7 +128,7 @@ class ReservedSearch:
     def least_use(self, schedule: Schedule, live_bytes: int) -> ReservedUse:
         """Return how a schedule reserves no more than the budget, or the least.
 
-        Replays the schedule up to 200 times.
+        Replays the schedule up to 50 times.
         """
         kind = self.graph.device_kinds[0]
         replay = AllocatorReplay(self.graph, schedule, self.settings, kind=kind)
@@ -134,10 +136,10 @@ class ReservedSearch:
         is_one = self.settings.expandable_segments
         if is_one or self.settings.max_split_size_mb is not None:
             return best
-        for target_bytes in self._targets(live_bytes):
+        for target_bytes, choices in self._targets(live_bytes):
             if best.reserved_bytes <= target_bytes:
                 break
-            for primed_bytes in _primed_choices(plain, target_bytes):
+            for primed_bytes in _primed_choices(plain, target_bytes, choices):
                 use = replay.use(primed_bytes)
                 if use.reserved_bytes < best.reserved_bytes:
                     best = use
@@ -145,13 +147,16 @@ class ReservedSearch:
                     break
         return best
 
-    def _targets(self, live_bytes: int) -> Iterator[int]:
-        """Yield how much might be reserved: the budget, or else little over live."""
-        yield self.budget_bytes
+    def _targets(self, live_bytes: int) -> Iterator[tuple[int, _Choices]]:
+        """Yield how much might be reserved, and what to try for it.
+
+        First the budget, and then, to know how much is needed, little over live.
+        """
+        yield self.budget_bytes, _ALL_CHOICES
         for percent in _OVER_LIVE_PERCENTS:
-            target_bytes = live_bytes * (100 + percent) // 100
+            target_bytes = live_bytes * percent // 100
             if target_bytes > self.budget_bytes:
-                yield target_bytes
+                yield target_bytes, _FEW_CHOICES
 
     def run(self, solve_within: SolveWithin, first: Result, limits: Limits) -> None:
         """Ask for schedules within fewer live bytes, by bisection.
@@ -187,7 +192,9 @@ class ReservedSearch:
             result = solve_within(limit_bytes)
 
 
-def _primed_choices(plain: ReservedUse, target_bytes: int) -> Iterator[tuple[int, ...]]:
+def _primed_choices(
+    plain: ReservedUse, target_bytes: int, choices: _Choices
+) -> Iterator[tuple[int, ...]]:
     """Yield what to prime so that no more than the target need be reserved.
 
     What is reserved for residents and for small blocks is needed besides.
@@ -195,7 +202,7 @@ def _primed_choices(plain: ReservedUse, target_bytes: int) -> Iterator[tuple[int
     rest_bytes = (
         target_bytes - plain.resident_reserved_bytes - plain.small_reserved_bytes
     )
-    for percent, first in product(_PRIMED_PERCENTS, _FIRST_PERCENTS):
+    for percent, first in choices:
         primed_bytes = rest_bytes * percent // 100 // _STEP_BYTES * _STEP_BYTES
         first_bytes = primed_bytes * first // 100 // _STEP_BYTES * _STEP_BYTES
         blocks = (first_bytes, primed_bytes - first_bytes)[not first :]
