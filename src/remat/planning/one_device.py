@@ -40,7 +40,12 @@ from remat.memory.requests import reserved_use
 from remat.planning.plan import Account, Plan, loss_hint, plan_settings
 from remat.planning.portfolio import solve, solve_portfolio
 from remat.planning.proofs import is_near, with_bound
-from remat.planning.reserved import ReservedAnswer, answer_reserved, reserved_words
+from remat.planning.reserved import (
+    ReservedAnswer,
+    answer_reserved,
+    raise_reserved_error,
+    reserved_words,
+)
 from remat.planning.several_devices import (
     Budget,
     budgets_bytes,
@@ -139,16 +144,8 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
         of another type.
     """
     check_time_limit(time_limit)
-    checked_record("graph", graph, TrainingGraph)
-    checked_text("fingerprint", fingerprint)
-    checked_callable("progress", progress)
+    _check_types(graph, fingerprint, progress, settings, platform)
     checked_flag("has_assumed_loss", has_assumed_loss)
-    for label, record, kind in (
-        ("settings", settings, Mapping),
-        ("platform", platform, Platform),
-    ):
-        if record is not None:
-            checked_record(label, record, kind)
     objective = checked_word("objective", objective, Objective)
     checked_number("gap", gap, most=1.0)
     limits = Limits.after(time_limit, seed)
@@ -171,9 +168,10 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
     _check_runs_alone(graph)
     budget = one_budget(budget, platform, kind=graph.device_kinds[0])
     allocator = None if platform is None else platform.allocator_of(0)
+    # What is replayed, too, where its bytes are what the budget counts.
+    counted = allocator if account == "reserved" else None
     whole_bytes = ANY_WHOLE_BYTES
     if is_percentage(budget):
-        counted = allocator if account == "reserved" else None
         whole_bytes = plain_peak_bytes(graph, counted)
     budget_bytes = parse_budget(budget, whole_bytes=whole_bytes)
     solvers = chosen_solvers(
@@ -198,7 +196,9 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
             limits=limits,
         )
         floor_bytes = floor.budget_bytes
-        if budget_bytes < floor_bytes or solver != "auto":
+        if counted is not None and budget_bytes < floor_bytes:
+            raise_reserved_error(graph, budget_bytes, counted, floor, result)
+        if counted is None and (budget_bytes < floor_bytes or solver != "auto"):
             raise_budget_error(
                 graph, budget_bytes, result, floor, has_assumed_loss=has_assumed_loss
             )
@@ -212,13 +212,13 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
             trace=trace,
         )
     made_with, use = plan_settings(settings, solver, seed, result), None
-    if account == "reserved" and allocator is not None:
+    if counted is not None:
         progress("replaying the caching allocator", 0.0)
         solve_within = partial(
             *(_solve_within, graph, asked), limits=limits, progress=progress, near=near
         )
         answer = answer_reserved(
-            graph, budget_bytes, allocator, solve_within, result, limits
+            graph, budget_bytes, counted, solve_within, result, limits
         )
         made_with |= reserved_words(graph, answer, result)
         schedule, trace, use = answer.schedule, answer.trace, answer.use
@@ -239,6 +239,22 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
         _reserved=use,
     )
     return with_bound(plan, bounds)
+
+
+def _check_types(
+    graph: object,
+    fingerprint: object,
+    progress: object,
+    settings: object,
+    platform: object,
+) -> None:
+    checked_record("graph", graph, TrainingGraph)
+    checked_text("fingerprint", fingerprint)
+    checked_callable("progress", progress)
+    if settings is not None:
+        checked_record("settings", settings, Mapping)
+    if platform is not None:
+        checked_record("platform", platform, Platform)
 
 
 def _account_of(account: Account | None, platform: Platform | None) -> Account:

@@ -26,7 +26,7 @@ from remat.core.simulator import Trace
 from remat.core.units import format_bytes
 from remat.memory.requests import AllocatorReplay, ReservedUse
 from remat.planning.plan import ADVICE
-from remat.planning.smallest_budget import smallest_budget
+from remat.planning.smallest_budget import Floor, smallest_budget
 
 SolveWithin = Callable[[int], Result]
 """From most live bytes to a judged answer, with or without a schedule."""
@@ -92,8 +92,6 @@ class ReservedSearch:
         self.settings = settings
         self.best: ReservedAnswer | None = None
         """The quickest that fits."""
-        self.least: ReservedAnswer | None = None
-        """The one that reserves the least."""
 
     def offer(self, result: Result, limit_bytes: int) -> ReservedAnswer | None:
         """Replay an answer, and keep it if it is the best so far.
@@ -115,15 +113,24 @@ class ReservedSearch:
             use=self.least_use(schedule, trace.peak_bytes[0]),
             limit_bytes=limit_bytes,
         )
-        reserved_bytes = found.use.reserved_bytes
-        if self.least is None or reserved_bytes < self.least.use.reserved_bytes:
-            self.least = found
         is_quickest = (
             self.best is None or found.trace.serial_ns < self.best.trace.serial_ns
         )
-        if reserved_bytes <= self.budget_bytes and is_quickest:
+        if found.use.reserved_bytes <= self.budget_bytes and is_quickest:
             self.best = found
         return found
+
+    def keep_floor(self, floor: Floor, first: Result) -> ReservedAnswer:
+        """Replay the schedule of fewest live bytes, and keep it if it is the best."""
+        schedule, trace = floor.schedule, floor.trace
+        result = replace(
+            first,
+            solver="smallest_budget",
+            status=Status.FEASIBLE,
+            schedule=schedule,
+            trace=trace,
+        )
+        return self.keep(result, schedule, trace, floor.budget_bytes)
 
     def least_use(self, schedule: Schedule, live_bytes: int) -> ReservedUse:
         """Return how a schedule reserves no more than the budget, or the least.
@@ -230,24 +237,15 @@ def answer_reserved(
     Raises
     ------
     BudgetError
-        If none is found; it names the least that is reserved by one that was.
+        If none is found; it names a budget that a plan is known for.
     """
     search = ReservedSearch(graph, budget_bytes, settings)
     search.run(solve_within, first, limits)
     if search.best is None:
-        kind = graph.device_kinds[0]
-        floor = smallest_budget(graph, kind=kind, limits=limits)
-        schedule, trace = floor.schedule, floor.trace
-        result = replace(
-            first,
-            solver="smallest_budget",
-            status=Status.FEASIBLE,
-            schedule=schedule,
-            trace=trace,
-        )
-        found = search.keep(result, schedule, trace, floor.budget_bytes)
-        if search.best is None:
-            raise_reserved_error(graph, budget_bytes, search.least or found)
+        floor = smallest_budget(graph, kind=graph.device_kinds[0], limits=limits)
+        search.keep_floor(floor, first)
+    if search.best is None:
+        raise_reserved_error(graph, budget_bytes, settings, floor, first)
     return search.best
 
 
@@ -284,27 +282,47 @@ def reserved_words(
 
 
 def raise_reserved_error(
-    graph: TrainingGraph, budget_bytes: int, least: ReservedAnswer
+    graph: TrainingGraph,
+    budget_bytes: int,
+    settings: AllocatorSettings,
+    floor: Floor,
+    first: Result,
 ) -> NoReturn:
-    """Raise the error that names the least that is known to be reserved.
+    """Raise the error that names a budget of reserved bytes that a plan is known for.
+
+    It is that of the schedule with the fewest live bytes that is known.
+
+    Parameters
+    ----------
+    graph, budget_bytes, settings
+        As for :class:`ReservedSearch`.
+    floor
+        That schedule.
+    first
+        What the solver answered, with a schedule or without.
 
     Raises
     ------
     BudgetError
         Always.
     """
+    found = ReservedSearch(graph, budget_bytes, settings).keep_floor(floor, first)
+    required_bytes = found.use.reserved_bytes
+    # What is named has to be found again by who asks for it.
+    search = ReservedSearch(graph, required_bytes, settings)
+    found = search.keep_floor(floor, first)
+    required_bytes = max(required_bytes, found.use.reserved_bytes)
     asked = f"{format_bytes(budget_bytes)} ({budget_bytes:_} bytes)"
-    use, advice = least.use, allocator_advice(graph, least)
-    setting = str(use.settings) or "its default settings"
+    advice = allocator_advice(graph, found)
     msg = (
-        f"no plan was found for which the caching allocator with {setting} reserves at "
-        f"most {asked}: the least known is {format_bytes(use.reserved_bytes)} "
-        f"({use.reserved_bytes:_} bytes), for {format_bytes(least.live_bytes)} of live "
-        f"bytes; raise the budget to at least {use.reserved_bytes} bytes, shrink the "
-        "batch, or count live bytes with account='live'"
-        f"{'; ' if advice else ''}{advice}"
+        f"no plan was found for which the caching allocator with "
+        f"{str(settings) or 'its default settings'} reserves at most {asked}: the "
+        f"smallest known is {format_bytes(required_bytes)} ({required_bytes:_} bytes), "
+        f"for {format_bytes(found.live_bytes)} of live bytes; raise the budget to at "
+        f"least {required_bytes} bytes, shrink the batch, or count live bytes with "
+        f"account='live'{'; ' if advice else ''}{advice}"
     )
-    raise BudgetError(msg, budget_bytes=budget_bytes, required_bytes=use.reserved_bytes)
+    raise BudgetError(msg, budget_bytes=budget_bytes, required_bytes=required_bytes)
 
 
 def allocator_advice(graph: TrainingGraph, answer: ReservedAnswer) -> str:
