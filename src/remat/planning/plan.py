@@ -424,8 +424,8 @@ class Plan:
         ]
 
     def _budget_words(self, budget: int) -> str:
-        of = ", of reserved bytes" if self.account == "reserved" else ""
-        return f"{format_bytes(budget)}{of}"
+        is_cached = self.platform.allocator_of(0) is not None
+        return format_bytes(budget) + (f", of {self.account} bytes" * is_cached)
 
     def _reserved_facts(self) -> list[tuple[str, str]]:
         """Return what the caching allocator makes of the plan."""
@@ -443,6 +443,10 @@ class Plan:
         if not use.is_steady:
             steps = ", ".join(format_bytes(size) for size in use.step_reserved_bytes)
             facts.append(("", f"reserved bytes still grow, step by step: {steps}"))
+        budget = self.budget_bytes
+        if budget is not None and use.reserved_bytes > budget:
+            more = format_bytes(use.reserved_bytes - budget)
+            facts.append(("", f"{more} more than the budget, which counts live bytes"))
         advice = self.settings.get(ADVICE)
         return facts if advice is None else [*facts, ("", str(advice))]
 

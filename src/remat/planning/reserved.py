@@ -20,12 +20,13 @@ from remat.core.allocator import ENVIRONMENT, MIB, AllocatorSettings
 from remat.core.bounds import peak_bound_bytes
 from remat.core.errors import BudgetError
 from remat.core.graph import TrainingGraph
+from remat.core.platform import DeviceAllocator
 from remat.core.problem import Limits, Result, Status
 from remat.core.schedule import Schedule
 from remat.core.simulator import Trace
 from remat.core.units import format_bytes
 from remat.memory.requests import AllocatorReplay, ReservedUse
-from remat.planning.plan import ADVICE
+from remat.planning.plan import ADVICE, Plan
 from remat.planning.smallest_budget import Floor, smallest_budget
 
 SolveWithin = Callable[[int], Result]
@@ -340,4 +341,22 @@ def allocator_advice(graph: TrainingGraph, answer: ReservedAnswer) -> str:
     return (
         f"{ENVIRONMENT[0]}={other} would reserve {format_bytes(found.reserved_bytes)} "
         f"for the same schedule instead of {format_bytes(use.reserved_bytes)}"
+    )
+
+
+def with_allocator(plan: Plan, settings: AllocatorSettings | None) -> Plan:
+    """Return a plan whose first device has a caching allocator that is set so.
+
+    ``None`` for none. The budget counts what it counted before.
+    """
+    if settings is None:
+        return plan
+    home = plan.platform.devices[0].name
+    others = [a for a in plan.platform.allocators if a.device != home]
+    allocators = (DeviceAllocator(device=home, settings=settings), *others)
+    return replace(
+        plan,
+        platform=replace(plan.platform, allocators=allocators),
+        _judged=plan.trace,
+        _proved_ns=plan.proved_ns,
     )

@@ -200,7 +200,7 @@ class RegionPlanner(Planner):
                 key = self._key_of(program.fingerprint, self.gradient_bytes)
                 plan = self._plan_that_holds(program, key)
                 if plan is None:
-                    plan = self.make_plan(program)
+                    plan = self.with_allocator(self.make_plan(program), program)
                     self.planned_count += 1
                 self.plans[key] = self.latest = plan
                 self.planned_s = time.monotonic()
