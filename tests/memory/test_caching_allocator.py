@@ -6,6 +6,7 @@ Expected numbers are worked out by hand from ``CUDACachingAllocator.cpp``.
 import inspect
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -28,8 +29,16 @@ ALLOC, FREE, RECORD, COMPLETE, EMPTY = RequestKind
 needs_core = pytest.mark.skipif(core() is None, reason="there is no native core")
 
 
-def allocator(text: str = "", **limits: int) -> CachingAllocator:
-    return CachingAllocator(rules_of(AllocatorSettings.parse(text), **limits))
+def allocator(
+    text: str = "",
+    *,
+    limit_bytes: int | None = None,
+    capacity_bytes: int | None = None,
+) -> CachingAllocator:
+    settings = AllocatorSettings.parse(text)
+    return CachingAllocator(
+        rules_of(settings, limit_bytes=limit_bytes, capacity_bytes=capacity_bytes)
+    )
 
 
 def sizes(made: CachingAllocator) -> list[list[int]]:
@@ -342,8 +351,8 @@ def test_core_and_twin_do_the_same_at_every_request(text: str) -> None:
         assert _rows(found[4:]) == _rows(expected[4:])
 
 
-def _rows(parts: Sequence[Sequence[object]]) -> list[list[tuple[object, ...]]]:
-    return [[tuple(row) for row in part] for part in parts]  # type: ignore[arg-type]
+def _rows(parts: Sequence[Sequence[Any]]) -> list[list[tuple[Any, ...]]]:
+    return [[tuple(row) for row in part] for part in parts]
 
 
 @needs_core

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 from tests.instances import resnet_like, unet_like
@@ -11,9 +12,9 @@ from remat.core.errors import BudgetError, InvalidPlatformError, PlanMismatchErr
 from remat.core.graph import TrainingGraph
 from remat.core.platform import Device, DeviceAllocator, Link, Platform, single_device
 from remat.files.serialisation import load_platform, save_platform
-from remat.memory.requests import reserved_use
+from remat.memory.requests import ReservedUse, reserved_use
 from remat.planning.one_device import plain_peak_bytes, plan_graph
-from remat.planning.plan import Plan, load_plan
+from remat.planning.plan import Account, Plan, load_plan
 
 RESNET = resnet_like(8, 33 * MIB).graph
 UNET = unet_like(4, 37 * MIB).graph
@@ -25,15 +26,20 @@ def caching(text: str = "") -> Platform:
 
 
 def planned(
-    graph: TrainingGraph, percent: int, text: str = "", account: str | None = None
+    graph: TrainingGraph, percent: int, text: str = "", account: Account | None = None
 ) -> Plan:
     return plan_graph(
         graph,
         budget=plain_peak_bytes(graph) * percent // 100,
         platform=caching(text),
         solver="greedy-eviction",
-        account=account,  # type: ignore[arg-type]
+        account=account,
     )
+
+
+def use_of(plan: Plan) -> ReservedUse:
+    assert plan.reserved is not None
+    return plan.reserved
 
 
 @pytest.mark.parametrize("graph", [RESNET, UNET], ids=["resnet", "unet"])
@@ -52,18 +58,15 @@ def test_what_the_allocator_reserves_is_within_the_budget(
     assert plan.budget_bytes is not None
     assert use.reserved_bytes <= plan.budget_bytes
     # The plan for live bytes does not keep it: that is what the budget is for.
-    assert live.reserved is not None
-    assert live.reserved.reserved_bytes > plan.budget_bytes
+    assert use_of(live).reserved_bytes > plan.budget_bytes
     assert plan.cost_ns <= 1.05 * live.cost_ns
 
 
 def test_little_more_is_reserved_than_is_live() -> None:
     for percent in (90, 60):
         default, grown = (planned(RESNET, percent, text) for text in SETTINGS)
-        for plan in (default, grown):
-            assert plan.reserved is not None
-        assert default.reserved.reserved_bytes <= 1.05 * default.peak_bytes  # type: ignore[union-attr]
-        assert grown.reserved.reserved_bytes <= 1.021 * grown.peak_bytes  # type: ignore[union-attr]
+        assert use_of(default).reserved_bytes <= 1.05 * default.peak_bytes
+        assert use_of(grown).reserved_bytes <= 1.021 * grown.peak_bytes
 
 
 def test_a_plan_says_what_is_reserved_and_what_would_help() -> None:
@@ -85,8 +88,7 @@ def test_a_plan_says_what_is_reserved_and_what_would_help() -> None:
 
 def test_the_share_of_a_budget_is_of_what_the_plain_step_reserves() -> None:
     plan = plan_graph(UNET, budget="100%", platform=caching())
-    assert plan.reserved is not None
-    assert plan.budget_bytes == plan.reserved.reserved_bytes
+    assert plan.budget_bytes == use_of(plan).reserved_bytes
     assert plan.cost_ns == plan.baseline_cost_ns
 
 
@@ -106,8 +108,7 @@ def test_an_error_names_what_is_reserved_and_the_setting_that_helps() -> None:
         platform=caching(),
         solver="greedy-eviction",
     )
-    assert again.reserved is not None
-    assert again.reserved.reserved_bytes <= error.required_bytes
+    assert use_of(again).reserved_bytes <= error.required_bytes
 
 
 def test_a_plan_that_reserves_too_much_is_refused() -> None:
@@ -136,7 +137,7 @@ def test_accounts_that_cannot_be_kept_are_refused() -> None:
     with pytest.raises(InvalidPlatformError, match="says of no device"):
         plan_graph(UNET, budget="60%", account="reserved")
     with pytest.raises(ValueError, match="'reserved', 'live'"):
-        planned(UNET, 60, account="both")
+        planned(UNET, 60, account=cast("Account", "both"))
     two = Platform(
         devices=(Device(name="cpu"), Device(name="host", kind="host")),
         links=(

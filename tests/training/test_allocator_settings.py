@@ -58,6 +58,7 @@ def test_a_plan_of_a_model_prints_live_allocated_and_reserved(
         torch.randn(256, 64),
         budget="100%",
         platform=platform,
+        regions="breaks" if is_broken else "auto",
         costs="estimated",
     )
     assert ("graphs" in plan.settings) is is_broken

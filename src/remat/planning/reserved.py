@@ -242,12 +242,13 @@ def answer_reserved(
     """
     search = ReservedSearch(graph, budget_bytes, settings)
     search.run(solve_within, first, limits)
-    if search.best is None:
-        floor = smallest_budget(graph, kind=graph.device_kinds[0], limits=limits)
-        search.keep_floor(floor, first)
-    if search.best is None:
+    if search.best is not None:
+        return search.best
+    floor = smallest_budget(graph, kind=graph.device_kinds[0], limits=limits)
+    found = search.keep_floor(floor, first)
+    if found.use.reserved_bytes > budget_bytes:
         raise_reserved_error(graph, budget_bytes, settings, floor, first)
-    return search.best
+    return found
 
 
 def reserved_words(
