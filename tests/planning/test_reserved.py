@@ -74,7 +74,7 @@ def test_a_plan_says_what_is_reserved_and_what_would_help() -> None:
     text = str(plan)
     assert ", of reserved bytes" in text
     assert "by the caching allocator" in text
-    assert "default settings (PYTORCH_ALLOC_CONF)" in text
+    assert "default (PYTORCH_ALLOC_CONF)" in text
     assert "fragmentation costs +" in text
     assert "are allocated and freed before the first step" in text
     assert plan.summary()["reserved_bytes"] <= plan.summary()["budget_bytes"]
@@ -133,7 +133,7 @@ def test_plans_and_platforms_are_files(tmp_path: Path) -> None:
     assert '"max_split_size_mb:128"' in text
 
 
-def test_accounts_that_cannot_be_kept_are_refused() -> None:
+def test_accounts_of_several_devices_and_those_that_cannot_be_kept() -> None:
     with pytest.raises(InvalidPlatformError, match="says of no device"):
         plan_graph(UNET, budget="60%", account="reserved")
     with pytest.raises(ValueError, match="'reserved', 'live'"):
@@ -148,6 +148,10 @@ def test_accounts_that_cannot_be_kept_are_refused() -> None:
     )
     with pytest.raises(InvalidPlatformError, match="several devices"):
         plan_graph(RESNET, budget={"cpu": "2 GiB"}, platform=two, account="reserved")
+    plan = plan_graph(RESNET, budget={"cpu": "2 GiB", "host": "2 GiB"}, platform=two)
+    assert use_of(plan).reserved_bytes >= plan.peak_bytes
+    assert plan.reserved_uses[1] is None
+    assert "by the caching allocator of cpu" in str(plan)
     for wrong, said in (
         ((DeviceAllocator(device="x"),), "called 'x'"),
         ((DeviceAllocator(device="cpu"),) * 2, "two allocators"),

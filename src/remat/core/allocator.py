@@ -49,7 +49,7 @@ class AllocatorSettings:
         two, or 0 for rounding to 512 bytes; 16 of them.
     large_segment_size_mb
         MiB of the segments for requests of 1 to 10 MiB, and of the pages of expandable
-        segments; 10 to 1024, even.
+        segments; 12 to 1024, even.
 
     Raises
     ------
@@ -69,7 +69,7 @@ class AllocatorSettings:
         keep_flags(self, "expandable_segments", of=of, error=error)
         most = _LARGEST_MIB
         keep_integers(
-            self, "large_segment_size_mb", of=of, least=10, most=1024, error=error
+            self, "large_segment_size_mb", of=of, least=12, most=1024, error=error
         )
         least = self.large_segment_size_mb
         keep_integers(

@@ -38,7 +38,7 @@ from remat.files.serialisation import (
     schedule_from_json,
     schedule_to_json,
 )
-from remat.memory.requests import ReservedUse, reserved_use
+from remat.memory.requests import AllocatorReplay, ReservedUse, reserved_use
 from remat.planning.notebook import html_page, html_section, memory_picture
 
 Kernels = Literal["eager", "fused"]
@@ -211,6 +211,22 @@ class Plan:
             kind=kind,
             primed_bytes=self.primed_bytes,
         )
+
+    @cached_property
+    def reserved_uses(self) -> tuple[ReservedUse | None, ...]:
+        """What is reserved on each device, ``None`` where nothing is cached."""
+        others: list[ReservedUse | None] = []
+        for device in range(1, len(self.platform.devices)):
+            settings = self.platform.allocator_of(device)
+            kind = self.platform.devices[device].kind
+            if settings is None:
+                others.append(None)
+                continue
+            replay = AllocatorReplay(
+                self.graph, self.schedule, settings, kind=kind, device=device
+            )
+            others.append(replay.use())
+        return (self.reserved, *others)
 
     @property
     def budget_bytes(self) -> int | None:
@@ -428,25 +444,28 @@ class Plan:
         return format_bytes(budget) + (f", of {self.account} bytes" * is_cached)
 
     def _reserved_facts(self) -> list[tuple[str, str]]:
-        """Return what the caching allocator makes of the plan."""
-        use = self.reserved
-        if use is None:
-            return []
-        share = use.reserved_bytes / self.peak_bytes
-        where = f" on {self.platform.names[0]}" if self.has_several_devices else ""
-        words = (
-            f"{format_bytes(use.reserved_bytes)} by the caching allocator{where} "
-            f"({share:.3f} x live), {format_bytes(use.allocated_bytes)} of them allocated"
-        )
-        setting = str(use.settings) or f"default settings ({ENVIRONMENT[0]})"
-        facts = [("reserved", words), ("allocator", setting)]
-        if not use.is_steady:
-            steps = ", ".join(format_bytes(size) for size in use.step_reserved_bytes)
-            facts.append(("", f"reserved bytes still grow, step by step: {steps}"))
-        budget = self.budget_bytes
-        if budget is not None and use.reserved_bytes > budget:
-            more = format_bytes(use.reserved_bytes - budget)
-            facts.append(("", f"{more} more than the budget, which counts live bytes"))
+        """Return what caching allocators make of the plan."""
+        facts: list[tuple[str, str]] = []
+        devices = self.platform.devices
+        for device, use, live in zip(
+            devices, self.reserved_uses, self.trace.peak_bytes, strict=True
+        ):
+            if use is None:
+                continue
+            where = f" of {device.name}" if len(devices) > 1 else ""
+            facts += [
+                ("reserved", _reserved_words(use, live, where)),
+                ("allocator", str(use.settings) or f"default ({ENVIRONMENT[0]})"),
+            ]
+            if not use.is_steady:
+                steps = ", ".join(map(format_bytes, use.step_reserved_bytes))
+                facts.append(("", f"what is reserved still grows, by steps: {steps}"))
+            budget = device.budget_bytes
+            if budget is not None and use.reserved_bytes > budget:
+                more = format_bytes(use.reserved_bytes - budget)
+                facts.append(
+                    ("", f"{more} more than the budget, which counts live bytes")
+                )
         advice = self.settings.get(ADVICE)
         return facts if advice is None else [*facts, ("", str(advice))]
 
@@ -643,6 +662,14 @@ def _noted(plan: Plan) -> dict[str, str | int | list[int]]:
         noted["kernels"] = plan.kernels
         noted[_FUSED_KERNELS] = " ".join(sorted(plan.fused_kernels))
     return noted
+
+
+def _reserved_words(use: ReservedUse, live_bytes: int, where: str) -> str:
+    share = f" ({use.reserved_bytes / live_bytes:.3f} x live)" if live_bytes else ""
+    return (
+        f"{format_bytes(use.reserved_bytes)} by the caching allocator{where}{share}, "
+        f"{format_bytes(use.allocated_bytes)} of them allocated"
+    )
 
 
 def _within(use: DeviceUse) -> str:
