@@ -23,11 +23,12 @@ from remat.core.allocator import AllocatorSettings
 from remat.core.errors import BudgetError
 from remat.core.graph import TrainingGraph
 from remat.core.platform import single_device
-from remat.memory.arena import arena_bytes
+from remat.memory import arena
 from remat.memory.caching_allocator import RequestKind
 from remat.memory.requests import step_requests
 from remat.planning.one_device import plain_peak_bytes, plan_graph
 from remat.planning.plan import Account, Plan
+from remat.planning.reserved import with_allocator
 from remat.training.fitting import plan
 from studies.fresh_process import run_module
 from studies.models import MODELS, Options
@@ -68,13 +69,12 @@ def captured(name: str, *, tiny: bool) -> TrainingGraph:
 
 def planned(
     graph: TrainingGraph, budget_bytes: int, settings: str, account: Account
-) -> dict[str, Any]:
-    """Plan within a budget, and return what the plan and its allocator take."""
+) -> Plan | BudgetError:
+    """Plan within a budget, as on a device with an allocator that is set so."""
     kind = graph.device_kinds[0]
     platform = single_device(None, kind, AllocatorSettings.parse(settings))
-    started = time.process_time()
     try:
-        found = plan_graph(
+        return plan_graph(
             graph,
             budget=budget_bytes,
             platform=platform,
@@ -82,7 +82,13 @@ def planned(
             account=account,
         )
     except BudgetError as error:
-        return {"status": "budget", "required_bytes": error.required_bytes}
+        return error
+
+
+def facts_of(found: Plan | BudgetError) -> dict[str, Any]:
+    """Return what a plan and its allocator take."""
+    if isinstance(found, BudgetError):
+        return {"status": "budget", "required_bytes": found.required_bytes}
     return {
         "status": "ok",
         "live_bytes": found.peak_bytes,
@@ -90,8 +96,6 @@ def planned(
         "cost_ns": found.cost_ns,
         "primed_bytes": list(found.primed_bytes),
         "is_steady": found.reserved is not None and found.reserved.is_steady,
-        "arena_bytes": arena_of(found) if account == "live" else None,
-        "seconds": round(time.process_time() - started, 1),
     }
 
 
@@ -110,19 +114,23 @@ def arena_of(found: Plan) -> int:
         if request.kind == RequestKind.FREE
     }
     staying = [r for r in asked.requests[:begin] if r.block not in gone]
-    return arena_bytes([*staying, *asked.requests[begin:]])
+    return arena.arena_bytes([*staying, *asked.requests[begin:]])
 
 
-def study(name: str, *, tiny: bool) -> list[dict[str, Any]]:
-    """Return a line for each budget and setting of a model."""
-    graph = captured(name, tiny=tiny)
+def lines_of(graph: TrainingGraph) -> list[dict[str, Any]]:
+    """Return a line for each budget and setting of a step."""
     plain_bytes = plain_peak_bytes(graph)
     fixed = {"ops": len(graph.ops), "plain_peak_bytes": plain_bytes}
     lines: list[dict[str, Any]] = []
     for percent in PERCENTS:
         budget_bytes = plain_bytes * percent // 100
+        live = planned(graph, budget_bytes, "", "live")
+        arena_bytes = None if isinstance(live, BudgetError) else arena_of(live)
         for settings in SETTINGS:
-            before = planned(graph, budget_bytes, settings, "live")
+            before = live
+            if not isinstance(live, BudgetError):
+                before = with_allocator(live, AllocatorSettings.parse(settings))
+            started = time.process_time()
             after = planned(graph, budget_bytes, settings, "reserved")
             lines.append(
                 {
@@ -130,8 +138,10 @@ def study(name: str, *, tiny: bool) -> list[dict[str, Any]]:
                     "settings": settings,
                     **fixed,
                     "budget_bytes": budget_bytes,
-                    "before": before,
-                    "after": after,
+                    "arena_bytes": arena_bytes,
+                    "before": facts_of(before),
+                    "after": facts_of(after),
+                    "seconds": round(time.process_time() - started, 1),
                 }
             )
     return lines
@@ -173,7 +183,7 @@ def reserved_table(results: Path) -> str:
         if key not in rows:
             bound = "-"
             if before["status"] == "ok":
-                bound = f"{before['arena_bytes'] / before['live_bytes']:.3f}"
+                bound = f"{line['arena_bytes'] / before['live_bytes']:.3f}"
             rows[key] = [*key, bound]
         extra = extra_time(line)
         words = "smallest: " + _mib(after.get("required_bytes", 0))
@@ -242,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(1)
         (name,) = options.models
         with ForeignLoad() as load:
-            lines = study(name, tiny=options.tiny)
+            lines = lines_of(captured(name, tiny=options.tiny))
         fixed = {"study": STUDY, "model": name, "tiny": options.tiny}
         for line in lines:
             facts = {**fixed, **line, "foreign_load": load.share}
