@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from studies import reserved
 from studies.reserved import (
     SETTINGS,
     TEN,
@@ -15,6 +14,7 @@ from studies.reserved import (
 from tests.instances import resnet_like
 
 from remat.core.allocator import MIB
+from studies import reserved
 
 
 def test_a_line_for_each_budget_and_setting_and_tables(
