@@ -42,6 +42,7 @@ PAGES_WITH_CODE = [
     "docs/chains/pofo.md",
     "docs/xengine.md",
     "docs/devices.md",
+    "docs/design/allocator.md",
 ]
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
