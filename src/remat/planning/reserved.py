@@ -308,12 +308,15 @@ def raise_reserved_error(
     BudgetError
         Always.
     """
-    found = ReservedSearch(graph, budget_bytes, settings).keep_floor(floor, first)
-    required_bytes = found.use.reserved_bytes
-    # What is named has to be found again by who asks for it.
-    search = ReservedSearch(graph, required_bytes, settings)
-    found = search.keep_floor(floor, first)
-    required_bytes = max(required_bytes, found.use.reserved_bytes)
+    required_bytes = budget_bytes
+    while True:
+        # Until what is named is found again by who asks for it: with more bytes, other
+        # blocks are primed. What is reserved without any is always enough.
+        search = ReservedSearch(graph, required_bytes, settings)
+        found = search.keep_floor(floor, first)
+        if found.use.reserved_bytes <= required_bytes:
+            break
+        required_bytes = found.use.reserved_bytes
     asked = f"{format_bytes(budget_bytes)} ({budget_bytes:_} bytes)"
     advice = allocator_advice(graph, found)
     msg = (
