@@ -68,17 +68,33 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     for item in items:
         if item.nodeid in slow:
             item.add_marker("slow")
-    marked = [item for item in items if item.get_closest_marker("gpu") is not None]
-    if not marked:
-        return
-    # Imported here: most of the suite neither needs torch nor waits for it.
-    import torch  # noqa: PLC0415
+    for name, needed in (("gpu", "CUDA"), ("simulated", "simulated")):
+        marked = [item for item in items if item.get_closest_marker(name) is not None]
+        if not marked:
+            continue
+        # Imported here: most of the suite neither needs torch nor waits for it.
+        from tests import accelerator  # noqa: PLC0415
 
-    if torch.cuda.is_available():
-        return
-    reason = f"needs a CUDA device ({len(marked)} tests marked gpu are skipped)"
-    for item in marked:
-        item.add_marker(pytest.mark.skip(reason=reason))
+        if accelerator.IS_SIMULATED or (name == "gpu" and accelerator.is_here()):
+            continue
+        reason = (
+            f"needs a {needed} device ({len(marked)} tests marked {name} are skipped)"
+        )
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Let the collector rest while all is imported: none of it is garbage.
+
+    It would walk the growing heap again and again, for a quarter of the time.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

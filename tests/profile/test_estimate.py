@@ -11,6 +11,7 @@ from remat.profile import (
     measure_rates,
     profile_operators,
 )
+from remat.profile.estimate import estimate_excess
 
 aten = torch.ops.aten
 RATES = Rates(flops_per_s=10**9, bytes_per_s=10**9, launch_ns=7)
@@ -140,3 +141,12 @@ def test_a_call_whose_outputs_are_known_is_not_traced():
     assert estimate_operators([known], RATES) == [traced]
     (made,) = estimate_operators([OperatorCall(fails, (x,), outputs=y)], RATES)
     assert made.output_sizes_bytes == (8 * 6 * 4,)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_losses_keep_the_block_that_they_were_made_in(device: str) -> None:
+    with FakeTensorMode():
+        x = torch.empty(64, 64, device=device)
+        call = OperatorCall(torch.ops.aten.mse_loss.default, (x, x), {})
+        result = torch.empty((), device=device)
+        assert estimate_excess(call, result) == 64 * 64 * 4 - 4

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from tests.accelerator import FIRST
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -427,8 +428,8 @@ def test_an_error_of_the_step_passes_through():
 
 
 @pytest.mark.gpu
-def test_a_step_on_cuda_is_counted_by_hand():
-    x = torch.zeros(1000, 1000, device="cuda")
+def test_a_step_on_an_accelerator_is_counted_by_hand():
+    x = torch.zeros(1000, 1000, device=FIRST)
 
     def step() -> None:
         first = x + x
@@ -438,7 +439,7 @@ def test_a_step_on_cuda_is_counted_by_hand():
         del second, third
 
     result = measure(step, repeats=1)
-    assert result.device.startswith("cuda")
+    assert result.device == FIRST
     assert result.peak_bytes - result.baseline_bytes == 2 * 4_000_000
     assert result.final_bytes == result.baseline_bytes
     assert result.allocated_peak_bytes is not None

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from tests.accelerator import FIRST
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -404,14 +405,14 @@ def test_no_calls_give_no_costs():
 
 
 @pytest.mark.gpu
-def test_workspace_and_outputs_on_cuda():
+def test_workspace_and_outputs_on_an_accelerator():
     def three_at_once(x: torch.Tensor) -> torch.Tensor:
         first = x + 1
         second = first + 1
         return first * second
 
     with FakeTensorMode():
-        x = torch.empty(1000, 1000, device="cuda")
+        x = torch.empty(1000, 1000, device=FIRST)
     cost = profile_one(three_at_once, x)
     assert cost.output_bytes == 4_000_000
     assert cost.workspace_bytes == 8_000_000

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.accelerator import ACCELERATOR, FIRST, IS_SIMULATED
 from tests.device_schedules import HandMade, HandMadeSplit
 from torch import nn
 from torch.nn import functional
@@ -16,10 +17,12 @@ from remat.runtime.copies import copy_bytes, new_block, record_event, wait_event
 from remat.runtime.pinned import ACCOUNTS, pinned_block
 from remat.runtime.queues import CopyRun, StreamQueue, ThreadEvent
 from remat.solvers import registry
+from remat.torch_compat.accelerators import device_module
 from remat.training.verification import VerifyReport
 
-HOST = ("cuda:0", "host")
-BOTH = ("cuda:0", "cpu")
+HOST = (FIRST, "host")
+BOTH = (FIRST, "cpu")
+DEPTH, LENGTH = (1, 32) if IS_SIMULATED else (6, 128)
 
 
 @pytest.fixture(autouse=True)
@@ -31,17 +34,17 @@ def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any) -> None:
 def transformer() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.1, batch_first=True)
-    model = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
-    return model.cuda(), torch.randn(16, 128, 64, device="cuda")
+    model = nn.TransformerEncoder(layer, DEPTH, enable_nested_tensor=False)
+    return model.to(FIRST), torch.randn(LENGTH // 8, LENGTH, 64, device=FIRST)
 
 
 def conv_net() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     blocks = [
         nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
-        for _ in range(8)
+        for _ in range(DEPTH)
     ]
-    return nn.Sequential(*blocks).cuda(), torch.randn(8, 16, 64, 64, device="cuda")
+    return nn.Sequential(*blocks).to(FIRST), torch.randn(8, 16, 64, 64, device=FIRST)
 
 
 def loss(outputs: torch.Tensor) -> torch.Tensor:
@@ -73,7 +76,7 @@ def test_offloading_to_pinned_memory_changes_no_bit(
     assert 0.9 * card.predicted_bytes <= card.measured_bytes <= card.predicted_bytes
     assert 0 < host.measured_bytes <= host.predicted_bytes
     # Everything that was pinned for the step has been given back.
-    torch.cuda.synchronize()
+    device_module(FIRST).synchronize()
     assert ACCOUNTS["host"].used_bytes == 0
 
 
@@ -83,7 +86,9 @@ def test_both_compute_and_agree_to_rounding(make: Any, monkeypatch: Any) -> None
     monkeypatch.setattr(registry, "AUTO_DEVICES", (HandMadeSplit,))
     report = verified(make(), HandMadeSplit, BOTH)
     assert {use.run_count > 0 for use in report.plan.device_uses} == {True}
-    assert report.is_within_budget, report
+    # Kernels of the simulated device work in the CPU's memory, which counts there.
+    assert report.devices[0].is_within_budget, report
+    assert report.is_within_budget or IS_SIMULATED, report
     # Kernels of two kinds of device round differently.
     assert all(difference.largest < 1e-3 for difference in report.against_captured)
 
@@ -101,13 +106,13 @@ def test_random_ops_stay_where_their_generator_is(monkeypatch: Any) -> None:
 
 @pytest.mark.gpu
 def test_a_copy_to_the_host_and_back_is_the_same() -> None:
-    value = torch.randn(64, 32, device="cuda").T[3:]
-    card = ("cuda:0",)
-    out, back = ("cuda:0", "cpu", "cuda:0", "host"), ("cpu", "cuda:0", "host", "cuda:0")
+    value = torch.randn(64, 32, device=FIRST).T[3:]
+    card = (FIRST,)
+    out, back = (FIRST, "cpu", FIRST, "host"), ("cpu", FIRST, "host", FIRST)
     with CopyRun():
         wait_event(out, record_event(card))
-        there = copy_bytes(out, value, new_block(value, "cuda:0", "cpu", "host"))
-        block = new_block(there, "cpu", "cuda:0", "cuda:0")
+        there = copy_bytes(out, value, new_block(value, FIRST, "cpu", "host"))
+        block = new_block(there, "cpu", FIRST, FIRST)
         wait_event(back, record_event(card))
         wait_event(back, record_event(out))
         again = copy_bytes(back, there, block)
@@ -117,19 +122,19 @@ def test_a_copy_to_the_host_and_back_is_the_same() -> None:
         assert copy.stride() == value.stride()
         assert copy.storage_offset() == value.storage_offset()
         assert torch.equal(copy.cpu(), value.cpu())
-    assert there.is_pinned()
+    assert there.is_pinned() or IS_SIMULATED
 
 
 @pytest.mark.gpu
 def test_a_step_that_raises_has_waited_for_its_streams() -> None:
-    value = torch.ones(1 << 26, device="cuda")
-    link = ("cuda:0", "cpu", "cuda:0", "host")
+    value = torch.ones(1 << 22, device=FIRST)
+    link = (FIRST, "cpu", FIRST, "host")
 
     def stop() -> None:
         with CopyRun() as run:
-            wait_event(link, record_event(("cuda:0",)))
+            wait_event(link, record_event((FIRST,)))
             for _ in range(4):
-                copy_bytes(link, value, new_block(value, "cuda:0", "cpu", "host"))
+                copy_bytes(link, value, new_block(value, FIRST, "cpu", "host"))
             events.append(run.queue(link).record())
             msg = "enough"
             raise ValueError(msg)
@@ -153,8 +158,8 @@ def test_pinned_blocks_are_counted_while_they_exist() -> None:
 
 @pytest.mark.gpu
 def test_links_of_this_machine_are_measured() -> None:
-    assert default_devices()[0] == "cuda:0"
-    platform = measured_platform(["cuda:0", "cpu", "host"])
+    assert default_devices()[0] == FIRST
+    platform = measured_platform([FIRST, "cpu", "host"])
     assert all(10**8 < link.bytes_per_s < 10**13 for link in platform.links)
 
 
@@ -164,7 +169,7 @@ def test_a_hand_written_platform_is_executed(monkeypatch: Any) -> None:
     platform = Platform(
         devices=(
             Device(name="store", kind="host", budget_bytes=2**33),
-            Device(name="cuda:0", kind="cuda", budget_bytes=2**33),
+            Device(name=FIRST, kind=ACCELERATOR, budget_bytes=2**33),
         ),
         links=(
             Link(source=0, target=1, bytes_per_s=10**10),
@@ -174,7 +179,7 @@ def test_a_hand_written_platform_is_executed(monkeypatch: Any) -> None:
     model, x = conv_net()
     plan = remat.fit(model, x, platform=platform, loss=loss)
     loss(model(x)).backward()
-    assert plan.platform.names == ("cuda:0", "store")
+    assert plan.platform.names == (FIRST, "store")
 
 
 class Calls:
@@ -216,7 +221,10 @@ def test_queues_of_cuda_record_and_wait_on_their_own_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = Calls(monkeypatch)
-    card, link = CopyRun().queue(("cuda:1",)), StreamQueue(Noted("link", calls))
+    card, link = (
+        CopyRun().queue(("cuda:1",)),
+        StreamQueue(Noted("link", calls), "cuda:0"),
+    )
     link.wait(card.record())
     link.copy(torch.ones(3), torch.zeros(3))
     card.wait(link.record())
@@ -242,7 +250,7 @@ def test_a_stream_comes_after_a_thread_as_the_host_waits(
     calls = Calls(monkeypatch)
     event = ThreadEvent(CopyRun())
     event.happen()
-    StreamQueue(Noted("link", calls)).wait(event)
+    StreamQueue(Noted("link", calls), "cuda:0").wait(event)
     assert calls.made == []
 
 

@@ -10,9 +10,12 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from remat.torch_compat.accelerators import accelerator_type
 from remat.torch_compat.names import functorch_config
 
-_DEVICE_TYPES = ("cpu", "cuda")
+
+def _device_types() -> tuple[str, str]:
+    return "cpu", accelerator_type()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ def autocast_now() -> tuple[Autocast, ...]:
             torch.get_autocast_dtype(device_type),
             torch.is_autocast_cache_enabled(),
         )
-        for device_type in _DEVICE_TYPES
+        for device_type in _device_types()
         if torch.is_autocast_enabled(device_type)
     )
 
@@ -42,7 +45,7 @@ def autocast_again(settings: tuple[Autocast, ...]) -> Generator[None]:
     """Switch on what was noted, and off what was not."""
     noted = {each.device_type for each in settings}
     with ExitStack() as stack:
-        for device_type in _DEVICE_TYPES:
+        for device_type in _device_types():
             if device_type not in noted and torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
         for each in settings:

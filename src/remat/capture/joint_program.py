@@ -30,6 +30,7 @@ from remat.core.contributors import labelled
 from remat.core.errors import CaptureError
 from remat.core.graph import Op, Phase, Role, Storage, TrainingGraph
 from remat.core.platform import Platform
+from remat.torch_compat.accelerators import note_random_state
 from remat.torch_compat.attributes import schema_of, storage_identity
 from remat.torch_compat.metadata import changed_inputs, is_backward, is_forward
 from remat.torch_compat.names import (
@@ -681,8 +682,7 @@ class _Analysis:
     def add_rng_state(self, node: fx.Node, phase: Phase) -> int:
         """Add the op that notes the generator's state before a random op."""
         device = values_of(node)[0]
-        kind = "cpu" if device is None else device.device.type
-        state = torch.get_rng_state() if kind == "cpu" else torch.cuda.get_rng_state()
+        state = note_random_state("cpu" if device is None else device.device.type)
         storage = self.add_storage(
             Storage(name=f"{RNG_STATE} of {node.name}", size_bytes=state.numel())
         )
@@ -776,7 +776,8 @@ class _Analysis:
             if self.varying is not None and self.is_size(leaf):
                 return self.varying.words(symbolic_value(leaf))
             return f"%{self.storages_of[leaf]}"
-        return repr(leaf)
+        # Each process has its own device, and all run the same step.
+        return repr(torch.device(leaf.type) if isinstance(leaf, torch.device) else leaf)
 
     def note(
         self,
@@ -788,7 +789,7 @@ class _Analysis:
         shapes = [
             None
             if v is None
-            else (tuple(v.shape), tuple(v.stride()), str(v.dtype), str(v.device))
+            else (tuple(v.shape), tuple(v.stride()), str(v.dtype), v.device.type)
             for v in values
         ]
         self.digest.update(f"{label}|{shapes}|{','.join(arguments)}\n".encode())

@@ -25,12 +25,17 @@ from remat.profile.estimate import Rates, estimate_operators, measure_rates
 from remat.profile.known import KnownCosts, is_here, measured_costs
 from remat.profile.operators import OperatorCall, OperatorCost, profile_operators
 from remat.solvers.base import ProgressCallback
+from remat.torch_compat.accelerators import is_accelerator
 from remat.torch_compat.names import FakeTensor, tree_map
 
 Costs = Literal["measured", "estimated"]
 
-ALLOCATION_GRANULES_BYTES = {"cuda": 512}
-"""Device kind -> the multiple to which its allocator rounds every block up."""
+_CACHING_GRANULE_BYTES = 512
+
+
+def granule_bytes(device_type: str) -> int:
+    """Return the multiple to which a device's allocator rounds every block up."""
+    return _CACHING_GRANULE_BYTES if is_accelerator(device_type) else 1
 
 
 def with_costs(
@@ -115,7 +120,7 @@ def with_costs(
         ):
             storages[storage] = replace(storages[storage], size_bytes=size_bytes)
     device_type = (place or program.device.type).partition(":")[0]
-    granule = ALLOCATION_GRANULES_BYTES.get(device_type, 1)
+    granule = granule_bytes(device_type)
     return replace(
         program.graph, ops=tuple(ops), storages=tuple(_rounded(storages, granule))
     )
@@ -287,7 +292,7 @@ def _column_elsewhere(  # noqa: PLR0913 - a column of costs has that many source
     device = torch.device(place)
     cache = CostCache()
     rates = None if costs == "measured" else measure_rates(device, cache=cache)
-    granule = ALLOCATION_GRANULES_BYTES.get(device.type, 1)
+    granule = granule_bytes(device.type)
     for count, position in enumerate(missing):
         index, call = indices[position], calls[position]
         on_progress(
@@ -327,7 +332,7 @@ def _with_known(
     ``sizes`` grows by the bytes that outputs are known to take, per storage.
     """
     device_type = (place or "").partition(":")[0]
-    granule = ALLOCATION_GRANULES_BYTES.get(device_type, 1)
+    granule = granule_bytes(device_type)
     cost_ns, workspaces = list(column.cost_ns), list(column.workspace_bytes)
     nodes, all_calls = list(program.calls()), _calls(program)
     for position, cost in found.items():

@@ -31,6 +31,7 @@ from remat.profile.arguments import (
 from remat.profile.cache import CostCache
 from remat.profile.clock import operator_clock
 from remat.profile.operators import OperatorCall, OperatorCost
+from remat.torch_compat.accelerators import device_module, is_accelerator
 from remat.torch_compat.attributes import schema_of, storage_identity
 from remat.torch_compat.names import FakeTensorMode, disable_current_modes
 
@@ -90,8 +91,8 @@ def measure_rates(
     """
     place = torch.device(device)
     key = f"rates of {place}"
-    if place.type == "cuda":
-        key += f" {torch.cuda.get_device_name(place)}"
+    if is_accelerator(place):
+        key += f" {device_module(place).get_device_name(place)}"
     known = None if cache is None else cache.look_up(key, Rates)
     if known is not None:
         return known
@@ -115,14 +116,14 @@ def measure_rates(
 
 
 def _fastest_ns(run: Callable[[], object], device: torch.device) -> int:
-    is_cuda = device.type == "cuda"
-    clock = time.perf_counter_ns if is_cuda else operator_clock()
+    on_accelerator = is_accelerator(device)
+    clock = time.perf_counter_ns if on_accelerator else operator_clock()
     times: list[int] = []
     for _ in range(_SAMPLES):
         start = clock()
         run()
-        if is_cuda:
-            torch.cuda.synchronize(device)
+        if on_accelerator:
+            device_module(device).synchronize(device)
         times.append(max(1, clock() - start))
     return min(times)
 
@@ -250,9 +251,9 @@ def _reduces(inputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> bo
 def estimate_excess(call: OperatorCall, outputs: object) -> int:
     """Return the bytes that an output's storage has beyond what its shape needs.
 
-    Some CPU kernels make their result in a larger block and shrink the tensor, not
-    the block: losses that reduce their elements, and ``col2im``. Fake tensors do not
-    show it.
+    Some kernels, of CUDA as of the CPU, make their result in a larger block and shrink
+    the tensor, not the block: losses that reduce their elements, and ``col2im``. Fake
+    tensors do not show it.
 
     Parameters
     ----------
@@ -263,7 +264,7 @@ def estimate_excess(call: OperatorCall, outputs: object) -> int:
     """
     inputs = tensors_in([call.args, dict(call.kwargs)])
     made = tensors_in(outputs)
-    if not _reduces(inputs, made) or made[0].device.type != "cpu":
+    if not _reduces(inputs, made):
         return 0
     if _short_name(call) in _SHRUNK_RESULTS:
         return _bytes(inputs[0]) - _bytes(made[0])

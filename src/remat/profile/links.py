@@ -2,8 +2,8 @@
 
 A copy takes ``latency + size / bandwidth``; the two numbers come from the fastest of
 several copies of a small and of a large block, made the way the runtime makes them:
-within the CPU by one thread from one block to a fresh one, between CPU and CUDA from
-and to pinned memory.
+within the CPU by one thread from one block to a fresh one, between CPU and accelerator
+from and to pinned memory.
 """
 
 import ctypes
@@ -17,6 +17,13 @@ from remat.core.device_graph import place_of
 from remat.core.errors import InvalidPlatformError, ProfileError
 from remat.core.platform import COMMON_KINDS, Device, Link, Platform
 from remat.profile.cache import CostCache
+from remat.torch_compat.accelerators import (
+    accelerator_type,
+    device_count,
+    device_module,
+    is_accelerator,
+    pinned_bytes,
+)
 from remat.torch_compat.names import disable_current_modes
 
 _SMALL_BYTES = 1 << 10
@@ -47,19 +54,20 @@ def common_device(name: str) -> Device:
             "devices need platform="
         )
         raise InvalidPlatformError(msg)
-    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+    if kind not in {"cpu", "host"} and int(number or 0) >= device_count(kind):
         msg = (
-            f"device {name!r} does not exist: this machine has "
-            f"{torch.cuda.device_count()} CUDA devices"
+            f"device {name!r} does not exist: this machine has {device_count(kind)} "
+            f"{kind.upper()} devices"
         )
         raise InvalidPlatformError(msg)
     return Device(name=name, kind=kind)
 
 
 def default_devices() -> list[str]:
-    """Return every CUDA device of this machine, or else the CPU, and host memory."""
-    cuda = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    return [*(cuda or ["cpu"]), "host"]
+    """Return every accelerator of this machine, or else the CPU, and host memory."""
+    kind = accelerator_type()
+    found = [f"{kind}:{index}" for index in range(device_count(kind))]
+    return [*(found or ["cpu"]), "host"]
 
 
 def measured_platform(
@@ -127,8 +135,8 @@ def measured_link(
     """
     key = f"link from {source} to {target}"
     for place in (source, target):
-        if place.startswith("cuda"):
-            key += f" {torch.cuda.get_device_name(place)}"
+        if is_accelerator(place):
+            key += f" {device_module(place).get_device_name(torch.device(place))}"
     known = None if cache is None else cache.look_up(key, Link)
     if known is not None:
         return known.bytes_per_s, known.latency_ns
@@ -152,14 +160,14 @@ def measured_link(
 
 
 def _fastest_copy_ns(source: str, target: str, size_bytes: int) -> int:
-    uses_cuda = "cuda" in {source.partition(":")[0], target.partition(":")[0]}
-    block = _block(source, size_bytes, is_pinned=uses_cuda).fill_(1)
+    is_pinned = is_accelerator(source) or is_accelerator(target)
+    block = _block(source, size_bytes, is_pinned=is_pinned).fill_(1)
     times: list[int] = []
     for _ in range(_SAMPLES):
         _synchronise(source, target)
         start = time.perf_counter_ns()
-        copy = _block(target, size_bytes, is_pinned=uses_cuda)
-        if uses_cuda:
+        copy = _block(target, size_bytes, is_pinned=is_pinned)
+        if is_pinned:
             copy.copy_(block, non_blocking=True)
         else:
             ctypes.memmove(copy.data_ptr(), block.data_ptr(), size_bytes)
@@ -170,13 +178,12 @@ def _fastest_copy_ns(source: str, target: str, size_bytes: int) -> int:
 
 
 def _block(place: str, size_bytes: int, *, is_pinned: bool) -> torch.Tensor:
-    is_pinned = is_pinned and place == "cpu"
-    return torch.empty(
-        size_bytes, dtype=torch.uint8, device=place, pin_memory=is_pinned
-    )
+    if is_pinned and place == "cpu":
+        return pinned_bytes(size_bytes)
+    return torch.empty(size_bytes, dtype=torch.uint8, device=place)
 
 
 def _synchronise(*places: str) -> None:
     for place in places:
-        if place.startswith("cuda"):
-            torch.cuda.synchronize(place)
+        if is_accelerator(place):
+            device_module(place).synchronize(torch.device(place))

@@ -37,6 +37,13 @@ from remat.profile.allocations import (
     AllocationRecorder,
     Recording,
 )
+from remat.torch_compat.accelerators import (
+    accelerator_in_use,
+    device_count,
+    device_module,
+    is_accelerator,
+    memory_stats,
+)
 from remat.torch_compat.attributes import coordinate_parts
 from remat.torch_compat.names import (
     FakeTensor,
@@ -131,7 +138,7 @@ def measure(
     repeats
         Timed runs, at least 0.
     device
-        Where to measure; by default the current CUDA device if any tensor is
+        Where to measure; by default the current accelerator if any tensor is
         allocated there, else the CPU.
     resident
         If given, only the tensors of these objects (modules, optimizers, tensors, and
@@ -158,13 +165,10 @@ def measure(
     if resident is not None:
         # Wrong entries are refused before anything runs.
         tensors_of(checked_list("resident", resident))
-    if place.type == "cuda":
-        measurement = _measure_cuda(step, warmup, place, resident)
-    elif place.type == "cpu":
-        measurement = _measure_cpu(step, warmup, resident)
+    if is_accelerator(place):
+        measurement = _measure_accelerator(step, warmup, place, resident)
     else:
-        msg = f"memory can be measured on cpu and cuda, not on {place.type!r}"
-        raise ProfileError(msg)
+        measurement = _measure_cpu(step, warmup, resident)
     times = tuple(_time(step, place) for _ in range(repeats))
     time_ns = round(statistics.median(times)) if times else None
     return replace(measurement, device=str(place), time_ns=time_ns, times_ns=times)
@@ -243,9 +247,9 @@ class GrowthRecorder:
                 pass
             del result
             return
-        before = _cuda_stats(self._place, reset=True)["requested_bytes.all.current"]
+        before = memory_stats(self._place, reset=True)["requested_bytes.all.current"]
         result = function()
-        after = _cuda_stats(self._place, reset=False)
+        after = memory_stats(self._place)
         del result
         growth = MemoryGrowth(
             peak_bytes=after["requested_bytes.all.peak"] - before,
@@ -388,8 +392,7 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
-        uses_cuda = torch.cuda.is_initialized() and torch.cuda.memory_allocated() > 0
-        device = "cuda" if uses_cuda else "cpu"
+        device = accelerator_in_use() or "cpu"
     try:
         place = torch.device(device)
     # What torch says of other types and words names no argument.
@@ -398,21 +401,29 @@ def _device(device: torch.device | str | None) -> torch.device:
             f"device is {shown(device)}; it must be a device such as 'cpu' or 'cuda:0'"
         )
         raise ProfileError(msg) from error
-    if place.type == "cuda" and not torch.cuda.is_available():
-        msg = f"device is {shown(device)}, but this torch has no CUDA device"
+    if place.type == "meta":
+        msg = "memory can be measured on the CPU and on accelerators, not on 'meta'"
         raise ProfileError(msg)
-    if str(place) == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
+    if not is_accelerator(place):
+        return place
+    if not device_count(place.type):
+        msg = (
+            f"device is {shown(device)}, but this torch has no "
+            f"{place.type.upper()} device"
+        )
+        raise ProfileError(msg)
+    if place.index is None:
+        return torch.device(place.type, device_module(place).current_device())
     return place
 
 
 def _time(step: Callable[[], object], device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if is_accelerator(device):
+        device_module(device).synchronize(device)
     start = time.perf_counter_ns()
     step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if is_accelerator(device):
+        device_module(device).synchronize(device)
     return time.perf_counter_ns() - start
 
 
@@ -467,14 +478,7 @@ def _apply(allocation: Allocation, sizes: dict[int, int]) -> int:
     return -previous
 
 
-def _cuda_stats(device: torch.device, *, reset: bool) -> dict[str, int]:
-    torch.cuda.synchronize(device)
-    if reset:
-        torch.cuda.reset_peak_memory_stats(device)
-    return cast("dict[str, int]", torch.cuda.memory_stats(device))
-
-
-def _measure_cuda(
+def _measure_accelerator(
     step: Callable[[], object],
     warmup: int,
     device: torch.device,
@@ -483,7 +487,7 @@ def _measure_cuda(
     for _ in range(warmup):
         step()
     gc.collect()
-    before = _cuda_stats(device, reset=True)
+    before = memory_stats(device, reset=True)
     # Blocks that belong to others than the resident objects are subtracted; what the
     # warm-up left to autograd alone cannot be told apart from them here.
     others = 0
@@ -493,11 +497,11 @@ def _measure_cuda(
         others = sum(
             size for address, size in everywhere.items() if address not in named
         )
-    recorder = AllocationRecorder("cuda")
+    recorder = AllocationRecorder(device.type)
     with recorder, recorder.region():
         result = step()
-        torch.cuda.synchronize(device)
-    after = _cuda_stats(device, reset=False)
+        device_module(device).synchronize(device)
+    after = memory_stats(device)
     del result
     used = before["requested_bytes.all.current"] - others
     timeline = [(0, used)]

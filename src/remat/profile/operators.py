@@ -28,6 +28,13 @@ from remat.profile.arguments import (
 from remat.profile.cache import CostCache
 from remat.profile.clock import operator_clock
 from remat.profile.profiler_thread import Progress, record_growth, run_beside
+from remat.torch_compat.accelerators import (
+    device_count,
+    device_module,
+    forked_random_state,
+    is_accelerator,
+    memory_stats,
+)
 from remat.torch_compat.names import (
     DisableTorchFunction,
     disable_current_modes,
@@ -215,8 +222,8 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 
 def _key(description: Description, position: int) -> str:
     text = description.text
-    if "cuda" in description.device_types:
-        text += f" on {torch.cuda.get_device_name()}"
+    for device_type in filter(is_accelerator, sorted(description.device_types)):
+        text += f" on {device_module(device_type).get_device_name()}"
     # A call that the text does not fully describe is like no other.
     return text if description.is_complete else f"{text} #{position}"
 
@@ -224,9 +231,13 @@ def _key(description: Description, position: int) -> str:
 @contextmanager
 def _isolated(device_types: set[str]) -> Generator[None]:
     """Shield the operators from the caller's modes, and the caller from them."""
-    devices = range(torch.cuda.device_count()) if "cuda" in device_types else ()
+    devices = [
+        torch.device(device_type, index)
+        for device_type in filter(is_accelerator, device_types)
+        for index in range(device_count(device_type))
+    ]
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(forked_random_state(devices))
         stack.enter_context(disable_current_modes())
         stack.enter_context(DisableTorchFunction())
         stack.enter_context(torch.no_grad())
@@ -277,14 +288,12 @@ def _measure_operator(
     def run() -> object:
         return call.target(*args, **kwargs)
 
-    is_cuda = "cuda" in device_types
-    with torch.cuda.device(_cuda_device(args, kwargs)) if is_cuda else nullcontext():
+    place = _accelerator_of(args, kwargs, device_types)
+    with nullcontext() if place is None else device_module(place).device(place):
         # The first run pays for what is made once: compiled primitives, handles.
         run()
-        sizes, aliases_input, growth_bytes = _memory_of(
-            run, (args, kwargs), is_cuda=is_cuda
-        )
-        times = _time_cuda(run) if is_cuda else _time_cpu(run)
+        sizes, aliases_input, growth_bytes = _memory_of(run, (args, kwargs), place)
+        times = _time_cpu(run) if place is None else _time_accelerator(run, place)
     undisturbed = _undisturbed(times)
     median = statistics.median(undisturbed)
     return OperatorCost(
@@ -298,27 +307,28 @@ def _measure_operator(
     )
 
 
-def _cuda_device(args: object, kwargs: Mapping[str, object]) -> torch.device:
-    """Return the CUDA device that a call works on."""
+def _accelerator_of(
+    args: object, kwargs: Mapping[str, object], device_types: set[str]
+) -> torch.device | None:
+    """Return the accelerator that a call works on, or ``None``."""
+    types = list(filter(is_accelerator, sorted(device_types)))
+    if not types:
+        return None
     devices = [tensor.device for tensor in tensors_in([args, kwargs])]
     devices += [d for d in kwargs.values() if isinstance(d, torch.device)]
-    on_cuda = [device for device in devices if device.type == "cuda"]
-    return on_cuda[0] if on_cuda else torch.device("cuda")
+    found = [device for device in devices if device.type == types[0]]
+    return found[0] if found else torch.device(types[0])
 
 
 def _memory_of(
-    run: Callable[[], object], inputs: object, *, is_cuda: bool
+    run: Callable[[], object], inputs: object, place: torch.device | None
 ) -> tuple[tuple[int, ...], bool, int]:
-    if is_cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-        outputs = run()
-        torch.cuda.synchronize()
-        peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
-        growth_bytes = peak - before
-    else:
+    if place is None:
         growth_bytes, outputs = _growth_of(run)
+    else:
+        before = memory_stats(place, reset=True)["requested_bytes.all.current"]
+        outputs = run()
+        growth_bytes = memory_stats(place)["requested_bytes.all.peak"] - before
     sizes, aliases_input = _output_sizes(inputs, outputs)
     return sizes, aliases_input, growth_bytes
 
@@ -373,11 +383,11 @@ def _time_cpu(run: Callable[[], object]) -> list[int]:
     return times
 
 
-def _time_cuda(run: Callable[[], object]) -> list[int]:
+def _time_accelerator(run: Callable[[], object], place: torch.device) -> list[int]:
+    event = device_module(place).Event
     times: list[int] = []
     while not _has_enough(times):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
+        start, end = event(enable_timing=True), event(enable_timing=True)
         start.record()
         outputs = run()
         end.record()

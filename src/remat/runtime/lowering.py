@@ -59,7 +59,8 @@ from remat.runtime.issuing import (
 )
 from remat.runtime.marks import mark_device
 from remat.runtime.overwriting import overwritable_argument, overwritten_storage
-from remat.runtime.random_state import note_state, replay
+from remat.runtime.random_state import replay
+from remat.torch_compat.accelerators import device_count, note_random_state
 from remat.torch_compat.metadata import is_unchecked, leave_unchecked
 
 
@@ -201,8 +202,7 @@ def _exists(place: str) -> bool:
     kind, _, number = place.partition(":")
     if kind == "cpu":
         return True
-    count = torch.get_device_module(kind).device_count() if kind == "cuda" else 0
-    return int(number or 0) < count
+    return int(number or 0) < device_count(kind)
 
 
 def fullest_steps(program: JointProgram, schedule: Schedule) -> frozenset[int]:
@@ -475,7 +475,7 @@ class _Pass:
         for storage in writes:
             if storage in self.replayed and storage not in dying:
                 self.live[storage, device] = self.graph.call_function(
-                    note_state, (self.program.device.type,)
+                    note_random_state, (self.program.device.type,)
                 )
 
     def replay_random(self, node: fx.Node, state: fx.Node, device: int) -> fx.Node:

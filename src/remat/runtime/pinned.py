@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from remat.torch_compat.accelerators import pinned_bytes
+
 
 @dataclass(slots=True)
 class PinnedAccount:
@@ -33,7 +35,7 @@ ACCOUNTS: dict[str, PinnedAccount] = {}
 
 def pinned_block(size_bytes: int, device_name: str) -> torch.Tensor:
     """Return pinned bytes that count on a device for as long as they exist."""
-    block = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+    block = pinned_bytes(size_bytes)
     account = ACCOUNTS.setdefault(device_name, PinnedAccount())
     account.add(size_bytes)
     weakref.finalize(block.untyped_storage(), account.add, -size_bytes)

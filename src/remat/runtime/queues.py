@@ -1,8 +1,8 @@
-"""The queues that a pass is issued to: the host, CUDA streams, and threads that copy.
+"""The queues that a pass is issued to: the host, streams, and threads that copy.
 
 A queue takes copies, records events and waits for events, one after the other. Within
-the CPU's memory a link is a thread, from and to CUDA a stream; the instructions are the
-same.
+the CPU's memory a link is a thread, from and to an accelerator a stream; the
+instructions are the same.
 
 A run of a pass knows its queues (:class:`CopyRun`). Should a copy fail, none that is
 issued after it begins, and whoever waits raises what happened; should the pass itself
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from remat.core.errors import ExecutionError
+from remat.torch_compat.accelerators import device_module, is_accelerator
 
 Key = tuple[str, ...]
 """A queue in a graph: empty for the host, torch's name of a device for its own.
@@ -87,19 +88,20 @@ class HostQueue:
 
 
 class StreamQueue:
-    """A CUDA stream: of a link, or the one on which a device's ops run."""
+    """A stream: of a link, or the one on which a device's ops run."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, place: str) -> None:
         self._stream = stream
+        self._module = device_module(place)
 
     def copy(self, source: torch.Tensor, block: torch.Tensor) -> None:
         """Copy on the stream."""
-        with torch.cuda.stream(self._stream):
+        with self._module.stream(self._stream):
             block.copy_(source, non_blocking=True)
 
     def record(self) -> Event:
         """Return an event after what was issued."""
-        event = torch.cuda.Event()
+        event = self._module.Event()
         event.record(self._stream)
         return event
 
@@ -195,10 +197,12 @@ class CopyRun:
             return HostQueue()
         if len(key) == 1:
             # The caller's choice, and the same until the pass ends.
-            return StreamQueue(torch.cuda.current_stream(torch.device(key[0])))
-        on_cuda = [place for place in key[:2] if place.startswith("cuda")]
-        if on_cuda:
-            return StreamQueue(_LINKS.stream(key, on_cuda[0]))
+            place = key[0]
+            stream = device_module(place).current_stream(torch.device(place))
+            return StreamQueue(stream, place)
+        places = [place for place in key[:2] if is_accelerator(place)]
+        if places:
+            return StreamQueue(_LINKS.stream(key, places[0]), places[0])
         return ThreadQueue(key, self)
 
     def attempt(self, task: Callable[[], None]) -> None:
@@ -304,10 +308,10 @@ class _Links:
             return self._threads[key]
 
     def stream(self, key: Key, place: str) -> Any:
-        """Return the stream of a link, on a CUDA device."""
+        """Return the stream of a link, on an accelerator."""
         with self._opening:
             if key not in self._streams:
-                self._streams[key] = torch.cuda.Stream(torch.device(place))
+                self._streams[key] = device_module(place).Stream(torch.device(place))
             return self._streams[key]
 
 

@@ -5,19 +5,7 @@ from typing import Any
 
 import torch
 
-
-def note_state(device_type: str) -> torch.Tensor:
-    """Return a copy of the default generator's state on the current device."""
-    if device_type == "cpu":
-        return torch.get_rng_state()
-    return torch.get_device_module(device_type).get_rng_state()
-
-
-def _set_state(device_type: str, state: torch.Tensor) -> None:
-    if device_type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device_type).set_rng_state(state)
+from remat.torch_compat.accelerators import note_random_state, set_random_state
 
 
 def replay(
@@ -28,9 +16,9 @@ def replay(
     **kwargs: Any,
 ) -> Any:
     """Run ``target`` from the noted ``state`` and leave the generator as it was."""
-    current = note_state(device_type)
-    _set_state(device_type, state)
+    current = note_random_state(device_type)
+    set_random_state(device_type, state)
     try:
         return target(*args, **kwargs)
     finally:
-        _set_state(device_type, current)
+        set_random_state(device_type, current)

@@ -24,8 +24,8 @@ class DefinedTangents:
     """Which incoming gradients exist, handed from autograd to the backward code.
 
     One belongs to one traced step: :meth:`read` looks at its joint graph,
-    :meth:`watch` at the outputs of a forward pass, and :meth:`drop_undefined` changes
-    what the backward code returns.
+    :meth:`watch` at the outputs of a forward pass, and :meth:`undefined` says what the
+    backward code is not to return.
     """
 
     def __init__(self) -> None:
@@ -121,16 +121,27 @@ class DefinedTangents:
         )
         warnings.warn(msg, PlanWarning, stacklevel=2)
 
-    def drop_undefined(self, gradients: Sequence[Any]) -> Sequence[Any]:
-        """Return the gradients with ``None`` for those of undefined tangents only."""
+    def undefined(self) -> frozenset[int]:
+        """Return which gradients depend on undefined tangents only, once a pass."""
         undefined = getattr(self._noted, "undefined", 0)
         self._noted.undefined = 0
         if not undefined:
-            return gradients
-        return tuple(
-            None if mask and not mask & ~undefined else gradient
-            for gradient, mask in zip(gradients, self.dependence, strict=True)
+            return frozenset()
+        return frozenset(
+            position
+            for position, mask in enumerate(self.dependence)
+            if mask and not mask & ~undefined
         )
+
+
+def without(gradients: Sequence[Any], undefined: frozenset[int]) -> Sequence[Any]:
+    """Return gradients with ``None`` for those that do not exist."""
+    if not undefined:
+        return gradients
+    return tuple(
+        None if position in undefined else gradient
+        for position, gradient in enumerate(gradients)
+    )
 
 
 def place_of(output: Any) -> tuple[Any, int] | None:

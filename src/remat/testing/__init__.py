@@ -1,7 +1,8 @@
 """The contract that every solver keeps, and exhaustive searches to compare with.
 
 :mod:`remat.testing.contract` holds the checks; graphs of a few ops and searches through
-all schedules are beside it. May import planning and what is below it, and never torch.
+all schedules are beside it. May import planning and what is below it, and never torch,
+but for :mod:`remat.testing.simulated_device`, which nothing here imports.
 """
 
 from remat.testing.contract import SolverContract as SolverContract

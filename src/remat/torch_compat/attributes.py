@@ -11,6 +11,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 from torch._dynamo import eval_frame, symbolic_convert
 from torch.nn.modules import module as modules
@@ -116,6 +117,14 @@ def must_not_be_traced(hook: object) -> bool:
 def active_wrapper() -> DistributedDataParallel | None:
     """Return the ``DistributedDataParallel`` whose forward is running, or ``None``."""
     return DistributedDataParallel._get_active_ddp_module()
+
+
+def smallest_bucket_bytes(wrapper: DistributedDataParallel) -> int:
+    """Return the bytes of the bucket in which a wrapper exchanges gradients first.
+
+    It is smaller than the others, so that exchanging begins early.
+    """
+    return min(wrapper.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
 
 
 @contextmanager

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from torch import _neg_view
     from torch._C import DisableTorchFunction as DisableTorchFunction
     from torch._C import DispatchKey as DispatchKey
+    from torch._C import DispatchKeySet as DispatchKeySet
     from torch._C import (
         _AutoDispatchBelowAutograd,
         _DisablePythonDispatcher,
+        _ExcludeDispatchKeyGuard,
         _get_dispatch_mode,
         _TorchDispatchModeKey,
     )
@@ -110,6 +112,7 @@ if TYPE_CHECKING:
     from torch.utils._sympy.reference import (
         PythonReferenceAnalysis as PythonReferenceAnalysis,
     )
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     dynamo_config = torch._dynamo.config
     guards = torch._dynamo.guards
@@ -120,6 +123,8 @@ if TYPE_CHECKING:
     DispatchModeKey = _TorchDispatchModeKey
     get_dispatch_mode = _get_dispatch_mode
     DisablePythonDispatcher = _DisablePythonDispatcher
+    exclude_dispatch_keys = _ExcludeDispatchKeyGuard
+    setup_python_backend = _setup_privateuseone_for_python_backend
     disable_current_modes = _disable_current_modes
     is_in_dispatch_mode = is_in_any_mode_without_ignore_compile_internals
     neg_view = _neg_view

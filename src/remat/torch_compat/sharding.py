@@ -110,9 +110,14 @@ class GatheredGroup:
         ]
 
     @property
+    def process_group(self) -> Any:
+        """The processes among which the parameters are divided."""
+        return self._group._all_gather_process_group
+
+    @property
     def world_size(self) -> int:
         """Among how many processes the parameters are divided."""
-        return self._group._all_gather_process_group.size()
+        return self.process_group.size()
 
     @property
     def cast_bytes(self) -> int:

@@ -34,6 +34,7 @@ class Private:
     text: str | None = None
 
 
+_TIMEOUT = "planning in several processes at once"
 _AOT = "torch._functorch._aot_autograd"
 _FAKE = "torch._subclasses.fake_tensor"
 _PYTREE = "torch.utils._pytree"
@@ -121,6 +122,15 @@ NAMES: dict[str, Private] = {
     # --- operators and their dispatch ---
     "OpOverload": Private("torch._ops:OpOverload", "telling operators from functions"),
     "DispatchKey": Private("torch._C:DispatchKey", "tracing operators whole"),
+    # --- the simulated device of the tests ---
+    "DispatchKeySet": Private("torch._C:DispatchKeySet", "views on it"),
+    "exclude_dispatch_keys": Private(
+        "torch._C:_ExcludeDispatchKeyGuard", "its autocast"
+    ),
+    "setup_python_backend": Private(
+        "torch.utils.backend_registration:_setup_privateuseone_for_python_backend",
+        "letting torch know it",
+    ),
     "BelowAutograd": Private(
         "torch._C:_AutoDispatchBelowAutograd", "running the layers of an nn.LSTM"
     ),
@@ -311,6 +321,12 @@ ATTRIBUTES: dict[str, Private] = {
         "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module",
         "counting the gradient buckets of DistributedDataParallel",
     ),
+    "_DEFAULT_FIRST_BUCKET_BYTES": Private(
+        "torch.distributed:_DEFAULT_FIRST_BUCKET_BYTES",
+        "handing gradients to DistributedDataParallel as they are ready",
+    ),
+    "_get_backend": Private("torch.distributed:ProcessGroup._get_backend", _TIMEOUT),
+    "_device_types": Private("torch.distributed:ProcessGroup._device_types", _TIMEOUT),
     "_orig_mod": Private(
         "torch._dynamo.eval_frame", "fitting what torch.compile wraps", text="_orig_mod"
     ),

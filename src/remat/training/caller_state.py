@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 
 from remat.capture.first_call import prepared_count
 from remat.core.errors import StateChangedError
+from remat.torch_compat.accelerators import device_module, is_accelerator
 from remat.torch_compat.attributes import MODULE_STATE, write_count
 
 
@@ -210,14 +212,18 @@ def _of_random_state(model: nn.Module) -> Iterator[_Noted]:
         torch.get_rng_state(),
         torch.set_rng_state,
     )
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    devices = {p.device for p in model.parameters() if is_accelerator(p.device)}
     for device in devices:
         yield _Noted(
             f"the random state of {device}",
-            lambda device=device: torch.cuda.get_rng_state(device),
-            torch.cuda.get_rng_state(device),
-            lambda state, device=device: torch.cuda.set_rng_state(state, device),
+            partial(device_module(device).get_rng_state, device),
+            device_module(device).get_rng_state(device),
+            partial(_set_device_state, device),
         )
+
+
+def _set_device_state(device: torch.device, state: torch.Tensor) -> None:
+    device_module(device).set_rng_state(state, device)
 
 
 def host_random_state() -> tuple[Any, Any]:

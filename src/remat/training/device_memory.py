@@ -3,7 +3,7 @@
 Logical devices of the CPU share one memory. The passes of a plan note on which device
 they go on (:mod:`remat.runtime.marks`); every block, temporaries inside operators
 included, is charged to the device that was noted last when it was allocated, until it
-is released. What the caller allocates is charged to the first device. CUDA devices have
+is released. What the caller allocates is charged to the first device. Accelerators have
 statistics of their own, and pinned host memory an account of its own.
 """
 
@@ -22,6 +22,7 @@ from remat.profile.allocations import AllocationRecorder, Recording
 from remat.profile.memory import live_storages
 from remat.runtime.marks import PREFIX
 from remat.runtime.pinned import ACCOUNTS
+from remat.torch_compat.accelerators import device_module, is_accelerator, memory_stats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,31 +118,30 @@ def measure_devices(
     Raises
     ------
     ProfileError
-        If a device is not here, two of them are on one CUDA device, or a torch profiler
+        If a device is not here, two of them are on one accelerator, or a torch profiler
         is recording.
     """
     places = _places(platform)
-    cuda = [place for place in places if place != "cpu"]
+    others = {place: 0 for place in places if is_accelerator(place)}
     recorder = AllocationRecorder("cpu", mark_prefix=PREFIX)
     with recorder:
         for _ in range(warmup):
             step()
         # Garbage of the caller must not vanish at a moment of Python's choice.
         gc.collect()
-        live = {} if cuda[:1] == places[:1] else live_storages(_CPU, resident)
-        others = {place: _others_bytes(place, resident) for place in cuda}
-        for place in cuda:
-            torch.cuda.synchronize(place)
-            torch.cuda.reset_peak_memory_stats(place)
+        live = {} if places[0] in others else live_storages(_CPU, resident)
+        for place in others:
+            others[place] = _others_bytes(place, resident)
+            memory_stats(place, reset=True)
         for account in ACCOUNTS.values():
             account.reset()
         with recorder.region():
             step()
-            for place in cuda:
-                torch.cuda.synchronize(place)
+            for place in others:
+                device_module(place).synchronize(torch.device(place))
     charged = charged_peaks(live, recorder.recording, len(places))
     return tuple(
-        _cuda_peak(place) - others[place]
+        memory_stats(place)["requested_bytes.all.peak"] - others[place]
         if place in others
         else charged[device] + _pinned_peak(platform.names[device])
         for device, place in enumerate(places)
@@ -174,7 +174,7 @@ def _pinned_peak(name: str) -> int:
 
 
 def _others_bytes(place: str, resident: Sequence[object] | None) -> int:
-    """Return the bytes of tensors on a CUDA device that do not count."""
+    """Return the bytes of tensors on an accelerator that do not count."""
     if resident is None:
         return 0
     device = torch.device(place)
@@ -182,10 +182,6 @@ def _others_bytes(place: str, resident: Sequence[object] | None) -> int:
     return sum(
         size for address, size in live_storages(device).items() if address not in named
     )
-
-
-def _cuda_peak(place: str) -> int:
-    return int(torch.cuda.memory_stats(place)["requested_bytes.all.peak"])
 
 
 def charged_peaks(

@@ -19,6 +19,7 @@ from remat.core.errors import BudgetError, RematError
 from remat.planning.plan import Plan
 from remat.profile.allocations import AllocationRecorder, Recording
 from remat.profile.gathered_parameters import check_groups
+from remat.torch_compat.accelerators import forked_random_state, is_accelerator
 from remat.torch_compat.attributes import MODULE_STATE, own_buffers, trace_again
 from remat.torch_compat.names import profiler_enabled, tree_flatten
 from remat.torch_compat.patches import alone
@@ -250,6 +251,20 @@ class FittedRegions(FittedModel):
         self._stale.clear()
         self._blocks = self._block_calls(self.planner.request.regions)
 
+    def left_bytes(self, plan: Plan) -> int:
+        """Return the bytes of the gradients that a planned step leaves behind."""
+        if not self.planner.groups:
+            return super().left_bytes(plan)
+        # What is left of gathered gradients are pieces.
+        parameters = (p for p in self.model.parameters() if p.requires_grad)
+        return sum(local_part(parameter).nbytes for parameter in parameters)
+
+    def forget(self) -> None:
+        """Forget all plans, so that what is called next is traced and planned."""
+        super().forget()
+        self._steps_by_kind.clear()
+        self._stale.clear()
+
     def _recorded(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: Gathering
     ) -> Recording:
@@ -393,6 +408,7 @@ class FittedDeepModel(FittedRegions):
             replace(self.planner.request, regions="whole", optimizer=optimizer),
             is_only_planned=self._is_only_planned,
         )
+        self.share_plans_with(whole)
         try:
             plan = whole.plan_step(args, kwargs, gradient_bytes)
         except RematError as error:
@@ -410,6 +426,11 @@ class FittedDeepModel(FittedRegions):
         """
         made_by_now = super() if self._whole is None else self._whole
         return made_by_now.latest_plan()
+
+    def forget(self) -> None:
+        """Forget all plans, so that what is called next is traced and planned."""
+        super().forget()
+        self._whole = None
 
     def set_budget(self, plan: Plan) -> None:
         """Plan whatever comes next anew, within the bytes of ``plan``."""
@@ -529,10 +550,10 @@ def kept(model: nn.Module) -> Generator[Kept]:
             if isinstance(value, torch.Tensor):
                 copy = copies.setdefault(id(value), value.detach().clone())
                 vars(module)[name] = copy.requires_grad_(value.requires_grad)
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    devices = {p.device for p in model.parameters() if is_accelerator(p.device)}
     host = host_random_state()
     try:
-        with torch.random.fork_rng(sorted(devices, key=str)):
+        with forked_random_state(devices):
             yield found
     finally:
         set_host_random_state(host)

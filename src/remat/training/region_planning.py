@@ -46,6 +46,7 @@ from remat.torch_compat.metadata import outputs_of_tangents
 from remat.torch_compat.names import FakeTensorMode, tree_map
 from remat.torch_compat.sharding import Gathered, GatheredGroup, gathering_alone
 from remat.training.request import PlanRequest
+from remat.training.same_plan import session_now
 from remat.training.sized_plans import SizedStep, have_same_ops
 from remat.training.step_planning import (
     PlanKey,
@@ -356,12 +357,29 @@ class RegionPlanner(Planner):
         if request.given_plan is not None:
             return accept_plan(program, request.given_plan)
 
-        own = RegionProgram(step=self._composed, fronts=self._fronts)
+        budget = one_budget(request.budget, request.platform)
+        session = session_now()
+        if session is None:
+            return self._solve_regions(program, program.graph, budget)
+        return session.plan(
+            program.graph,
+            self.step_facts(program),
+            budget,
+            partial(self._solve_regions, program),
+        )
+
+    def _solve_regions(
+        self, program: JointProgram, graph: TrainingGraph, budget: int | str
+    ) -> Plan:
+        """Return a plan of a step of several graphs with its costs."""
+        request = self.request
+        composed = replace(self._composed, graph=graph)
+        own = RegionProgram(step=composed, fronts=self._fronts)
         leading = own if own.repeats else None
 
         def solve(budget: Budget | None) -> Plan:
             return plan_graph(
-                program.graph,
+                graph,
                 budget=budget,
                 fingerprint=program.fingerprint,
                 solver=request.solver,
@@ -379,11 +397,10 @@ class RegionPlanner(Planner):
                 leading=leading,
             )
 
-        budget = one_budget(request.budget, request.platform)
         if is_percentage(budget):
-            _, trace = self._composed.everything
+            _, trace = composed.everything
             budget = parse_budget(budget, whole_bytes=trace.peak_bytes[0])
-        return plan_regions(self._composed, solve, budget)
+        return plan_regions(composed, solve, budget)
 
     def example_outputs(self, model: nn.Module, batch: Any) -> FakeOutputs:  # noqa: ARG002
         """Return what the gathered forward pass returned, made of fake tensors."""

@@ -15,6 +15,7 @@ from typing import (
 )
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -38,6 +39,9 @@ Loss = Callable[[Any], torch.Tensor]
 Regions = Literal["auto", "whole", "breaks", "blocks"] | Chooser
 """Whether a model must be one graph, or may be split by graph breaks, and whether its
 blocks are graphs of their own, or modules of these names."""
+
+Group = Literal["auto"] | dist.ProcessGroup | None
+"""The processes that run the same plan."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -63,6 +67,7 @@ class PlanOptions(TypedDict, total=False):
     dynamic: DynamicShapes | None
     backward_in_autocast: bool
     in_flight: int
+    group: Group
     progress: ProgressCallback | None
 
 
@@ -90,6 +95,7 @@ class PlanRequest:
     dynamic: DynamicShapes | None = None
     backward_in_autocast: bool = False
     in_flight: int = 1
+    group: Group = "auto"
     progress: ProgressCallback = ignore_progress
     given_plan: Plan | None = None
 
@@ -129,6 +135,7 @@ class PlanRequest:
             raise ValueError(msg)
         self._check_regions()
         self._check_in_flight()
+        self._check_group()
         if self.dynamic is not None:
             self._check_dynamic()
 
@@ -150,6 +157,22 @@ class PlanRequest:
             and not self.has_several_devices
             and self.dynamic is None
         )
+
+    @property
+    def may_be_together(self) -> bool:
+        """Whether processes can plan together what is asked for."""
+        return self.kernels == "eager" and not self.has_several_devices
+
+    def _check_group(self) -> None:
+        if self.group is None or self.group == "auto":
+            return
+        _check("group", self.group, dist.ProcessGroup, _GROUP)
+        if not self.may_be_together:
+            msg = (
+                "group= is given: processes plan together for one device each, with "
+                "eager kernels; give one budget and leave kernels='fused' out, or group"
+            )
+            raise ValueError(msg)
 
     def _check_in_flight(self) -> None:
         _check("in_flight", self.in_flight, int, "an integer, at least 1")
@@ -418,4 +441,5 @@ _REGIONS = (
     "'auto', 'whole', 'breaks', 'blocks', a list of modules' names, or a function of a "
     "name and a module"
 )
+_GROUP = "'auto', None, or a torch.distributed.ProcessGroup"
 _PLATFORM = "a remat.core.platform.Platform, or the path of its file"

@@ -10,7 +10,7 @@ from remat.capture.varying_sizes import Sizes, expression_of, is_symbol
 from remat.core.graph import Op, TrainingGraph
 from remat.core.units import round_up
 from remat.planning.plan import Plan
-from remat.profile.costing import ALLOCATION_GRANULES_BYTES
+from remat.profile.costing import granule_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ class SizedStep:
             What the tracer says of the other sizes. Where it was wrong, the block is
             not taken to become smaller, and to grow in proportion.
         """
-        granule = ALLOCATION_GRANULES_BYTES.get(self.program.device.type, 1)
+        granule = granule_bytes(self.program.device.type)
         if planned == round_up(traced, granule):
             return round_up(new, granule)
         return planned if new <= traced else math.ceil(planned * new / traced)

@@ -20,6 +20,11 @@ from remat.planning.plan import Plan
 from remat.planning.several_devices import Budget
 from remat.profile.memory import MOST_REPEATS, measure
 from remat.profile.optimizer_copy import stepping_optimizer
+from remat.torch_compat.accelerators import (
+    device_module,
+    forked_random_state,
+    is_accelerator,
+)
 from remat.torch_compat.attributes import install_call, installed_call
 from remat.torch_compat.names import (
     keystr,
@@ -362,6 +367,7 @@ def verify(
         loss=request.loss,
         backward_in_autocast=request.backward_in_autocast,
         in_flight=request.in_flight,
+        group=None,
     )
     with unset_fake_temporarily(), step.restored():
         with unchanged(model, request.optimizer):
@@ -570,7 +576,7 @@ class TrainingStep:
         if self.optimizer is not None:
             self.resident.append(self.optimizer)
         self.devices = sorted(
-            {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
+            {p.device for p in model.parameters() if is_accelerator(p.device)}, key=str
         )
 
     @contextmanager
@@ -590,12 +596,14 @@ class TrainingStep:
         gradients = [leaf.grad for leaf in leaves]
         with (
             kept_optimizer(self.optimizer),
-            torch.random.fork_rng(devices=self.devices),
+            forked_random_state(self.devices),
         ):
             self.state, self.buffers, self.batch = state, extra, batch
             self.random_state = torch.get_rng_state()
             self.host_random_state = host_random_state()
-            self.cuda_states = [torch.cuda.get_rng_state(d) for d in self.devices]
+            self.device_states = [
+                device_module(d).get_rng_state(d) for d in self.devices
+            ]
             try:
                 yield
             finally:
@@ -621,8 +629,8 @@ class TrainingStep:
         self.clear_gradients()
         torch.set_rng_state(self.random_state)
         set_host_random_state(self.host_random_state)
-        for device, state in zip(self.devices, self.cuda_states, strict=True):
-            torch.cuda.set_rng_state(state, device)
+        for device, state in zip(self.devices, self.device_states, strict=True):
+            device_module(device).set_rng_state(state, device)
 
     def clear_gradients(self) -> None:
         """Drop the gradients of parameters and of example inputs."""
@@ -692,9 +700,8 @@ class TrainingStep:
             found[f"{prefix}gradient of {leaf_name}"] = leaf.clone()
         found[f"{prefix}random state"] = torch.get_rng_state()
         for device in self.devices:
-            found[f"{prefix}random state of cuda:{device}"] = torch.cuda.get_rng_state(
-                device
-            )
+            state = device_module(device).get_rng_state(device)
+            found[f"{prefix}random state of {device}"] = state
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the example inputs that take a gradient."""
@@ -762,4 +769,4 @@ class TrainingStep:
     def synchronise(self) -> None:
         """Wait for what was issued to the devices."""
         for device in self.devices:
-            torch.cuda.synchronize(device)
+            device_module(device).synchronize(device)

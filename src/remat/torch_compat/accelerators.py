@@ -1,0 +1,123 @@
+"""What a device other than the CPU offers, whatever its type: torch's module of it.
+
+CUDA's is ``torch.cuda``. That of another type offers the same under the same names:
+streams and events, statistics of memory, random state.
+"""
+
+from collections.abc import Generator, Iterable
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+HOST_TYPES = frozenset({"cpu", "meta"})
+"""Types of device that have no module of this kind."""
+
+
+def is_accelerator(place: torch.device | str) -> bool:
+    """Return whether a device, or torch's name of one, is neither CPU nor meta.
+
+    Examples
+    --------
+    >>> is_accelerator("cuda:0"), is_accelerator("cpu")
+    (True, False)
+    """
+    return type_of(place) not in HOST_TYPES
+
+
+def type_of(place: torch.device | str) -> str:
+    """Return the type of a device, or of torch's name of one.
+
+    Examples
+    --------
+    >>> type_of("cuda:1")
+    'cuda'
+    """
+    if isinstance(place, torch.device):
+        return place.type
+    return place.partition(":")[0]
+
+
+def device_module(place: torch.device | str) -> Any:
+    """Return torch's module of the type of an accelerator, such as ``torch.cuda``.
+
+    Examples
+    --------
+    >>> device_module("cuda:1").__name__
+    'torch.cuda'
+    """
+    return torch.get_device_module(type_of(place))
+
+
+def accelerator_type() -> str:
+    """Return the type of this machine's accelerator; ``"cuda"`` where there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "cuda" if found is None else found.type
+
+
+def accelerator_in_use() -> str | None:
+    """Return the type of the accelerator if tensors are on it, without waking it."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or not device_module(found).is_initialized():
+        return None
+    return found.type if memory_stats(found)["allocated_bytes.all.current"] else None
+
+
+def device_count(device_type: str) -> int:
+    """Return how many devices of a type this machine has."""
+    if device_type != accelerator_type():
+        return 0
+    return int(device_module(device_type).device_count())
+
+
+def memory_stats(place: torch.device | str, *, reset: bool = False) -> dict[str, int]:
+    """Return the statistics of a device's allocator when all work on it is done.
+
+    Parameters
+    ----------
+    place
+        An accelerator.
+    reset
+        Whether peaks start anew, from what is in use.
+    """
+    module, device = device_module(place), torch.device(place)
+    module.synchronize(device)
+    if reset:
+        module.reset_peak_memory_stats(device)
+    return dict(module.memory_stats(device))
+
+
+def pinned_bytes(size_bytes: int) -> torch.Tensor:
+    """Return fresh bytes of the host that the accelerator copies from and to."""
+    # torch asks the accelerator's own code, which one written in Python has not.
+    make = getattr(device_module(accelerator_type()), "pinned_bytes", None)
+    if make is not None:
+        return make(size_bytes)
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+@contextmanager
+def forked_random_state(devices: Iterable[torch.device]) -> Generator[None]:
+    """Put the random state of the CPU, and of these accelerators, back at the end."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=()))
+        for device in devices:
+            stack.enter_context(
+                torch.random.fork_rng(devices=[device], device_type=device.type)
+            )
+        yield
+
+
+def note_random_state(device_type: str) -> torch.Tensor:
+    """Return a copy of the default generator's state on the current device."""
+    if is_accelerator(device_type):
+        return device_module(device_type).get_rng_state()
+    return torch.get_rng_state()
+
+
+def set_random_state(device_type: str, state: torch.Tensor) -> None:
+    """Put back what :func:`note_random_state` returned."""
+    if is_accelerator(device_type):
+        device_module(device_type).set_rng_state(state)
+    else:
+        torch.set_rng_state(state)
