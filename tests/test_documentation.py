@@ -43,6 +43,7 @@ PAGES_WITH_CODE = [
     "docs/xengine.md",
     "docs/devices.md",
     "docs/hardware.md",
+    "docs/design/allocator.md",
 ]
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

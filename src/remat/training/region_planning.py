@@ -273,7 +273,7 @@ class RegionPlanner(Planner):
             else:
                 is_decided = False
             program = self._compose(seen, kept)
-            plan = self.make_plan(program)
+            plan = self.with_allocator(self.make_plan(program), program)
         finally:
             self.request = request
         if is_decided:

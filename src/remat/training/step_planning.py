@@ -1,5 +1,6 @@
 """Plan traced steps: what surrounds them, what they cost, which schedule they run."""
 
+import os
 import time
 import warnings
 import weakref
@@ -52,6 +53,7 @@ from remat.planning.plan import Plan
 from remat.planning.plan_cache import PlanCall, plan_digest, planned_once
 from remat.planning.proofs import on_graph
 from remat.planning.replanning import at_sizes, equal_plan, replan, with_gradients
+from remat.planning.reserved import with_allocator
 from remat.planning.several_devices import Budget, budget_of
 from remat.profile.cache import CostCache
 from remat.profile.costing import (
@@ -71,6 +73,7 @@ from remat.profile.optimizer_memory import (
 )
 from remat.torch_compat.attributes import storage_identity
 from remat.torch_compat.names import tree_map, unset_fake_temporarily
+from remat.training.allocator_settings import settings_on
 from remat.training.callers import gradient_buckets_bytes
 from remat.training.request import PlanRequest
 from remat.training.same_plan import session_now
@@ -416,7 +419,7 @@ class Planner:
             if key not in self.plans:
                 plan = self._plan_of_larger(bare)
                 if plan is None:
-                    plan = self.make_plan(program)
+                    plan = self.with_allocator(self.make_plan(program), program)
                     self.planned_count += 1
                 self.plans[key] = plan
             else:
@@ -431,6 +434,16 @@ class Planner:
             replace(program, graph=plan.graph, platform=platform, loss=loss),
             plan.schedule,
         )
+
+    def with_allocator(self, plan: Plan, program: JointProgram) -> Plan:
+        """Return a plan that knows how the allocator of its device is set."""
+        platform = self.request.platform
+        if plan.platform.allocators:
+            return plan
+        if platform is None:
+            return with_allocator(plan, settings_on(program.device, os.environ))
+        home = self.home_in(platform, place_name(program.device))
+        return with_allocator(plan, platform.allocator_of(home))
 
     def _remember(self, call: TracedCall, program: JointProgram, plan: Plan) -> None:
         if not program.sizes:
