@@ -413,29 +413,7 @@ class Plan:
         FileFormatError
             If the file cannot be written; an existing file is then unchanged.
         """
-        write_document(
-            path,
-            "plan",
-            {
-                "graph": graph_to_json(self.graph),
-                "platform": platform_to_json(self.platform),
-                "schedule": schedule_to_json(self.schedule),
-                "solver": self.solver,
-                "status": str(self.status),
-                "bound_ns": self.bound_ns,
-                "fingerprint": self.fingerprint,
-                "smallest_budget_bytes": self.smallest_budget_bytes,
-                "settings": {**self.settings, **_noted(self)},
-                **self._certificate_to_json(),
-            },
-        )
-
-    def _certificate_to_json(self) -> dict[str, object]:
-        if self.certificate is None:
-            return {}
-        return {
-            "certificate": certificate_to_json(self.certificate, self.proved_ns or 0)
-        }
+        write_document(path, "plan", plan_to_json(self))
 
 
 _FUSED_KERNELS = "fused kernels"
@@ -466,6 +444,25 @@ class _Noted(msgspec.Struct):
     in_flight: int = msgspec.field(default=1, name=_IN_FLIGHT)
 
 
+def plan_to_json(plan: Plan) -> dict[str, object]:
+    """Return what :func:`plan_from_json` reads, of values that JSON can hold."""
+    found: dict[str, object] = {
+        "graph": graph_to_json(plan.graph),
+        "platform": platform_to_json(plan.platform),
+        "schedule": schedule_to_json(plan.schedule),
+        "solver": plan.solver,
+        "status": str(plan.status),
+        "bound_ns": plan.bound_ns,
+        "fingerprint": plan.fingerprint,
+        "smallest_budget_bytes": plan.smallest_budget_bytes,
+        "settings": {**plan.settings, **_noted(plan)},
+    }
+    if plan.certificate is not None:
+        proved_ns = plan.proved_ns or 0
+        found["certificate"] = certificate_to_json(plan.certificate, proved_ns)
+    return found
+
+
 def load_plan(path: str | Path) -> Plan:
     """Read a plan and judge it again.
 
@@ -479,10 +476,17 @@ def load_plan(path: str | Path) -> Plan:
     CertificateError
         If its certificate is none of its graph.
     """
-    return load_document(path, "plan", _parse_plan)
+    return load_document(path, "plan", plan_from_json)
 
 
-def _parse_plan(payload: object) -> Plan:
+def plan_from_json(payload: object) -> Plan:
+    """Return the plan that :func:`plan_to_json` wrote, judged again.
+
+    Raises
+    ------
+    FileFormatError, PlanMismatchError, CertificateError
+        As for :func:`load_plan`.
+    """
     fields = convert(payload, _Payload, "plan")
     noted: dict[str, Any] = {}
     settings: dict[str, Any] = {}
