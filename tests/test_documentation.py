@@ -449,6 +449,15 @@ class TestReference:
         assert shown <= public
 
 
+def actions_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Yield the arguments of a parser and of all parsers in it."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from actions_of(inner)
+
+
 class TestCommandLine:
     """The page of the command line has every command, option and exit code."""
 
@@ -460,7 +469,7 @@ class TestCommandLine:
         command.add_arguments(parser)
         text = self.SECTIONS[f"remat {command.name}"]
         shared = self.SECTIONS["Options of several commands"]
-        for action in parser._actions:
+        for action in actions_of(parser):
             for option in [o for o in action.option_strings if o.startswith("--")]:
                 assert f"`{option}" in text + shared, option
 
@@ -469,7 +478,7 @@ class TestCommandLine:
         for command in COMMANDS:
             parser = argparse.ArgumentParser()
             command.add_arguments(parser)
-            known |= {o for a in parser._actions for o in a.option_strings}
+            known |= {o for a in actions_of(parser) for o in a.option_strings}
         text = " ".join(self.SECTIONS.values())
         assert set(re.findall(r"`(--[a-z-]+)", text)) <= known
 
