@@ -42,6 +42,8 @@ PAGES_WITH_CODE = [
     "docs/chains/pofo.md",
     "docs/xengine.md",
     "docs/devices.md",
+    "docs/hardware.md",
+    "docs/design/allocator.md",
 ]
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -35,10 +35,12 @@ from remat.algorithms.lower_sets.recurrences import (
     smallest_lower_set_budget,
     solve_lower_sets,
 )
+from remat.core.allocator import AllocatorSettings
 from remat.core.graph import TrainingGraph
 from remat.core.liveness import store_all_order
 from remat.core.platform import Device, Link, Platform
 from remat.core.problem import Problem
+from remat.memory.caching_allocator import Request, replay_requests, rules_of
 from remat.native import core
 from remat.search import device_execution as execution
 from remat.search import eviction
@@ -174,6 +176,21 @@ def bases() -> dict[str, tuple[Any, Arguments]]:
                 execution,
                 "run_on_devices",
                 lambda: execution.execute(instance, everywhere),
+            ),
+        ),
+        "replay_requests": (
+            replay_requests,
+            (
+                [
+                    Request(0, 7, 600, 1),
+                    Request(2, 7, stream=2),
+                    Request(0, 8, 3 << 20),
+                    Request(1, 7),
+                    Request(3, stream=2),
+                    Request(4),
+                ],
+                rules_of(AllocatorSettings(), segment_addresses=[2**30, 2**22]),
+                1,
             ),
         ),
         # Its twin is PyTorch's own.

@@ -12,9 +12,10 @@ from remat.core.errors import SolverFault, SolverUnsuitableError
 from remat.core.graph import TrainingGraph
 from remat.core.liveness import schedule_from_order, store_all_order
 from remat.core.platform import Device, Link, Platform, single_device
-from remat.core.problem import Limits, Problem, Proposal, Result, Status
+from remat.core.problem import Limits, Problem, Proposal, Result, Status, StopReason
 from remat.core.schedule import Boundary, Compute, Discard, Schedule
 from remat.core.simulator import simulate
+from remat.planning.plan import STOP_REASON, plan_settings
 from remat.planning.portfolio import judge, solve, solve_portfolio
 from remat.solvers import (
     SOLVERS,
@@ -226,6 +227,20 @@ def test_the_cheapest_schedule_of_a_portfolio_wins():
     assert len(result.candidates) == len(solvers)
     assert "ChenSqrt: feasible" in result.candidates[0]
     assert "StoreAll: infeasible" in result.candidates[-1]
+
+
+def test_a_portfolio_says_that_one_of_its_searches_was_interrupted():
+    graph = mlp_chain().graph
+    slow = schedule_from_order(graph, [*store_all_order(graph), 0])
+    nothing = Proposal(status=Status.UNKNOWN, stop_reason=StopReason.INTERRUPTED)
+    solvers = [Scripted(lambda _: nothing), Scripted(lambda _: feasible(slow))]
+    result = solve_portfolio(problem(), solvers)
+    assert result.schedule == slow
+    assert result.stop_reason is StopReason.INTERRUPTED
+    settings = plan_settings(None, "auto", 0, result)
+    assert settings[STOP_REASON] == StopReason.INTERRUPTED
+    whole = solve_portfolio(problem(), solvers[1:])
+    assert STOP_REASON not in plan_settings(None, "auto", 0, whole)
 
 
 def test_of_equal_costs_the_smaller_peak_wins():

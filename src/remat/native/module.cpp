@@ -2,6 +2,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include "caching_allocator.hpp"
 #include "chains.hpp"
 #include "device_execution.hpp"
 #include "eviction.hpp"
@@ -15,6 +16,7 @@ namespace nb = nanobind;
 
 NB_MODULE(_core, module) {
   module.doc() = "Hot loops of the planning algorithms; each has a twin in Python.";
+  remat::bind_caching_allocator(module);
   remat::bind_chains(module);
   remat::bind_device_execution(module);
   remat::bind_eviction(module);

@@ -225,6 +225,8 @@ def solve_portfolio(  # noqa: PLR0913 - what, how long, and until when
     best = run.best
     if best.schedule is None and count > 1:
         best = _nothing_found(problem, run.results, limits)
+    if any(result.stop_reason is StopReason.INTERRUPTED for result in run.results):
+        best = replace(best, stop_reason=StopReason.INTERRUPTED)
     return replace(best, candidates=tuple(run.lines), elapsed_s=watch.elapsed_s)
 
 
