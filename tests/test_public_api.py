@@ -26,6 +26,7 @@ HEAVY_MODULES = (
 PUBLIC_NAMES = {
     "Plan",
     "backend",
+    "compare_devices",
     "fit",
     "load_plan",
     "measure",

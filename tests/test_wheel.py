@@ -51,7 +51,8 @@ class TestWheel:
         self, wheel: zipfile.ZipFile
     ) -> None:
         names = {name for name in wheel.namelist() if name.startswith("remat/")}
-        modules = (ROOT / "src").rglob("*.py")
+        devices = (ROOT / "src/remat/files/devices").glob("*.json")
+        modules = [*(ROOT / "src").rglob("*.py"), *devices]
         expected = {path.relative_to(ROOT / "src").as_posix() for path in modules}
         assert names == {*expected, "remat/py.typed"}
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from remat.planning.plan import load_plan as load_plan
     from remat.profile.memory import Measurement as Measurement
     from remat.profile.memory import measure as measure
+    from remat.training.device_comparison import compare_devices as compare_devices
     from remat.training.fitting import backend as backend
     from remat.training.fitting import fit as fit
     from remat.training.fitting import plan as plan
@@ -32,6 +33,7 @@ _HOME_OF = {
     "Plan": "remat.planning.plan",
     "VerifyReport": "remat.training.verification",
     "backend": "remat.training.fitting",
+    "compare_devices": "remat.training.device_comparison",
     "fit": "remat.training.fitting",
     "load_plan": "remat.planning.plan",
     "max_batch": "remat.training.largest_batch",

@@ -43,6 +43,7 @@ from remat.native import core
 from remat.search import device_execution as execution
 from remat.search import eviction
 from remat.search.device_instance import DeviceInstance
+from remat.search.local_moves import passes_of, weigh_moves
 from remat.search.plain_numbers import plain_numbers
 from remat.search.retention_table import (
     improve_retention,
@@ -152,6 +153,15 @@ def bases() -> dict[str, tuple[Any, Arguments]]:
         "weigh_order": (weigh_order, (numbers, order)),
         "without_unread_runs": (without_unread_runs, (numbers, evicted)),
         "improve_retention": (improve_retention, (numbers, evicted, 20, 1.0, None)),
+        "weigh_moves": (
+            weigh_moves,
+            (numbers, passes_of(graph), order, [(1, 6, 0), (0, 6, 0), (2, 1, 3)]),
+        ),
+        # It has no twin: nothing but the core is fast enough for it.
+        "search_orders": (
+            None,
+            (numbers, passes_of(graph), order, (20, 0, 500, 1), 2.0, 0.1, None),
+        ),
         "run_evicting": (
             eviction.run_evicting,
             arguments_of(

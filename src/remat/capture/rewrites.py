@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from torch import fx
 
+from remat.capture.accelerator import accelerator_operators, is_accelerated
 from remat.capture.detached import drop_detaching
 from remat.capture.dropout import eager_dropout
 from remat.capture.gradient_layouts import dense_gradients
@@ -17,13 +18,14 @@ from remat.capture.undecomposed import whole_operators
 
 @contextmanager
 def eager_tracing() -> Generator[None]:
-    """Trace what eager PyTorch runs, with the layouts that it gives."""
+    """Trace what eager PyTorch runs here, or on the accelerator that is planned for."""
+    operators = accelerator_operators() if is_accelerated() else eager_dropout()
     with (
         real_layouts(),
         dense_gradients(),
         whole_operators(),
         whole_layers(),
-        eager_dropout(),
+        operators,
     ):
         yield
 

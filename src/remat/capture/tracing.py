@@ -52,7 +52,11 @@ from remat.torch_compat.names import (
     tree_leaves,
 )
 from remat.torch_compat.patches import alone, untimed_guards
-from remat.torch_compat.sharding import gathered_groups
+from remat.torch_compat.sharding import (
+    gathered_groups,
+    is_gathered_around,
+    is_in_pieces,
+)
 
 TRACE_ERRORS = (
     TorchDynamoException,
@@ -279,7 +283,6 @@ def check_is_no_wrapper(model: nn.Module, *, may_be_sharded: bool = False) -> No
     """
     # Imported by whoever wrapped a module, and slow to import.
     sharding: Any = sys.modules.get("torch.distributed.fsdp")
-    pieces: Any = sys.modules.get("torch.distributed.tensor")
     sharded = (
         ()
         if sharding is None
@@ -313,15 +316,17 @@ def check_is_no_wrapper(model: nn.Module, *, may_be_sharded: bool = False) -> No
                 "module that it was made from"
             )
             raise CaptureError(msg)
-    is_gathered = may_be_sharded and bool(gathered_groups(model))
-    for name, parameter in model.named_parameters():
-        if not is_gathered and pieces and isinstance(parameter, pieces.DTensor):
-            msg = (
-                f"parameter {name!r} of the model is sharded (DTensor), perhaps by a "
-                "module around the model, and only that one's call gathers it; fit the "
-                "model before it is sharded, and call the sharded module"
-            )
-            raise CaptureError(msg)
+    if may_be_sharded and gathered_groups(model):
+        return
+    for path, module in model.named_modules():
+        for own_name, parameter in module.named_parameters(path, recurse=False):
+            if is_in_pieces(parameter) and is_gathered_around(module):
+                msg = (
+                    f"parameter {own_name!r} of the model is sharded by a module around "
+                    "the model, and only that one's call gathers it; fit the model "
+                    "before it is sharded, and call the sharded module"
+                )
+                raise CaptureError(msg)
 
 
 def _refused_hooks(model: nn.Module) -> CaptureError:

@@ -1,15 +1,19 @@
 """What several subcommands do: find the training step, and plan it."""
 
 import argparse
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import remat
 from remat.cli.base import Dynamic, chosen_dynamic
 from remat.core.errors import FileFormatError, UsageError
 from remat.core.graph import TrainingGraph
+from remat.core.hardware import Hardware
 from remat.core.platform import Platform
 from remat.files.documents import document_kind
 from remat.files.serialisation import load_graph
+from remat.planning.device_estimates import DeviceComparison
 from remat.planning.plan import Plan, load_plan
 from remat.planning.several_devices import Budget
 from remat.report.progress import progress_bar
@@ -129,10 +133,39 @@ def plan_workload(
     from remat.cli.workload import load_workload  # noqa: PLC0415
 
     workload = load_workload(options.factory, options.script_arguments)
-    with progress_bar(is_quiet=options.quiet) as progress:
+    devices = getattr(options, "device", None)
+    with progress_bar(is_quiet=options.quiet) as progress, _autocast(options):
         how = plan_options(options, workload, platform=platform, progress=progress)
         if solver is not None:
             how["solver"] = solver
+        if devices:
+            how["device"] = devices[0]
         return remat.plan(
             workload.model, workload.args, workload.kwargs, budget=budget, **how
         )
+
+
+def compare_workload(
+    options: argparse.Namespace, devices: Sequence[Hardware]
+) -> DeviceComparison:
+    """Return what the step that the factory builds takes on devices."""
+    # Imports torch, which plans of graph files do without.
+    from remat.cli.workload import load_workload  # noqa: PLC0415
+
+    workload = load_workload(options.factory, options.script_arguments)
+    with progress_bar(is_quiet=options.quiet) as progress, _autocast(options):
+        how = plan_options(options, workload, platform=None, progress=progress)
+        return remat.compare_devices(
+            workload.model, workload.args, workload.kwargs, devices=devices, **how
+        )
+
+
+def _autocast(options: argparse.Namespace) -> AbstractContextManager[Any]:
+    """Return the autocast that a step is planned under."""
+    name = getattr(options, "autocast", None)
+    if name is None:
+        return nullcontext()
+    import torch  # noqa: PLC0415
+
+    types = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return torch.autocast("cpu", dtype=types[name])

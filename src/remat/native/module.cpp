@@ -5,6 +5,7 @@
 #include "chains.hpp"
 #include "device_execution.hpp"
 #include "eviction.hpp"
+#include "local_search.hpp"
 #include "lower_sets.hpp"
 #include "plain_lower_sets.hpp"
 #include "random_masks.hpp"
@@ -17,6 +18,7 @@ NB_MODULE(_core, module) {
   remat::bind_chains(module);
   remat::bind_device_execution(module);
   remat::bind_eviction(module);
+  remat::bind_local_search(module);
   remat::bind_lower_sets(module);
   remat::bind_plain_lower_sets(module);
   remat::bind_random_masks(module);

@@ -1,5 +1,6 @@
 """Plan a training graph within a budget, or within several; never imports torch."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,8 +34,10 @@ from remat.core.problem import (
     StopReason,
     check_time_limit,
 )
+from remat.core.schedule import Schedule
 from remat.core.simulator import simulate
 from remat.core.units import ANY_WHOLE_BYTES, format_bytes, is_percentage, parse_budget
+from remat.native import core
 from remat.planning.plan import Plan, loss_hint, plan_settings
 from remat.planning.portfolio import solve, solve_portfolio
 from remat.planning.proofs import is_near, with_bound
@@ -46,7 +49,12 @@ from remat.planning.several_devices import (
 )
 from remat.planning.smallest_budget import FLOOR_SOLVERS, Floor, smallest_budget
 from remat.solvers.base import ProgressCallback, Solver, ignore_progress
+from remat.solvers.local_search import LocalSearch
 from remat.solvers.registry import QUICK, chosen_solvers
+
+NEGLIGIBLE_GAP = 0.001
+"""A plan that is proved to be as near as this is searched around only with a time
+limit: then there is time."""
 
 _LARGE_OPS = 1500
 """From where on solvers of the whole graph take seconds."""
@@ -159,9 +167,12 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
         asked = leading_solvers
     bounds = TimeBounds(graph, budget_bytes, limits=limits)
     near = partial(is_near, bounds, gap=gap)
-    result = solve_alone(graph, budget_bytes, asked, limits, progress, near)
+    least_gap = NEGLIGIBLE_GAP if time_limit is None else 0.0
+    improver = partial(local_search_from, bounds, gap=max(gap, least_gap))
+    ask = partial(solve_alone, graph, budget_bytes)
+    result = ask(asked, limits, progress, near, improver)
     if result.schedule is None and asked is leading_solvers:
-        result = solve_alone(graph, budget_bytes, solvers, limits, progress, near)
+        result = ask(solvers, limits, progress, near, improver)
     schedule, trace, floor_bytes = result.schedule, result.trace, None
     if schedule is None:
         progress("looking for the smallest budget", 0.0)
@@ -177,8 +188,15 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
                 graph, budget_bytes, result, floor, has_assumed_loss=has_assumed_loss
             )
         # What an error would have named as possible is not refused.
-        schedule, trace = floor.schedule, floor.trace
-        result = replace(result, solver="smallest_budget", status=Status.FEASIBLE)
+        result = replace(
+            result,
+            solver="smallest_budget",
+            status=Status.FEASIBLE,
+            schedule=floor.schedule,
+            trace=floor.trace,
+        )
+        result = _improved(graph, budget_bytes, result, improver, limits)
+        schedule, trace = result.schedule or floor.schedule, result.trace
     plan = Plan(
         graph=graph,
         platform=_platform(graph, budget_bytes),
@@ -335,6 +353,7 @@ def solve_alone(
     limits: Limits,
     progress: ProgressCallback = ignore_progress,
     is_near: Callable[[int], bool] | None = None,
+    improver: Callable[[Result], Solver | None] | None = None,
 ) -> Result:
     """Ask one solver or a portfolio for a schedule on one device."""
     problem = Problem(graph=graph, platform=_platform(graph, budget_bytes))
@@ -348,7 +367,54 @@ def solve_alone(
         limits=limits,
         on_progress=progress,
         is_near=is_near,
+        improver=improver,
     )
+
+
+def _improved(
+    graph: TrainingGraph,
+    budget_bytes: int,
+    result: Result,
+    improver: Callable[[Result], Solver | None],
+    limits: Limits,
+) -> Result:
+    """Return the result of a search from one, if that is better."""
+    solver = None if limits.is_over or core() is None else improver(result)
+    if solver is None:
+        return result
+    problem = Problem(graph=graph, platform=_platform(graph, budget_bytes))
+    better = solve(problem, solver, limits=limits)
+    if better.cost_ns is None or better.cost_ns >= (result.cost_ns or 0):
+        return result
+    return replace(better, candidates=result.candidates)
+
+
+def local_search_from(
+    bounds: TimeBounds,
+    result: Result,
+    *,
+    gap: float = 0.0,
+    others: Sequence[Schedule] = (),
+) -> Solver | None:
+    """Return a local search from a result; ``None`` if that is near enough the best.
+
+    Parameters
+    ----------
+    bounds
+        Of the step and the budget; made better as far as that takes.
+    result
+        The best one so far.
+    gap
+        The share of its time that the best schedule may be faster by.
+    others
+        More schedules to start from.
+    """
+    if result.schedule is None or result.cost_ns is None:
+        return None
+    if is_near(bounds, result.cost_ns, gap):
+        return None
+    enough_ns = math.floor(bounds.best_ns / (1 - gap)) if gap < 1 else 0
+    return LocalSearch(starts=(result.schedule, *others), enough_ns=enough_ns)
 
 
 def raise_budget_error(

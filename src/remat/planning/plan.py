@@ -20,7 +20,7 @@ from remat.core.graph import Phase, TrainingGraph
 from remat.core.in_flight import others_bytes, plain_with_passes, with_passes
 from remat.core.liveness import schedule_from_order, store_all_order
 from remat.core.platform import Platform, single_device
-from remat.core.problem import Objective, Problem, Result, Status
+from remat.core.problem import Objective, Problem, Result, Status, StopReason
 from remat.core.schedule import Compute, Schedule
 from remat.core.simulator import Trace, simulate
 from remat.core.timelines import plain_timelines, replayed_timeline
@@ -413,29 +413,7 @@ class Plan:
         FileFormatError
             If the file cannot be written; an existing file is then unchanged.
         """
-        write_document(
-            path,
-            "plan",
-            {
-                "graph": graph_to_json(self.graph),
-                "platform": platform_to_json(self.platform),
-                "schedule": schedule_to_json(self.schedule),
-                "solver": self.solver,
-                "status": str(self.status),
-                "bound_ns": self.bound_ns,
-                "fingerprint": self.fingerprint,
-                "smallest_budget_bytes": self.smallest_budget_bytes,
-                "settings": {**self.settings, **_noted(self)},
-                **self._certificate_to_json(),
-            },
-        )
-
-    def _certificate_to_json(self) -> dict[str, object]:
-        if self.certificate is None:
-            return {}
-        return {
-            "certificate": certificate_to_json(self.certificate, self.proved_ns or 0)
-        }
+        write_document(path, "plan", plan_to_json(self))
 
 
 _FUSED_KERNELS = "fused kernels"
@@ -466,6 +444,25 @@ class _Noted(msgspec.Struct):
     in_flight: int = msgspec.field(default=1, name=_IN_FLIGHT)
 
 
+def plan_to_json(plan: Plan) -> dict[str, object]:
+    """Return what :func:`plan_from_json` reads, of values that JSON can hold."""
+    found: dict[str, object] = {
+        "graph": graph_to_json(plan.graph),
+        "platform": platform_to_json(plan.platform),
+        "schedule": schedule_to_json(plan.schedule),
+        "solver": plan.solver,
+        "status": str(plan.status),
+        "bound_ns": plan.bound_ns,
+        "fingerprint": plan.fingerprint,
+        "smallest_budget_bytes": plan.smallest_budget_bytes,
+        "settings": {**plan.settings, **_noted(plan)},
+    }
+    if plan.certificate is not None:
+        proved_ns = plan.proved_ns or 0
+        found["certificate"] = certificate_to_json(plan.certificate, proved_ns)
+    return found
+
+
 def load_plan(path: str | Path) -> Plan:
     """Read a plan and judge it again.
 
@@ -479,10 +476,17 @@ def load_plan(path: str | Path) -> Plan:
     CertificateError
         If its certificate is none of its graph.
     """
-    return load_document(path, "plan", _parse_plan)
+    return load_document(path, "plan", plan_from_json)
 
 
-def _parse_plan(payload: object) -> Plan:
+def plan_from_json(payload: object) -> Plan:
+    """Return the plan that :func:`plan_to_json` wrote, judged again.
+
+    Raises
+    ------
+    FileFormatError, PlanMismatchError, CertificateError
+        As for :func:`load_plan`.
+    """
     fields = convert(payload, _Payload, "plan")
     noted: dict[str, Any] = {}
     settings: dict[str, Any] = {}
@@ -545,12 +549,18 @@ def _labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
     return [("" if position else label, line) for position, line in enumerate(lines)]
 
 
+STOP_REASON = "stop reason"
+"""The setting that says that Ctrl-C ended a search; other plans have none."""
+
+
 def plan_settings(
     settings: Mapping[str, Any] | None, solver: str, seed: int, result: Result
 ) -> dict[str, Any]:
     """Return what a plan was made with: the caller's settings and how it was solved."""
+    interrupted = result.stop_reason is StopReason.INTERRUPTED
     return {
         **(settings or {}),
+        **({STOP_REASON: str(result.stop_reason)} if interrupted else {}),
         "solver": solver,
         "seed": seed,
         "candidates": list(result.candidates),

@@ -129,6 +129,8 @@ class EagerWork:
         Sizes in bytes of the blocks that stay, by their numbers.
     workspace_bytes
         Most bytes that it takes beyond these.
+    cost_ns
+        Time that it takes, where it is not the same in all steps that are compared.
     """
 
     name: str
@@ -136,6 +138,7 @@ class EagerWork:
     takes: Sequence[Slot] = ()
     made: Mapping[int, int] = field(default_factory=dict[int, int])
     workspace_bytes: int = 0
+    cost_ns: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -786,6 +789,7 @@ class _Composition:
         writes: tuple[int, ...] = (),
         *,
         workspace_bytes: int = 0,
+        cost_ns: int = 0,
     ) -> None:
         count = len(self.regions[0].graph.device_kinds)
         self.ops.append(
@@ -793,7 +797,7 @@ class _Composition:
                 name=name,
                 reads=tuple(s for s in reads if not self.storages[s].is_resident),
                 writes=writes,
-                cost_ns=(0,) * count,
+                cost_ns=(cost_ns,) * count,
                 workspace_bytes=(workspace_bytes,) * count,
                 phase=phase,
                 non_recomputable=_BETWEEN,
@@ -844,6 +848,7 @@ class _Composition:
             tuple(dict.fromkeys(reads)),
             made,
             workspace_bytes=work.workspace_bytes,
+            cost_ns=work.cost_ns,
         )
 
     def add_eager_backward(self, eager: EagerBackward) -> None:

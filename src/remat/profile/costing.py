@@ -6,6 +6,7 @@ from typing import Any, Literal, cast
 
 import torch
 
+from remat.capture.accelerator import hardware_now
 from remat.capture.joint_program import (
     JointProgram,
     example_value,
@@ -21,11 +22,14 @@ from remat.core.platform import DeviceKind, MeasuredCost, Platform
 from remat.core.units import round_up
 from remat.profile.arguments import empty_like
 from remat.profile.cache import CostCache
+from remat.profile.collectives import collective_cost
 from remat.profile.estimate import Rates, estimate_operators, measure_rates
 from remat.profile.known import KnownCosts, is_here, measured_costs
 from remat.profile.operators import OperatorCall, OperatorCost, profile_operators
+from remat.profile.roofline import Roofline
 from remat.solvers.base import ProgressCallback
 from remat.torch_compat.accelerators import is_accelerator
+from remat.torch_compat.collectives import is_collective
 from remat.torch_compat.names import FakeTensor, tree_map
 
 Costs = Literal["measured", "estimated"]
@@ -68,6 +72,9 @@ def with_costs(
     is_alone
         Whether home is the one device that is planned for.
 
+    While steps are traced for a device that is not here, what is not known is estimated
+    from its description.
+
     Raises
     ------
     CaptureError
@@ -85,8 +92,15 @@ def with_costs(
     known = known or KnownCosts("home", {})
     found, missing = known.split(calls)
     looked_up = set(found)
+    for position in [p for p in missing if is_collective(calls[p].target)]:
+        found[position] = collective_cost(calls[position])
+        missing.remove(position)
     others = [calls[position] for position in missing]
-    if place is not None:
+    hardware = hardware_now()
+    if hardware is not None:
+        estimated = estimate_operators(others, Roofline(hardware))
+        found.update(zip(missing, estimated, strict=True))
+    elif place is not None:
         known.refuse_missing(others, place)
     elif costs == "measured":
         measured = profile_operators(others, cache=cache, on_progress=on_progress)
@@ -121,6 +135,8 @@ def with_costs(
             storages[storage] = replace(storages[storage], size_bytes=size_bytes)
     device_type = (place or program.device.type).partition(":")[0]
     granule = granule_bytes(device_type)
+    if hardware is not None:
+        granule = hardware.granule_bytes
     return replace(
         program.graph, ops=tuple(ops), storages=tuple(_rounded(storages, granule))
     )
@@ -412,7 +428,9 @@ def platform_costs(
             msg = f"device {name!r} ({place}) is not on this machine; measure it there"
             raise InvalidPlatformError(msg)
         is_home = place == home
-        chosen = calls if is_home else movable
+        # Other processes would have to take part.
+        alone = [call for call in calls if not is_collective(call.target)]
+        chosen = alone if is_home else movable
         target = torch.device(place)
         moved = (
             chosen

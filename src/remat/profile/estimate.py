@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from remat.capture.accelerator import is_accelerated
 from remat.core.errors import ProfileError
 from remat.profile.arguments import (
     ArgumentMaker,
@@ -31,6 +32,7 @@ from remat.profile.arguments import (
 from remat.profile.cache import CostCache
 from remat.profile.clock import operator_clock
 from remat.profile.operators import OperatorCall, OperatorCost
+from remat.profile.roofline import WORKSPACES, Roofline, Rule, short_name
 from remat.torch_compat.accelerators import device_module, is_accelerator
 from remat.torch_compat.attributes import schema_of, storage_identity
 from remat.torch_compat.names import FakeTensorMode, disable_current_modes
@@ -38,6 +40,8 @@ from remat.torch_compat.names import FakeTensorMode, disable_current_modes
 _MATMUL_SIDE = 768
 _COPY_BYTES = 1 << 26
 _SAMPLES = 5
+_READS_ROWS = frozenset({"embedding", "gather", "index", "index_select"})
+"""Operators that read of their first argument no more than they make."""
 _SHRUNK_RESULTS = frozenset(
     {
         "mse_loss",
@@ -75,6 +79,13 @@ class Rates:
                 "measure them again with measure_rates"
             )
             raise ProfileError(msg)
+
+    def time_ns(self, call: OperatorCall, flops: int, moved_bytes: int) -> int:  # noqa: ARG002
+        """Return the time of one run in nanoseconds."""
+        return self.launch_ns + max(
+            math.ceil(flops * 1e9 / self.flops_per_s),
+            math.ceil(moved_bytes * 1e9 / self.bytes_per_s),
+        )
 
 
 def measure_rates(
@@ -129,7 +140,7 @@ def _fastest_ns(run: Callable[[], object], device: torch.device) -> int:
 
 
 def estimate_operators(
-    calls: Sequence[OperatorCall], rates: Rates
+    calls: Sequence[OperatorCall], rates: Rates | Roofline
 ) -> list[OperatorCost]:
     """Estimate the cost of each call without running any.
 
@@ -164,7 +175,7 @@ def estimate_operators(
     return costs
 
 
-def _estimate(call: OperatorCall, rates: Rates) -> OperatorCost:
+def _estimate(call: OperatorCall, rates: Rates | Roofline) -> OperatorCost:
     outputs = call.outputs
     if outputs is None:
         call, outputs = _trace(call)
@@ -181,15 +192,17 @@ def _estimate(call: OperatorCall, rates: Rates) -> OperatorCost:
         seen.add(key)
     if sum(sizes):
         sizes[0] += estimate_excess(call, outputs)
-    moved_bytes = sum(sizes) + sum(
-        {storage_identity(t): _bytes(t) for t in inputs}.values()
-    )
-    cost_ns = rates.launch_ns
+    read_bytes = {storage_identity(t): _bytes(t) for t in inputs}
+    if short_name(call) in _READS_ROWS:
+        table = storage_identity(inputs[0])
+        read_bytes[table] = min(read_bytes[table], sum(sizes))
+    moved_bytes = sum(sizes) + sum(read_bytes.values())
+    flops = 0
     if sum(sizes) or not aliases_input or _mutates(call):
-        cost_ns += max(
-            math.ceil(_flops(call, outputs) * 1e9 / rates.flops_per_s),
-            math.ceil(moved_bytes * 1e9 / rates.bytes_per_s),
-        )
+        flops = _flops(call, outputs)
+    else:
+        moved_bytes = 0
+    cost_ns = rates.time_ns(call, flops, moved_bytes)
     return OperatorCost(
         cost_ns=cost_ns,
         workspace_bytes=estimate_workspace(call, outputs),
@@ -231,17 +244,32 @@ def _trace(call: OperatorCall) -> tuple[OperatorCall, object]:
 
 
 def _flops(call: OperatorCall, outputs: object) -> int:
+    grouped = _grouped_backward_flops(call)
+    if grouped is not None:
+        return grouped
     packet = getattr(call.target, "overloadpacket", call.target)
     formula = cast("dict[Any, Callable[..., int]]", flop_registry).get(packet)
     if formula is None:
         # One operation for each element made or read: bandwidth decides anyway.
-        tensors = tensors_in([call.args, dict(call.kwargs), outputs])
+        read = [] if short_name(call) in _READS_ROWS else [call.args, dict(call.kwargs)]
+        tensors = tensors_in([read, outputs])
         return max((tensor.numel() for tensor in tensors), default=0)
     return int(formula(*call.args, **dict(call.kwargs), out_val=outputs))
 
 
-def _short_name(call: OperatorCall) -> str:
-    return target_name(call.target).removeprefix("aten.").partition(".")[0]
+def _grouped_backward_flops(call: OperatorCall) -> int | None:
+    """Return the operations of the backward pass of a convolution in groups.
+
+    ``None`` for all else. The formula of torch takes the gradient of the weight for
+    that of a convolution without groups.
+    """
+    if short_name(call) != "convolution_backward":
+        return None
+    gradient, _, weight, *_, is_transposed, _, groups, needed = call.args
+    if groups == 1 or is_transposed:
+        return None
+    once = 2 * gradient.numel() * weight.numel() // weight.shape[0]
+    return once * sum(needed[:2])
 
 
 def _reduces(inputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> bool:
@@ -266,7 +294,7 @@ def estimate_excess(call: OperatorCall, outputs: object) -> int:
     made = tensors_in(outputs)
     if not _reduces(inputs, made):
         return 0
-    if _short_name(call) in _SHRUNK_RESULTS:
+    if short_name(call) in _SHRUNK_RESULTS:
         return _bytes(inputs[0]) - _bytes(made[0])
     return 0
 
@@ -285,6 +313,9 @@ def estimate_workspace(call: OperatorCall, outputs: object) -> int:
     * interpolation: a copy of input and output with channels last;
     * every other operator: none.
 
+    While steps are traced for an accelerator, the rules are those of
+    :data:`remat.profile.roofline.WORKSPACES`.
+
     Parameters
     ----------
     call
@@ -292,16 +323,13 @@ def estimate_workspace(call: OperatorCall, outputs: object) -> int:
     outputs
         What the call returns on fake tensors.
     """
-    name = _short_name(call)
+    name = short_name(call)
     inputs = tensors_in([call.args, dict(call.kwargs)])
     made = tensors_in(outputs)
     if name.startswith("upsample_") and "backward" not in name:
         name = "upsample"
-    rule = _WORKSPACE_RULES.get(name)
+    rule = (WORKSPACES if is_accelerated() else _WORKSPACE_RULES).get(name)
     return 0 if rule is None or not made else rule(inputs, made)
-
-
-_Rule = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], int]
 
 
 def _sum_bytes(tensors: Sequence[torch.Tensor]) -> int:
@@ -314,7 +342,7 @@ def _elements_if_reduced(
     return _bytes(inputs[0]) if _reduces(inputs, made) else 0
 
 
-_WORKSPACE_RULES: dict[str, _Rule] = {
+_WORKSPACE_RULES: dict[str, Rule] = {
     "convolution": lambda inputs, made: _bytes(inputs[1]) + _sum_bytes(made),
     "convolution_backward": lambda inputs, _: _sum_bytes(inputs[:3]),
     "native_dropout": lambda inputs, _: _bytes(inputs[0]),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from remat.capture.accelerator import is_accelerated
 from remat.profile.arguments import empty_like
 from remat.torch_compat.names import default_to_fused_or_foreach, tree_leaves
 from remat.torch_compat.sharding import local_part
@@ -217,8 +218,12 @@ class OptimizerCopier:
         if group.get("foreach", False) is None and not group.get("fused"):
             originals = [p for g in optimizer.param_groups for p in g["params"]]
             known = {id(self._copies[id(p)]): p for p in originals}
+            is_differentiable = bool(group.get("differentiable", False))
+            if is_accelerated():
+                group["foreach"] = not is_differentiable
+                return
             _, group["foreach"] = default_to_fused_or_foreach(
                 [known[id(p)] for p in group["params"]],
-                bool(group.get("differentiable", False)),
+                is_differentiable,
                 use_fused=False,
             )

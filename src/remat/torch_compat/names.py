@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch._C import (
         _AutoDispatchBelowAutograd,
         _DisablePythonDispatcher,
+        _dispatch_has_kernel_for_dispatch_key,
         _ExcludeDispatchKeyGuard,
         _get_dispatch_mode,
         _TorchDispatchModeKey,
@@ -45,7 +46,16 @@ if TYPE_CHECKING:
         InputMutationAOTOutput as InputMutationAOTOutput,
     )
     from torch._functorch._aot_autograd.descriptors import (
+        PlainAOTInput as PlainAOTInput,
+    )
+    from torch._functorch._aot_autograd.descriptors import (
         PlainAOTOutput as PlainAOTOutput,
+    )
+    from torch._functorch._aot_autograd.descriptors import (
+        SubclassGetAttrAOTInput as SubclassGetAttrAOTInput,
+    )
+    from torch._functorch._aot_autograd.descriptors import (
+        SubclassGetAttrAOTOutput as SubclassGetAttrAOTOutput,
     )
     from torch._functorch._aot_autograd.descriptors import (
         TangentAOTInput as TangentAOTInput,
@@ -121,6 +131,7 @@ if TYPE_CHECKING:
     functorch_config = torch._functorch.config
     BelowAutograd = _AutoDispatchBelowAutograd
     DispatchModeKey = _TorchDispatchModeKey
+    has_kernel_for_key = _dispatch_has_kernel_for_dispatch_key
     get_dispatch_mode = _get_dispatch_mode
     DisablePythonDispatcher = _DisablePythonDispatcher
     exclude_dispatch_keys = _ExcludeDispatchKeyGuard
@@ -149,11 +160,19 @@ if TYPE_CHECKING:
     )
     local_scalar_dense: Any = torch.ops.aten._local_scalar_dense.default
     linalg_check_errors: Any = torch.ops.aten._linalg_check_errors.default
+    flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention.default
+    efficient_attention: Any = (
+        torch.ops.aten._scaled_dot_product_efficient_attention.default
+    )
+    attention_of_products: Any = (
+        torch.ops.aten._scaled_dot_product_attention_math.default
+    )
     upsample_nearest_exact1d: Any = torch.ops.aten._upsample_nearest_exact1d
     upsample_nearest_exact2d: Any = torch.ops.aten._upsample_nearest_exact2d
     upsample_nearest_exact3d: Any = torch.ops.aten._upsample_nearest_exact3d
     upsample_bilinear2d_aa: Any = torch.ops.aten._upsample_bilinear2d_aa
     upsample_bicubic2d_aa: Any = torch.ops.aten._upsample_bicubic2d_aa
+    wait_tensor: Any = torch.ops._c10d_functional.wait_tensor.default
 
 else:
 

@@ -9,6 +9,7 @@ sees it, and threads that run compiled steps do not look there. Two exceptions:
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,11 +17,14 @@ import torch
 from remat.torch_compat.attributes import composite_kernel
 from remat.torch_compat.names import (
     DispatchKey,
+    DispatchKeySet,
     FakeTensorMode,
     MemoryFormatMeta,
     OpOverload,
     compile_lock,
+    exclude_dispatch_keys,
     guards,
+    has_kernel_for_key,
 )
 
 Patch = Callable[[], Callable[[], None]]
@@ -205,6 +209,71 @@ def python_kernels(kernels: Mapping[Any, Callable[..., Any] | None]) -> Patch:
         return lambda: _install(before)
 
     return patch
+
+
+def autocast_kernels(kernels: Mapping[Any, Callable[..., Any]]) -> Patch:
+    """Return a patch that lets the CPU's autocast treat more operators.
+
+    The dispatcher passes over operators that have no kernel for the key, so Python
+    kernels beside it will not do. Those that have one keep it.
+
+    Parameters
+    ----------
+    kernels
+        From operator overloads to kernels, which run below autocast.
+    """
+
+    def patch() -> Callable[[], None]:
+        library = torch.library.Library("aten", "IMPL")
+        for op, kernel in kernels.items():
+            name = op.name()
+            if not has_kernel_for_key(name, _AUTOCAST):
+                library.impl(name, _below_autocast(kernel), _AUTOCAST)
+
+        def undo() -> None:
+            library._destroy()
+            for op in kernels:
+                op._dispatch_cache.clear()
+
+        return undo
+
+    return patch
+
+
+_AUTOCAST = "AutocastCPU"
+
+
+def _below_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    keys = DispatchKeySet(DispatchKey.AutocastCPU)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with exclude_dispatch_keys(keys):
+            return kernel(*args, **kwargs)
+
+    return run
+
+
+def autocast_of_cuda() -> Callable[[], None]:
+    """Patch ``torch.autocast("cuda")`` to be in force on the CPU's tensors."""
+    original = torch.autocast.__init__
+
+    @wraps(original)
+    def init(
+        self: torch.autocast,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        original(self, device_type, dtype, *args, **kwargs)
+
+    def undo() -> None:
+        torch.autocast.__init__ = original
+
+    torch.autocast.__init__ = init
+    return undo
 
 
 def _install(kernels: Mapping[Any, Mapping[Any, Callable[..., Any] | None]]) -> None:

@@ -34,6 +34,7 @@ class Private:
     text: str | None = None
 
 
+_TIMEOUT = "planning in several processes at once"
 _AOT = "torch._functorch._aot_autograd"
 _FAKE = "torch._subclasses.fake_tensor"
 _PYTREE = "torch.utils._pytree"
@@ -101,6 +102,15 @@ NAMES: dict[str, Private] = {
     "TangentAOTInput": Private(
         f"{_AOT}.descriptors:TangentAOTInput", "telling which inputs are gradients"
     ),
+    "PlainAOTInput": Private(
+        f"{_AOT}.descriptors:PlainAOTInput", "telling which argument an input is"
+    ),
+    "SubclassGetAttrAOTInput": Private(
+        f"{_AOT}.descriptors:SubclassGetAttrAOTInput", "inputs that are DTensors"
+    ),
+    "SubclassGetAttrAOTOutput": Private(
+        f"{_AOT}.descriptors:SubclassGetAttrAOTOutput", "outputs that are DTensors"
+    ),
     "PlainAOTOutput": Private(
         f"{_AOT}.descriptors:PlainAOTOutput", "telling whose gradient an input is"
     ),
@@ -121,10 +131,27 @@ NAMES: dict[str, Private] = {
     # --- operators and their dispatch ---
     "OpOverload": Private("torch._ops:OpOverload", "telling operators from functions"),
     "DispatchKey": Private("torch._C:DispatchKey", "tracing operators whole"),
-    # --- the simulated device of the tests ---
-    "DispatchKeySet": Private("torch._C:DispatchKeySet", "views on it"),
+    # --- an accelerator that is planned for, and the simulated device of the tests ---
+    "DispatchKeySet": Private(
+        "torch._C:DispatchKeySet", "autocast of an accelerator, and its views"
+    ),
     "exclude_dispatch_keys": Private(
-        "torch._C:_ExcludeDispatchKeyGuard", "its autocast"
+        "torch._C:_ExcludeDispatchKeyGuard", "autocast of an accelerator"
+    ),
+    "has_kernel_for_key": Private(
+        "torch._C:_dispatch_has_kernel_for_dispatch_key", "autocast of an accelerator"
+    ),
+    "flash_attention": Private(
+        "torch:ops.aten._scaled_dot_product_flash_attention.default",
+        "attention of an accelerator",
+    ),
+    "efficient_attention": Private(
+        "torch:ops.aten._scaled_dot_product_efficient_attention.default",
+        "attention of an accelerator",
+    ),
+    "attention_of_products": Private(
+        "torch:ops.aten._scaled_dot_product_attention_math.default",
+        "attention of an accelerator",
     ),
     "setup_python_backend": Private(
         "torch.utils.backend_registration:_setup_privateuseone_for_python_backend",
@@ -219,6 +246,10 @@ NAMES: dict[str, Private] = {
     ),
     "upsample_bicubic2d_aa": Private(
         "torch:ops.aten._upsample_bicubic2d_aa", "resampling as eager runs it"
+    ),
+    "wait_tensor": Private(
+        "torch:ops._c10d_functional.wait_tensor.default",
+        "waiting for what other processes sent",
     ),
     # --- sizes that vary ---
     "maybe_mark_dynamic": Private(
@@ -324,6 +355,12 @@ ATTRIBUTES: dict[str, Private] = {
         "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module",
         "counting the gradient buckets of DistributedDataParallel",
     ),
+    "_DEFAULT_FIRST_BUCKET_BYTES": Private(
+        "torch.distributed:_DEFAULT_FIRST_BUCKET_BYTES",
+        "handing gradients to DistributedDataParallel as they are ready",
+    ),
+    "_get_backend": Private("torch.distributed:ProcessGroup._get_backend", _TIMEOUT),
+    "_device_types": Private("torch.distributed:ProcessGroup._device_types", _TIMEOUT),
     "_orig_mod": Private(
         "torch._dynamo.eval_frame", "fitting what torch.compile wraps", text="_orig_mod"
     ),
@@ -342,6 +379,9 @@ ATTRIBUTES: dict[str, Private] = {
         "tracing without a timing of guards",
     ),
     "_cdata": Private("torch:UntypedStorage()._cdata", "telling storages apart"),
+    "_use_count": Private(
+        "torch:Tensor._use_count", "knowing when threads of gloo let go of a tensor"
+    ),
     "_new_with_weak_ptr": Private(
         "torch:UntypedStorage._new_with_weak_ptr", "graphs that run again as a whole"
     ),

@@ -7,6 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
+from remat.capture.accelerator import traced_for
 from remat.capture.tracing import check_tracer
 from remat.core.errors import CaptureError
 from remat.planning.plan import Plan
@@ -17,6 +18,8 @@ from remat.training.fitted_model import FittedModel, fitted_on, plain_model
 from remat.training.fitted_regions import fitted_for
 from remat.training.request import (
     PlanOptions,
+    check_budget_of,
+    check_memory_holds,
     check_model,
     requested,
     shows_options,
@@ -139,6 +142,14 @@ def fit(
         batch of its own, like the example, and what all have saved is within the
         budget. Where more passes run than was said, and do not fit, a warning says so
         once. For one graph, one shape and one device.
+    group
+        The processes that run the same plan, made from the largest costs and sizes of
+        all: all of them call ``fit`` with equal shapes and arguments. ``"auto"`` takes
+        those among which ``fully_shard`` has divided the model, and those of a
+        ``DistributedDataParallel`` around it, in which case the first training step in
+        the wrapper plans. ``None`` lets each process plan for itself, as each does for
+        kinds of step that come later, within the same budget, and with fused kernels or
+        several devices.
     progress
         Called with what is being done and the share of it that is done.
     plan
@@ -169,6 +180,9 @@ def fit(
         If ``solver`` is unknown or cannot treat this graph.
     ProfileError
         If an operator cannot be run alone.
+    RankError
+        In all processes of a group, if one of them fails, differs or does not come
+        within the timeout of the group; the message names it.
     StateChangedError
         If code of the model or the optimizer changed something while it was planned
         for; what was changed is put back.
@@ -290,17 +304,27 @@ def plan(
     be without memory, on the ``meta`` device or made under ``FakeTensorMode``: the step
     is then planned as on the CPU, and with ``costs="estimated"`` this takes no more
     memory than its graph. ``fit(..., plan=plan)`` installs the plan on the model once
-    it has its weights.
+    it has its weights. One process may plan alone: others take part only if ``group``
+    is given.
     """
     kwargs = keywords(kwargs)
     request = requested("plan", options, budget=budget)
+    if request.group == "auto":
+        request = replace(request, group=None)
     check_model(model)
     check_tracer()
-    with unset_fake_temporarily(), where_memory_is():
+    with (
+        unset_fake_temporarily(),
+        where_memory_is(),
+        traced_for(request.device),
+    ):
         inside = plain_model(model)
         model, example, kwargs, optimizer = with_stand_ins(
             inside, positional(args), kwargs, request.optimizer
         )
+        if request.device is not None:
+            check_memory_holds(model, request.device)
+            request = replace(request, regions="whole")
         if model is not inside and request.regions == "auto":
             request = replace(request, regions="whole")
         if model is not inside and request.regions != "whole":
@@ -313,7 +337,10 @@ def plan(
         with unchanged(model, optimizer):
             request = replace(request, optimizer=optimizer)
             fitted = fitted_for(model, request, is_only_planned=True)
-            return fitted.plan_now(example, kwargs)
+            made = fitted.plan_now(example, kwargs)
+            if request.device is not None:
+                check_budget_of(request.device, made.peak_bytes)
+            return made
 
 
 def release(model: nn.Module) -> nn.Module:
@@ -373,6 +400,12 @@ def backend(
         )
         raise ValueError(msg)
     request = requested("backend", options, budget=budget)
+    if request.group not in ("auto", None):
+        msg = (
+            "group= is for remat.fit: each process compiles by itself what torch.compile "
+            "hands to its backend; leave it out"
+        )
+        raise ValueError(msg)
     if request.dynamic is not None:
         msg = (
             "dynamic= is for remat.fit: torch.compile itself decides which sizes vary "

@@ -8,6 +8,7 @@ from torch import nn
 from remat.core.checks import checked_callable, checked_integer
 from remat.core.errors import BudgetError, UnitError
 from remat.core.units import is_percentage, parse_budget
+from remat.files.hardware import chosen_hardware
 from remat.planning.batch_sizes import BatchSizes, SizeSearch, TriedSize
 from remat.planning.plan import Plan
 from remat.planning.several_devices import Budget
@@ -20,7 +21,7 @@ def max_batch(
     model: nn.Module,
     make_batch: Callable[[int], Any],
     *,
-    budget: Budget,
+    budget: Budget | None = None,
     least: int = 1,
     most: int | None = None,
     multiple_of: int = 1,
@@ -39,7 +40,8 @@ def max_batch(
         Returns the example for a size: a tensor, a tuple of arguments, or a mapping of
         keyword arguments. What the size means is up to it: samples, tokens, pixels.
     budget
-        Bytes, or a size such as ``"8 GiB"``.
+        Bytes, or a size such as ``"8 GiB"``; with ``device=`` by default what that
+        device leaves to a step.
     least, most
         The smallest size, and the largest one that is of use, at least 1; without
         ``most`` sizes are doubled until one does not fit.
@@ -82,7 +84,10 @@ def max_batch(
     True
     """
     checked_callable("make_batch", make_batch)
-    if isinstance(budget, Mapping) or is_percentage(budget):
+    device = options.get("device")
+    if budget is None and device is not None:
+        budget = chosen_hardware(device).usable_bytes
+    if budget is None or isinstance(budget, Mapping) or is_percentage(budget):
         msg = (
             f"the budget is {budget!r}; the largest batch is looked for within a number "
             "of bytes of one device, such as budget='8 GiB'"

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from os import PathLike
 from typing import (
     Any,
@@ -15,14 +16,22 @@ from typing import (
 )
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from remat.core.checks import checked_number, checked_word
 from remat.core.errors import CaptureError, UnitError
+from remat.core.hardware import Hardware
 from remat.core.platform import Platform
 from remat.core.problem import Limits, Objective, ObjectiveName, check_time_limit
-from remat.core.units import ANY_WHOLE_BYTES, parse_budget
+from remat.core.units import (
+    ANY_WHOLE_BYTES,
+    format_bytes,
+    is_percentage,
+    parse_budget,
+)
+from remat.files.hardware import chosen_hardware
 from remat.files.serialisation import load_platform
 from remat.planning.one_device import several_budgets
 from remat.planning.plan import Kernels, Plan
@@ -39,6 +48,9 @@ Regions = Literal["auto", "whole", "breaks", "blocks"] | Chooser
 """Whether a model must be one graph, or may be split by graph breaks, and whether its
 blocks are graphs of their own, or modules of these names."""
 
+Group = Literal["auto"] | dist.ProcessGroup | None
+"""The processes that run the same plan."""
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -52,6 +64,7 @@ class PlanOptions(TypedDict, total=False):
     optimizer: torch.optim.Optimizer | None
     loss: Loss | None
     platform: Platform | str | PathLike[str] | None
+    device: Hardware | str | PathLike[str] | None
     solver: str
     objective: ObjectiveName
     time_limit: float | None
@@ -63,6 +76,7 @@ class PlanOptions(TypedDict, total=False):
     dynamic: DynamicShapes | None
     backward_in_autocast: bool
     in_flight: int
+    group: Group
     progress: ProgressCallback | None
 
 
@@ -79,6 +93,7 @@ class PlanRequest:
     optimizer: torch.optim.Optimizer | None = None
     loss: Loss | None = None
     platform: Platform | None = None
+    device: Hardware | None = None
     solver: str = "auto"
     objective: ObjectiveName = "serial"
     time_limit: float | None = None
@@ -90,6 +105,7 @@ class PlanRequest:
     dynamic: DynamicShapes | None = None
     backward_in_autocast: bool = False
     in_flight: int = 1
+    group: Group = "auto"
     progress: ProgressCallback = ignore_progress
     given_plan: Plan | None = None
 
@@ -129,8 +145,11 @@ class PlanRequest:
             raise ValueError(msg)
         self._check_regions()
         self._check_in_flight()
+        self._check_group()
         if self.dynamic is not None:
             self._check_dynamic()
+        if self.device is not None:
+            self._check_device(self.device)
 
     @property
     def has_several_devices(self) -> bool:
@@ -142,6 +161,17 @@ class PlanRequest:
         return isinstance(self.budget, Mapping) and len(self.budget) > 1
 
     @property
+    def solving(self) -> dict[str, object]:
+        """What a schedule depends on, besides the step, devices and budget."""
+        return {
+            "solver": self.solver,
+            "objective": self.objective,
+            "time limit": self.time_limit,
+            "gap": self.gap,
+            "seed": index(self.seed),
+        }
+
+    @property
     def may_be_split(self) -> bool:
         """Whether the model may be planned as several graphs, as far as is asked."""
         return (
@@ -150,6 +180,40 @@ class PlanRequest:
             and not self.has_several_devices
             and self.dynamic is None
         )
+
+    @property
+    def may_be_together(self) -> bool:
+        """Whether processes can plan together what is asked for."""
+        return self.kernels == "eager" and not self.has_several_devices
+
+    def _check_group(self) -> None:
+        if self.group is None or self.group == "auto":
+            return
+        _check("group", self.group, dist.ProcessGroup, _GROUP)
+        if not self.may_be_together:
+            msg = (
+                "group= is given: processes plan together for one device each, with "
+                "eager kernels; give one budget and leave kernels='fused' out, or group"
+            )
+            raise ValueError(msg)
+
+    def _check_device(self, device: Hardware) -> None:
+        given = {
+            "platform": self.platform is not None,
+            "kernels": self.kernels != "eager",
+            "regions": self.regions not in ("auto", "whole"),
+            "dynamic": self.dynamic is not None,
+        }
+        refused = [name for name, is_given in given.items() if is_given]
+        if refused:
+            msg = (
+                f"device={device.name!r} plans one graph, of one shape and eager kernels, "
+                f"for one device that need not be here; leave {refused[0]}= out"
+            )
+            raise ValueError(msg)
+        if isinstance(self.budget, Mapping):
+            msg = f"device={device.name!r} is one device; give one budget"
+            raise UnitError(msg)
 
     def _check_in_flight(self) -> None:
         _check("in_flight", self.in_flight, int, "an integer, at least 1")
@@ -262,6 +326,18 @@ def requested(
             raise TypeError(msg)
     given: dict[str, Any] = {**options, "budget": budget, "given_plan": plan}
     given["platform"] = platform_of(given.get("platform"))
+    if given.get("device") is not None:
+        device = chosen_hardware(given["device"])
+        if caller != "plan":
+            msg = (
+                f"device={device.name!r} is for remat.plan, which runs nothing: what it "
+                f"plans is judged by a description; leave it out of {caller}()"
+            )
+            raise ValueError(msg)
+        given["device"] = device
+        given["budget"] = device.usable_bytes if budget is None else budget
+        if isinstance(budget, int | str) and not is_percentage(budget):
+            check_budget_of(device, parse_budget(budget))
     if given.get("progress") is None:
         given["progress"] = ignore_progress
     return PlanRequest(**given)
@@ -318,6 +394,55 @@ def check_model(model: object) -> None:
         If it is not a module.
     """
     _check("model", model, nn.Module, "a torch.nn.Module")
+
+
+def check_budget_of(device: Hardware, budget_bytes: int) -> None:
+    """Refuse a budget that is more than a device leaves to a step.
+
+    Raises
+    ------
+    UnitError
+        If it is.
+    """
+    if budget_bytes > device.usable_bytes:
+        msg = (
+            f"the budget is {format_bytes(budget_bytes)}, but {device.name} leaves "
+            f"{format_bytes(device.usable_bytes)} of its "
+            f"{format_bytes(device.memory_bytes)} to a step; leave budget= out for all "
+            "of that"
+        )
+        raise UnitError(msg)
+
+
+def check_memory_holds(model: nn.Module, device: Hardware) -> None:
+    """Refuse a device that is too small for a model's parameters.
+
+    Raises
+    ------
+    CaptureError
+        If a tensor of the model is on a device other than the CPU.
+    UnitError
+        If they, and gradients of those that take one, are more than its memory.
+    """
+    sizes = {id(p): p.numel() * p.element_size() for p in model.parameters()}
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    places = {p.device.type for p in model.parameters()} - {"cpu"}
+    if places:
+        msg = (
+            f"the model is on {places.pop()}; a step is traced for device={device.name!r} "
+            'on the CPU or without memory: move the model and the batch to "meta"'
+        )
+        raise CaptureError(msg)
+    held_bytes = sum(sizes.values())
+    gradient_bytes = sum(sizes[each] for each in trained)
+    if held_bytes + gradient_bytes > device.usable_bytes:
+        msg = (
+            f"{device.name} leaves {format_bytes(device.usable_bytes)} to a step, and the "
+            f"parameters alone take {format_bytes(held_bytes)}, their gradients "
+            f"{format_bytes(gradient_bytes)}: no schedule helps; take a device with more "
+            "memory, parameters of lower precision, or train fewer of them"
+        )
+        raise UnitError(msg)
 
 
 def check_is_plannable(
@@ -418,4 +543,5 @@ _REGIONS = (
     "'auto', 'whole', 'breaks', 'blocks', a list of modules' names, or a function of a "
     "name and a module"
 )
+_GROUP = "'auto', None, or a torch.distributed.ProcessGroup"
 _PLATFORM = "a remat.core.platform.Platform, or the path of its file"

@@ -17,9 +17,16 @@ from remat.cli.base import (
     note,
     print_json,
 )
-from remat.cli.planning import check_source, load_graph_of, plan_workload
-from remat.core.errors import UsageError
+from remat.cli.planning import (
+    check_source,
+    compare_workload,
+    load_graph_of,
+    plan_workload,
+)
+from remat.core.errors import InvalidPlatformError, UsageError
+from remat.core.hardware import Hardware
 from remat.core.problem import Objective
+from remat.files.hardware import chosen_hardware, hardware_names
 from remat.files.serialisation import save_graph, save_schedule
 from remat.planning.one_device import plan_graph
 from remat.report.progress import progress_bar
@@ -31,6 +38,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_graph(parser)
     add_budget(parser, is_required=False)
     add_platform(parser)
+    parser.add_argument(
+        "--device",
+        action="append",
+        metavar="NAME",
+        help="plan for a device that need not be here, by the maker's numbers: "
+        f"{', '.join(hardware_names())}, or the path of a file that describes one; "
+        "without --budget, say whether the step fits, how long it takes and at which "
+        "batch, and compare several in one table",
+    )
+    parser.add_argument(
+        "--autocast",
+        choices=("bf16", "fp16"),
+        help="with --device: plan the step under autocast to this type",
+    )
     parser.add_argument("--output", metavar="FILE", help="write the plan here")
     parser.add_argument(
         "--save-graph", metavar="FILE", help="write the training graph here"
@@ -46,7 +67,19 @@ def run(options: argparse.Namespace) -> ExitCode:
     """Make the plan, print it, write what was asked for."""
     check_source(options)
     budget, platform = chosen_budget(options.budget), chosen_platform(options)
-    if budget is None and platform is None:
+    if options.device:
+        devices = _chosen_devices(options)
+        if budget is None and not _writes(options):
+            compared = compare_workload(options, devices)
+            if options.json:
+                print_json(compared.summary())
+            else:
+                print(compared)
+            fits = any(each.plan is not None for each in compared.estimates)
+            return ExitCode.OK if fits else ExitCode.INFEASIBLE
+    elif options.autocast:
+        raise UsageError("--autocast is for --device: a step here has its own autocast")
+    elif budget is None and platform is None:
         raise UsageError("give --budget SIZE, for example --budget 8GiB")
     if options.graph is None:
         plan = plan_workload(options, budget=budget, platform=platform)
@@ -80,6 +113,34 @@ def run(options: argparse.Namespace) -> ExitCode:
     return ExitCode.OK
 
 
+def _writes(options: argparse.Namespace) -> bool:
+    return bool(options.output or options.save_graph or options.save_schedule)
+
+
+def _chosen_devices(options: argparse.Namespace) -> list[Hardware]:
+    """Return the devices that the options name.
+
+    Raises
+    ------
+    UsageError
+        If one is unknown, or they do not go with the other options.
+    """
+    if options.graph is not None:
+        msg = "--device has no effect with --graph: the file holds the costs"
+        raise UsageError(msg)
+    if len(options.device) > 1 and (options.budget or _writes(options)):
+        msg = (
+            f"--device is given {len(options.device)} times; a budget, and a plan that is "
+            "written, are for one"
+        )
+        raise UsageError(msg)
+    try:
+        return [chosen_hardware(name) for name in options.device]
+    except InvalidPlatformError as error:
+        msg = f"--device: {error}"
+        raise UsageError(msg) from error
+
+
 PLAN = Command(
     name="plan",
     summary="plan a training step within a budget, without running it",
@@ -94,6 +155,8 @@ PLAN = Command(
         "remat plan project.models:small_gpt --budget 60% --estimated",
         "remat plan train.py --budget 100% --save-graph graph.json",
         "remat plan --graph graph.json --budget 900MB --json",
+        "remat plan train.py --device h100-80gb --device rtx-4090 --autocast bf16",
+        "remat plan train.py --device l4 --budget 60% --output plan.json",
         "remat plan train.py --budget cuda:0=6GiB --budget host=20GiB",
         "remat plan train.py --platform machine.json --budget a=6GiB --budget b=20GiB",
     ),
