@@ -11,7 +11,9 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 	--constraint $(or $(TORCH:%=$(STAMPS)/constraints.txt),constraints.txt)
 # Threads that wait for each other do so asleep: workers share the cores.
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
-PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
+# One worker more than cores: some wait for processes that they started.
+WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
+PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 SOURCES := $(wildcard src tests studies examples)
 
 .DEFAULT_GOAL := help

@@ -5,7 +5,8 @@ peak and at 1.05 of the smallest known budget, with estimated costs, each model 
 fresh process on one thread; and bounds the time of all schedules within each budget,
 with the boundary alone and with more moments, and the smallest budget. It adds lines to
 ``studies/results/bounds.jsonl``; ``--tables`` writes the newest of each into
-``docs/studies.md``. Seconds are the processor's.
+``docs/studies.md``. Seconds are the processor's. With ``--limit 60`` planning has that
+many seconds for each budget, by the clock.
 """
 
 import argparse
@@ -57,10 +58,12 @@ def captured(name: str, *, tiny: bool) -> TrainingGraph:
     ).graph
 
 
-def time_line(graph: TrainingGraph, budget_bytes: int) -> dict[str, Any]:
+def time_line(
+    graph: TrainingGraph, budget_bytes: int, limit_s: float | None = None
+) -> dict[str, Any]:
     """Plan for a budget, and bound the time of all schedules within it."""
     try:
-        found = plan_graph(graph, budget=budget_bytes)
+        found = plan_graph(graph, budget=budget_bytes, time_limit=limit_s)
     except BudgetError as error:
         return {"status": "budget", "required_bytes": error.required_bytes}
     clock = time.process_time
@@ -87,7 +90,9 @@ def time_line(graph: TrainingGraph, budget_bytes: int) -> dict[str, Any]:
     }
 
 
-def study(name: str, *, tiny: bool) -> list[dict[str, Any]]:
+def study(
+    name: str, *, tiny: bool, limit_s: float | None = None
+) -> list[dict[str, Any]]:
     """Return a line for each budget of a model."""
     graph = captured(name, tiny=tiny)
     plain_bytes = plain_peak_bytes(graph)
@@ -106,7 +111,7 @@ def study(name: str, *, tiny: bool) -> list[dict[str, Any]]:
     budgets = [plain_bytes * percent // 100 for percent in PERCENTS]
     budgets.append(smallest_bytes * 105 // 100)
     return [
-        {"case": case, **fixed, **time_line(graph, budget)}
+        {"case": case, **fixed, **time_line(graph, budget, limit_s)}
         for case, budget in zip(CASES, budgets, strict=True)
     ]
 
@@ -124,12 +129,12 @@ def proved_share(line: dict[str, Any]) -> float:
     return 1.0 if extra_ns <= 0 else proved_ns / extra_ns
 
 
-def newest(results: Path) -> list[dict[str, Any]]:
+def newest(results: Path, *, is_limited: bool = False) -> list[dict[str, Any]]:
     """Return the newest line of each case, models in their order."""
     found = {
         (line["model"], line["case"]): line
         for line in read(results)
-        if not line["tiny"]
+        if not line["tiny"] and (line.get("limit_s") is not None) == is_limited
     }
     return [
         found[name, case] for name in MODELS for case in CASES if (name, case) in found
@@ -176,6 +181,14 @@ def summary_table(results: Path) -> str:
         "70 to 40 %": [line for line in lines if line["case"] in {"70%", "50%", "40%"}],
         **{case: [line for line in lines if line["case"] == case] for case in CASES},
     }
+    limited = [
+        line for line in newest(results, is_limited=True) if line["status"] == "ok"
+    ]
+    for case in ("70 to 40 %", NEAR_SMALLEST):
+        cases = {case} if case == NEAR_SMALLEST else {"70%", "50%", "40%"}
+        group = [line for line in limited if line["case"] in cases]
+        names = sorted({line["model"] for line in group})
+        groups[f"{case}, 60 s: {', '.join(names)}"] = group
     rows: list[Sequence[str]] = []
     for label, group in groups.items():
         gaps = sorted(gap_of(line, "moments_ns") for line in group)
@@ -211,6 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m studies.bounds", description=__doc__
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="of each plan")
     parser.add_argument("--tiny", action="store_true", help="the small variants")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
     parser.add_argument("--tables", action="store_true", help="write the tables only")
@@ -228,8 +242,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(1)
         (name,) = options.models
         with ForeignLoad() as load:
-            lines = study(name, tiny=options.tiny)
+            lines = study(name, tiny=options.tiny, limit_s=options.limit)
         fixed = {"study": STUDY, "model": name, "tiny": options.tiny}
+        fixed["limit_s"] = options.limit
         for line in lines:
             facts = {**fixed, **line, "foreign_load": load.share}
             append(results, {**facts, **environment()})
@@ -239,6 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.models:
         child = ["--child", "--models", name, "--results", str(options.results)]
         child += ["--tiny"] if options.tiny else []
+        child += [] if options.limit is None else ["--limit", str(options.limit)]
         ended = run_module(
             "studies.bounds",
             child,

@@ -9,7 +9,7 @@ are built from the networks' block structure, in the same units.
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from pathlib import Path
 
@@ -38,47 +38,6 @@ def published_file(network: str) -> Path | None:
     return file if file.is_file() else None
 
 
-def read_published(file: Path) -> ForwardGraph:
-    """Return the forward graph of a file of the authors.
-
-    Values without a producer (inputs, parameters) are left out. As in the authors'
-    programs a value costs 10 if a function whose type starts with "Conv" makes it,
-    else 1; sizes are in bytes.
-    """
-    lines = file.read_text(encoding="utf-8").splitlines()
-    variables, functions = map(int, lines[0].split())
-    sizes: dict[int, int] = {}
-    for line in lines[1 : 1 + variables]:
-        number, size, _ = line.split(maxsplit=2)
-        sizes[int(number)] = int(size)
-    cost: dict[int, int] = {}
-    reads: set[tuple[int, int]] = set()
-    position = 1 + variables
-    for _ in range(functions):
-        direction = lines[position]
-        inputs, outputs = map(int, lines[position + 1].split())
-        position += 2
-        read = [int(line.split()[0]) for line in lines[position : position + inputs]]
-        position += inputs
-        made = [int(line) for line in lines[position : position + outputs]]
-        position += outputs
-        kind = lines[position]
-        position += 2
-        if direction == "forward":
-            for v in made:
-                cost[v] = 10 if kind.startswith("Conv") else 1
-            reads |= {(u, v) for u in read for v in made}
-    nodes = sorted(cost)
-    index = {node: position for position, node in enumerate(nodes)}
-    return ForwardGraph.of_values(
-        [sizes[node] for node in nodes],
-        [cost[node] for node in nodes],
-        sorted((index[u], index[v]) for u, v in reads if u in index),
-        name=file.stem.removeprefix("cg_"),
-    )
-
-
-@dataclass(slots=True)
 class _Images:
     """Writes down the forward graph of a convolutional network, value by value."""
 

@@ -89,7 +89,8 @@ def run_module(
         result = subprocess.run(
             [sys.executable, "-m", module, *arguments],
             cwd=_ROOT,
-            env={**os.environ, **variables},
+            # What a study measures of planning is no plan of an earlier run.
+            env={**os.environ, "REMAT_PLAN_CACHE_SIZE": "0", **variables},
             stdout=subprocess.PIPE if keeps_output else None,
             stderr=subprocess.PIPE,
             text=True,

@@ -43,13 +43,13 @@ from remat.algorithms.lower_sets.programs import (
     sweep_lower_sets,
 )
 from remat.algorithms.lower_sets.recurrences import Found, solve_lower_sets
+from remat.benchmark.published import read_forward
 from remat.core.liveness import insert_discards
 from remat.core.platform import single_device
 from remat.core.simulator import simulate
 from studies.forward_graphs import (
     densenet161,
     published_file,
-    read_published,
     resnet152,
     towers,
 )
@@ -77,7 +77,7 @@ def graph_of(network: str) -> ForwardGraph | None:
     if network in shapes:
         return shapes[network]()
     file = published_file(network)
-    return None if file is None else read_published(file)
+    return None if file is None else read_forward(file)
 
 
 @dataclass(slots=True)

@@ -11,7 +11,6 @@ They say nothing of parameters; an op whose output nobody reads drops it at once
 """
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -19,8 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from remat.benchmark.published import read_node_link
 from remat.core.bounds import cost_bound_ns, peak_bound_bytes
-from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.graph import TrainingGraph
 from remat.core.platform import single_device
 from remat.core.problem import Limits, Problem
 from remat.planning.portfolio import solve
@@ -46,47 +46,6 @@ METHODS: dict[str, Solver] = {
     "Moccasin, 3": Moccasin(computations=3, starts_from_known=False),
 }
 """Only the default starts from the schedules of the heuristics."""
-
-
-def read_graph(file: Path) -> TrainingGraph:
-    """Return a published graph as a training graph."""
-    data = json.loads(file.read_text(encoding="utf-8"))
-    nodes = {node.get("id", node["name"]): node for node in data["nodes"]}
-    order = data["graph"].get("order") or sorted(nodes)
-    position = {node: index for index, node in enumerate(order)}
-    reads: list[set[int]] = [set() for _ in order]
-    read: set[int] = set()
-    for link in data["links"]:
-        source = position[link.get("source", link.get("0"))]
-        target = position[link.get("target", link.get("1"))]
-        reads[target].add(source)
-        read.add(source)
-    storages: list[Storage] = []
-    index: dict[int, int] = {}
-    ops: list[Op] = []
-    for at, name in enumerate(order):
-        node = nodes[name]
-        size = int(node.get("cost_ram", node.get("out_cost")))
-        cost = node.get("cost_cpu", node.get("duration"))
-        if cost != int(cost):
-            msg = f"{file.name}: node {name} costs {cost}; only integers are exact"
-            raise ValueError(msg)
-        if at in read:
-            index[at] = len(storages)
-            storages.append(Storage(name=str(node["name"]), size_bytes=size))
-        is_backward = bool(node.get("backward", False))
-        ops.append(
-            Op(
-                name=str(node["name"]),
-                reads=tuple(index[source] for source in sorted(reads[at])),
-                writes=(index[at],) if at in read else (),
-                cost_ns=(int(cost),),
-                workspace_bytes=(0 if at in read else size,),
-                phase=Phase.BACKWARD if is_backward else Phase.FORWARD,
-            )
-        )
-    name = file.stem.removesuffix("_train").split("_w")[0]
-    return TrainingGraph(name=name, storages=tuple(storages), ops=tuple(ops))
 
 
 def measure(
@@ -138,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (line["model"], line["case"], line["limit_s"]) for line in record.read(results)
     }
     files = sorted(options.instances.glob("*.json"))
-    graphs = [read_graph(file) for file in files]
+    graphs = [read_node_link(file) for file in files]
     graphs = [g for g in graphs if any(g.name.startswith(p) for p in options.graphs)]
     for graph in sorted(graphs, key=lambda g: len(g.ops)):
         plain = Problem(graph=graph, platform=single_device())

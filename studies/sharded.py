@@ -2,8 +2,9 @@
 
 ``python -m studies.sharded`` divides a Llama by ``fully_shard`` between two processes
 on the CPU, and adds a line for each way to ``studies/results/sharded.jsonl``: the step
-as it is, every layer checkpointed, and plans with the peak that checkpointing reaches,
-with 70 % of the plain peak, and with all of it. Steps are timed in turns, in one run;
+as it is, with weights that stay gathered, every layer checkpointed, and plans with the
+peak of each of these and with 70 % of the plain one. A plan decides which layers'
+weights stay gathered between their passes. Steps are timed in turns, in one run;
 ``--tables`` writes the newest run into ``docs/studies.md``.
 """
 
@@ -25,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 
 import remat
 from remat.core.units import format_bytes
+from remat.training.fitted_model import fitted_on
 from studies.pages import fill_place
 from studies.record import RESULTS, ROOT, append, environment, read
 from studies.tables import table
@@ -32,11 +34,15 @@ from studies.tables import table
 STUDY = "sharded"
 PAGE = ROOT / "docs" / "studies.md"
 PROCESSES = 2
+KEPT = "weights kept (reshard_after_forward=False)"
 _PORT = "29617"
 
 
-def sharded_llama() -> Any:
-    """Return a small Llama of which each process has a piece."""
+def sharded_llama(*, is_let_go: bool) -> Any:
+    """Return a small Llama of which each process has a piece.
+
+    The weights of its layers go after their forward pass, or stay gathered.
+    """
     config = transformers.LlamaConfig(
         hidden_size=192,
         intermediate_size=512,
@@ -49,7 +55,7 @@ def sharded_llama() -> Any:
     model = transformers.LlamaForCausalLM(config).train()
     mesh = init_device_mesh("cpu", (PROCESSES,))
     for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=is_let_go)
     fully_shard(model, mesh=mesh)
     return model
 
@@ -59,7 +65,7 @@ class Way:
 
     def __init__(self, name: str, tokens: torch.Tensor, budget: Any = None) -> None:
         self.name = name
-        self.model = sharded_llama()
+        self.model = sharded_llama(is_let_go=name != KEPT)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
         self.tokens = tokens
         self.plan = None
@@ -89,6 +95,11 @@ class Way:
         self.optimizer.zero_grad()
         self.losses.append(loss.item())
 
+    def kept_layers(self) -> int | None:
+        """Return how many layers' weights stay gathered in the plan."""
+        steps = getattr(fitted_on(self.model), "steps", ())
+        return sum(steps[0].kept.values()) if steps else None
+
     def timed(self) -> None:
         """Train for one step, timed from when all processes have come."""
         dist.barrier()
@@ -116,12 +127,13 @@ def study(rank: int, results: Path, repeats: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=PROCESSES)
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randint(0, 512, (8, 128), generator=generator)
-    ways = [Way("plain", tokens), Way("checkpointed", tokens)]
+    ways = [Way(name, tokens) for name in ("plain", KEPT, "checkpointed")]
     peaks = {way.name: way.peak_bytes() for way in ways}
     budgets = {
         "remat, peak of checkpointed": peaks["checkpointed"],
         "remat, 70 % of plain": peaks["plain"] * 7 // 10,
         "remat, peak of plain": peaks["plain"],
+        "remat, peak of weights kept": peaks[KEPT],
     }
     for name, budget in budgets.items():
         ways.append(Way(name, tokens, budget))
@@ -139,6 +151,7 @@ def study(rank: int, results: Path, repeats: int) -> None:
                     "predicted_bytes": None
                     if way.plan is None
                     else way.plan.peak_bytes,
+                    "kept_layers": way.kept_layers(),
                     "is_as_plain": way.losses[:6] == ways[0].losses[:6],
                     "time": _ratio(way, ways[0]),
                     "seconds": round(statistics.median(way.seconds), 4),
@@ -173,11 +186,20 @@ def sharded_table(results: Path) -> str:
                 "" if predicted is None else format_bytes(line["budget_bytes"]),
                 "" if predicted is None else format_bytes(predicted),
                 format_bytes(line["peak_bytes"]),
+                "" if predicted is None else str(line["kept_layers"]),
                 f"{line['time']:.2f}",
                 "yes" if line["is_as_plain"] else "no",
             ]
         )
-    head = ("way", "budget", "predicted", "measured", "time / plain", "losses as plain")
+    head = (
+        "way",
+        "budget",
+        "predicted",
+        "measured",
+        "layers kept",
+        "time / plain",
+        "losses as plain",
+    )
     return table(head, rows)
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.vendor import pretty
+
+# Tests plan with the code under test, also in processes of theirs.
+os.environ["REMAT_PLAN_CACHE_SIZE"] = "0"
 
 # A busy machine makes any example slow, and is no fault of the code under test.
 settings.register_profile(
@@ -82,6 +86,19 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
         )
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Let the collector rest while all is imported: none of it is garbage.
+
+    It would walk the growing heap again and again, for a quarter of the time.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

@@ -16,11 +16,14 @@ from remat.cli import main
 from remat.cli.commands import COMMANDS
 from remat.cli.commands.fit import Trained
 from remat.cli.entry import make_parser
+from remat.core.allocator import AllocatorSettings
 from remat.core.errors import SolverFault, UnitError
+from remat.core.platform import single_device
 from remat.files.serialisation import (
     load_graph,
     load_schedule,
     save_graph,
+    save_platform,
     save_schedule,
 )
 from remat.planning.one_device import plan_graph
@@ -47,6 +50,8 @@ def files(tmp_path: Path) -> Path:
     save_graph(tmp_path / "graph.json", GRAPH)
     save_schedule(tmp_path / "schedule.json", plan.schedule)
     plan.save(tmp_path / "plan.json")
+    card = single_device(2**30, GRAPH.device_kinds[0], AllocatorSettings())
+    save_platform(tmp_path / "card.json", card)
     return tmp_path
 
 
@@ -113,6 +118,7 @@ class TestWithoutTorch:
             ("show", "graph.json"),
             ("show", "schedule.json", "--graph", "graph.json"),
             ("plan", "--graph", "graph.json", "--budget", "80%"),
+            ("plan", "--graph", "graph.json", "--platform", "card.json"),
             ("curve", "--graph", "plan.json", "--points", "2"),
             ("--help",),
         ],
@@ -331,6 +337,7 @@ class TestWrongUsage:
             ["plan", SCRIPT, "--budget", "1", "--time-limit", "soon"],
             ["plan", SCRIPT, "--budget", "1", "--gap", "2"],
             ["plan", SCRIPT, "--budget", "1", "--gap", "little"],
+            ["plan", SCRIPT, "--budget", "1", "--account", "reserved"],
             ["plan", SCRIPT, "--budget", "1", "--seed", "-1"],
             ["plan", SCRIPT, "--budget", "1", "--dynamic", "x:0=64"],
             ["plan", SCRIPT, "--budget", "1", "--seed", str(2**31)],

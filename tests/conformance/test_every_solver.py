@@ -21,7 +21,13 @@ from remat.core.platform import single_device
 from remat.core.problem import Problem
 from remat.core.schedule import Discard, Step
 from remat.core.simulator import simulate
-from remat.solvers import SOLVERS, Checkmate, CheckmateLpRounding, Moccasin
+from remat.solvers import (
+    SOLVERS,
+    Checkmate,
+    CheckmateLpRounding,
+    LocalSearch,
+    Moccasin,
+)
 from remat.solvers.base import Solver
 from remat.testing import SolverContract, budgets_between, scale_graph
 
@@ -45,8 +51,12 @@ TIMED: dict[str, Solver] = {
 PROVED_SOON = {"once-only"}
 
 
+# Little of what is a second for a thousand ops.
+SHORT: dict[str, Solver] = {"local-search": LocalSearch(effort=50_000)}
+
+
 def made(solver: str) -> Solver:
-    return TIMED.get(solver) or SOLVERS[solver]()
+    return TIMED.get(solver) or SHORT.get(solver) or SOLVERS[solver]()
 
 
 @cache

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import remat
@@ -82,6 +83,13 @@ def peak_bytes(model: Any, ids: torch.Tensor, optimizer: torch.optim.Optimizer) 
 
     resident = [model, ids, optimizer]
     return remat.measure(step, warmup=1, repeats=0, resident=resident).peak_bytes
+
+
+def smallest(bytes_here: int) -> int:
+    """Return the smallest number that a process has: all ask for the same budget."""
+    found = torch.tensor(bytes_here)
+    dist.all_reduce(found, dist.ReduceOp.MIN)
+    return int(found)
 
 
 def are_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:

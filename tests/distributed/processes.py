@@ -1,10 +1,13 @@
-"""Runs a function in two processes that know each other; returns what each found."""
+"""Runs functions in two processes that know each other; returns what each found."""
 
+import gc
 import os
 import pickle
 import socket
 import tempfile
+import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -12,36 +15,123 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
+_COUNT = 2
+_groups: list["_Group"] = []
 
-def in_processes(function: Callable[..., Any], *args: Any, count: int = 2) -> list[Any]:
-    """Return what the function returns in each of some processes of one group.
 
-    It is called with the rank, and must be importable. An error in one ends all.
+def in_processes(function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Return what the function returns in each of two processes of one group.
+
+    It is called with the rank, and must be importable. An error in one ends both. The
+    processes are those of the calls before: to start some takes as long as a test.
     """
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+    if not _groups:
+        _groups.append(_Group())
+    return _groups[0].run(function, args)
+
+
+def end_processes() -> None:
+    """End the processes, if there are any; the next call starts others."""
+    while _groups:
+        _groups.pop().end()
+
+
+def of_the_first(function: Callable[..., Any]) -> tuple[Any, list[int | None]]:
+    """Return what the function returns in the first of two processes, and exit codes.
+
+    The second may end as it likes. ``None`` for one that was still there after all.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        given = (_free_port(), folder, function)
+        started: Any = multiprocessing.spawn(_run, given, nprocs=_COUNT, join=False)
+        for process in started.processes:
+            process.join(_LONGEST_S)
+        codes = [process.exitcode for process in started.processes]
+        for process in started.processes:
+            process.kill()
+        return pickle.loads((Path(folder) / "0").read_bytes()), codes
+
+
+_LONGEST_S = 250
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        multiprocessing.spawn(_run, (count, port, folder, function, args), nprocs=count)
-        return [
-            pickle.loads((Path(folder) / str(rank)).read_bytes())
-            for rank in range(count)
-        ]
+        return free.getsockname()[1]
 
 
-def _run(
-    rank: int,
-    count: int,
-    port: int,
-    folder: str,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
+def _join(rank: int, port: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=count)
+    dist.init_process_group("gloo", rank=rank, world_size=_COUNT)
+
+
+def _run(rank: int, port: int, folder: str, function: Callable[..., Any]) -> None:
+    _join(rank, port)
     try:
-        found = function(rank, *args)
-        (Path(folder) / str(rank)).write_bytes(pickle.dumps(found))
+        (Path(folder) / str(rank)).write_bytes(pickle.dumps(function(rank)))
     finally:
         dist.destroy_process_group()
+
+
+class _Group:
+    """Two processes that wait for functions to run."""
+
+    def __init__(self) -> None:
+        port = _free_port()
+        context = multiprocessing.get_context("spawn")
+        self.connections: list[Connection] = []
+        self.processes: list[Any] = []
+        for rank in range(_COUNT):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, port, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.connections.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        for connection in self.connections:
+            connection.send_bytes(pickle.dumps((function, args)))
+        found: dict[int, Any] = {}
+        while len(found) < _COUNT:
+            left = [each for r, each in enumerate(self.connections) if r not in found]
+            for connection in wait(left):
+                rank = self.connections.index(connection)  # type: ignore[arg-type]
+                try:
+                    found[rank], error = pickle.loads(
+                        self.connections[rank].recv_bytes()
+                    )
+                except EOFError:
+                    error = "the process has ended"
+                if error:
+                    end_processes()
+                    msg = f"in process {rank}: {error}"
+                    raise RuntimeError(msg)
+        return [found[rank] for rank in range(_COUNT)]
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            process.join()
+        for connection in self.connections:
+            connection.close()
+
+
+def _serve(rank: int, port: int, connection: Connection) -> None:
+    _join(rank, port)
+    while True:
+        function, args = pickle.loads(connection.recv_bytes())
+        # A test's own code, which may raise anything, pytest's failures among it.
+        try:
+            answer: tuple[Any, str] = function(rank, *args), ""
+        except BaseException:  # noqa: BLE001
+            answer = None, traceback.format_exc()
+        connection.send_bytes(pickle.dumps(answer))
+        # The next function finds what a process that is started finds.
+        torch.compiler.reset()
+        gc.collect()

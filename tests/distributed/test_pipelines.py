@@ -124,7 +124,8 @@ class Pipeline:
         resident = [self.parts, self.optimizers, TARGET if self.rank else X]
         for stage in self.stages:
             infos = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
-            resident += [info.buffer for each in infos for info in each]
+            # torch 2.11 has none where nothing is received.
+            resident += [getattr(i, "buffer", None) for each in infos for i in each]
         return measure(self.step, warmup=1, repeats=0, resident=resident).peak_bytes
 
 

@@ -11,6 +11,8 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from tests.integrations.common import QUICK, Trained, trained
 from tests.integrations.digits import STEPS, Batch, Classifier, loader
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -219,15 +221,41 @@ def test_an_error_in_training_leaves_the_network_as_before(tmp_path: Path) -> No
     assert "forward" not in vars(module.model)
 
 
-@pytest.mark.parametrize("strategy", [FSDPStrategy(), ModelParallelStrategy()])
-def test_sharding_strategies_are_refused_by_name(strategy: Any) -> None:
+def test_a_strategy_of_older_sharding_is_refused_by_name() -> None:
     class Found:
-        pass
+        strategy = FSDPStrategy()
 
     found: Any = Found()
-    found.strategy = strategy
-    with pytest.raises(CaptureError, match=f"{type(strategy).__name__}.*'ddp'"):
+    with pytest.raises(CaptureError, match=r"FSDPStrategy.*ModelParallelStrategy"):
         MemoryBudget("1 GiB").on_train_start(found, Automatic())
+
+
+class Sharded(Automatic):
+    """Divides its network among the processes of a mesh."""
+
+    def configure_model(self) -> None:
+        mesh = init_device_mesh("cpu", (1,))
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+
+
+def test_a_network_that_fully_shard_divides_is_trained_by_its_plan(
+    tmp_path: Path,
+) -> None:
+    found: list[list[torch.Tensor]] = []
+    budget = MemoryBudget("80%", costs="estimated", **QUICK)
+    for callbacks in ([], [budget]):
+        strategy = ModelParallelStrategy(1, 1, process_group_backend="gloo")
+        module = Sharded()
+        torch.manual_seed(7)
+        fit = trainer(tmp_path, *callbacks, strategy=strategy, max_steps=3).fit
+        fit(module, loader())
+        parameters: list[Any] = list(module.parameters())
+        found.append([parameter.to_local().clone() for parameter in parameters])
+    assert all(map(torch.equal, *found))
+    assert budget.plan is not None
+    assert budget.plan.recomputed_op_count > 0
 
 
 class Parts(Automatic):

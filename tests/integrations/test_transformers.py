@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from remat.integrations.transformers import (
     MemoryBudgetArguments,
     MemoryBudgetCallback,
 )
+from remat.training.fitted_model import fitted_on
 
 
 class Evaluations(transformers.TrainerCallback):
@@ -167,6 +169,25 @@ def test_what_shards_the_model_is_refused_by_name(name: str) -> None:
     unused: Any = None
     with pytest.raises(CaptureError, match=f"{name}.*DistributedDataParallel"):
         MemoryBudgetCallback("1 GiB").on_train_begin(arguments, unused, unused, **given)
+
+
+@pytest.mark.parametrize(("device", "ahead"), [("cpu", 1), ("cpu:0", 2)])
+def test_a_batch_that_is_copied_to_its_device_is_there_twice(
+    device: str, ahead: int
+) -> None:
+    x, there = torch.zeros(2), torch.device(device)
+    assert (x.to(there).data_ptr() != x.data_ptr()) == (ahead == 2)
+    model = Model()
+    arguments: Any = SimpleNamespace(
+        deepspeed=None, fsdp=None, gradient_accumulation_steps=1, device=there
+    )
+    given: Any = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    unused: Any = None
+    callback = MemoryBudgetCallback("1 GiB")
+    callback.on_train_begin(arguments, unused, unused, **given)
+    fitted = fitted_on(model)
+    assert fitted is not None
+    assert fitted.planner.loop.batches_ahead == ahead
 
 
 class Around(transformers.Trainer):

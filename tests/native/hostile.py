@@ -35,14 +35,17 @@ from remat.algorithms.lower_sets.recurrences import (
     smallest_lower_set_budget,
     solve_lower_sets,
 )
+from remat.core.allocator import AllocatorSettings
 from remat.core.graph import TrainingGraph
 from remat.core.liveness import store_all_order
 from remat.core.platform import Device, Link, Platform
 from remat.core.problem import Problem
+from remat.memory.caching_allocator import Request, replay_requests, rules_of
 from remat.native import core
 from remat.search import device_execution as execution
 from remat.search import eviction
 from remat.search.device_instance import DeviceInstance
+from remat.search.local_moves import passes_of, weigh_moves
 from remat.search.plain_numbers import plain_numbers
 from remat.search.retention_table import (
     improve_retention,
@@ -152,6 +155,15 @@ def bases() -> dict[str, tuple[Any, Arguments]]:
         "weigh_order": (weigh_order, (numbers, order)),
         "without_unread_runs": (without_unread_runs, (numbers, evicted)),
         "improve_retention": (improve_retention, (numbers, evicted, 20, 1.0, None)),
+        "weigh_moves": (
+            weigh_moves,
+            (numbers, passes_of(graph), order, [(1, 6, 0), (0, 6, 0), (2, 1, 3)]),
+        ),
+        # It has no twin: nothing but the core is fast enough for it.
+        "search_orders": (
+            None,
+            (numbers, passes_of(graph), order, (20, 0, 500, 1), 2.0, 0.1, None),
+        ),
         "run_evicting": (
             eviction.run_evicting,
             arguments_of(
@@ -164,6 +176,21 @@ def bases() -> dict[str, tuple[Any, Arguments]]:
                 execution,
                 "run_on_devices",
                 lambda: execution.execute(instance, everywhere),
+            ),
+        ),
+        "replay_requests": (
+            replay_requests,
+            (
+                [
+                    Request(0, 7, 600, 1),
+                    Request(2, 7, stream=2),
+                    Request(0, 8, 3 << 20),
+                    Request(1, 7),
+                    Request(3, stream=2),
+                    Request(4),
+                ],
+                rules_of(AllocatorSettings(), segment_addresses=[2**30, 2**22]),
+                1,
             ),
         ),
         # Its twin is PyTorch's own.

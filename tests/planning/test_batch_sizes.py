@@ -70,3 +70,22 @@ def test_the_largest_size_is_found_in_few_tries(
         fitting.append(size)
         size += multiple_of
     assert search.fits.size == fitting[-1]
+
+
+def test_guesses_that_are_far_off_give_way_to_halving() -> None:
+    """Beyond 1000 a step needs so much that each guess is next to what fits."""
+
+    def tried(size: int) -> TriedSize:
+        fits = size <= 1000
+        plan = cast("Plan", Planned(size)) if fits else None
+        return TriedSize(size=size, needed_bytes=size if fits else 10**9, plan=plan)
+
+    search = SizeSearch(
+        tried(1), budget_bytes=10_000, resident_bytes=0, most=None, multiple_of=1
+    )
+    sizes: list[int] = []
+    for size in search.sizes():
+        sizes.append(size)
+        assert len(sizes) <= 30
+        search.take(tried(size))
+    assert search.fits.size == 1000

@@ -12,12 +12,20 @@ from remat.core.errors import SolverFault, SolverUnsuitableError
 from remat.core.graph import TrainingGraph
 from remat.core.liveness import schedule_from_order, store_all_order
 from remat.core.platform import Device, Link, Platform, single_device
-from remat.core.problem import Limits, Problem, Proposal, Status
+from remat.core.problem import Limits, Problem, Proposal, Result, Status, StopReason
 from remat.core.schedule import Boundary, Compute, Discard, Schedule
 from remat.core.simulator import simulate
+from remat.planning.plan import STOP_REASON, plan_settings
 from remat.planning.portfolio import judge, solve, solve_portfolio
-from remat.solvers import SOLVERS, ChenGreedy, ChenSqrt, GreedyEviction, StoreAll
-from remat.solvers.base import ProgressCallback
+from remat.solvers import (
+    SOLVERS,
+    ChenGreedy,
+    ChenSqrt,
+    GreedyEviction,
+    LocalSearch,
+    StoreAll,
+)
+from remat.solvers.base import ProgressCallback, Solver
 from remat.testing import store_all_peak_bytes
 
 
@@ -139,6 +147,76 @@ def test_an_answer_without_a_schedule_passes_with_its_message():
     assert (result.cost_ns, result.gap, result.trace) == (None, None, None)
 
 
+def test_an_improver_starts_from_the_best_when_all_have_run():
+    peak = store_all_peak_bytes(mlp_chain().graph)
+    asked = problem(peak * 9 // 10)
+    solvers = [ChenSqrt(), GreedyEviction()]
+    before = solve_portfolio(asked, solvers)
+    starts: list[Result] = []
+
+    def improver(best: Result) -> Solver:
+        starts.append(best)
+        assert best.schedule is not None
+        return LocalSearch(starts=(best.schedule,))
+
+    result = solve_portfolio(asked, solvers, improver=improver)
+    assert [best.cost_ns for best in starts] == [before.cost_ns]
+    assert result.cost_ns is not None
+    assert before.cost_ns is not None
+    assert result.cost_ns <= before.cost_ns
+    assert result.candidates[:2] == before.candidates
+    assert result.candidates[2].startswith("LocalSearch: ")
+
+
+def test_nothing_is_improved_where_nothing_is_found_or_the_best_is_near():
+    def improver(_: Result) -> Solver:
+        raise AssertionError
+
+    nothing = solve_portfolio(problem(1), [StoreAll()], improver=improver)
+    assert nothing.schedule is None
+    found = solve_portfolio(problem(), [ChenSqrt(), StoreAll()], improver=improver)
+    assert found.cost_ns == cost_bound_ns(problem())
+    peak = store_all_peak_bytes(mlp_chain().graph)
+    near = solve_portfolio(
+        problem(peak * 9 // 10),
+        [GreedyEviction()],
+        improver=improver,
+        is_near=lambda _: True,
+    )
+    assert near.solver == "GreedyEviction"
+
+
+def test_an_improver_that_has_nothing_to_do_ends_the_portfolio():
+    peak = store_all_peak_bytes(mlp_chain().graph)
+    result = solve_portfolio(
+        problem(peak * 9 // 10),
+        [ChenGreedy()],
+        quick=[(GreedyEviction(), 0.9)],
+        limits=Limits.after(60.0),
+        improver=lambda _: None,
+    )
+    assert len(result.candidates) == 1
+
+
+def test_where_time_is_limited_it_improves_before_the_thorough_ones_too():
+    peak = store_all_peak_bytes(mlp_chain().graph)
+    asked = problem(peak * 9 // 10)
+    starts: list[Result] = []
+
+    def improver(best: Result) -> Solver:
+        starts.append(best)
+        return ChenSqrt()
+
+    solve_portfolio(
+        asked,
+        [ChenGreedy()],
+        quick=[(GreedyEviction(), 0.9)],
+        limits=Limits.after(60.0),
+        improver=improver,
+    )
+    assert len(starts) == 2
+
+
 def test_the_cheapest_schedule_of_a_portfolio_wins():
     peak = store_all_peak_bytes(mlp_chain().graph)
     asked = problem(peak * 9 // 10)
@@ -149,6 +227,20 @@ def test_the_cheapest_schedule_of_a_portfolio_wins():
     assert len(result.candidates) == len(solvers)
     assert "ChenSqrt: feasible" in result.candidates[0]
     assert "StoreAll: infeasible" in result.candidates[-1]
+
+
+def test_a_portfolio_says_that_one_of_its_searches_was_interrupted():
+    graph = mlp_chain().graph
+    slow = schedule_from_order(graph, [*store_all_order(graph), 0])
+    nothing = Proposal(status=Status.UNKNOWN, stop_reason=StopReason.INTERRUPTED)
+    solvers = [Scripted(lambda _: nothing), Scripted(lambda _: feasible(slow))]
+    result = solve_portfolio(problem(), solvers)
+    assert result.schedule == slow
+    assert result.stop_reason is StopReason.INTERRUPTED
+    settings = plan_settings(None, "auto", 0, result)
+    assert settings[STOP_REASON] == StopReason.INTERRUPTED
+    whole = solve_portfolio(problem(), solvers[1:])
+    assert STOP_REASON not in plan_settings(None, "auto", 0, whole)
 
 
 def test_of_equal_costs_the_smaller_peak_wins():

@@ -308,7 +308,7 @@ def test_states_are_thinned_out_to_the_quickest_of_those_alike(
     monkeypatch.setattr(region_program, "_STATES", 4)
 
     def cheapest(*states: tuple[int, int]) -> list[tuple[int, int]]:
-        used, cost, kept = region_program._cheapest(*np.array(states).T)
+        used, cost, kept = region_program.cheapest(*np.array(states).T)
         found = list(zip(used.tolist(), cost.tolist(), strict=True))
         assert found == [states[index] for index in kept]
         return found

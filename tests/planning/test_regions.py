@@ -510,3 +510,18 @@ def test_the_frugal_order_keeps_what_it_must() -> None:
     assert frugal_order(region.graph) == [F1, F2, BOUNDARY, F1, B2, B1]
     # Forward: inner value, output and workspace; backward: output, tangent, and two.
     assert frugal_needs(region.graph) == (6 + 6 + 10 + 10 + 3, 6)
+
+
+@pytest.mark.parametrize(("size_bytes", "copies"), [(1, 1), (4, 0)])
+def test_expanded_gradients_are_copied_for_a_region(
+    size_bytes: int, copies: int
+) -> None:
+    """Behind the last region a sum, whose backward hands on one number expanded."""
+    parts = chain([[4, 1, 10, 4]] * 2, [1, 2])
+    last = EagerBackward(name="sum", slots=[(9, 1)], gradients=[(1, size_bytes)])
+    parts = replace(parts, backward=[last, 1, 0], returned=frozenset({9}))
+    graph = composed(parts).graph
+    names = [each.name for each in graph.ops]
+    assert names.count("all of tangent") == copies
+    taken = graph.ops[names.index("b2")]  # Of region 1: it is the first in backward.
+    assert [graph.storages[s].size_bytes for s in taken.reads] == [10, 4]

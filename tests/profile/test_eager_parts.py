@@ -7,7 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.profile.eager_parts import _dependent_nodes
+from remat.capture.gathering import Gathering
+from remat.profile.eager_parts import _dependent_nodes, _made_where
+from remat.torch_compat.attributes import made_number
+from remat.torch_compat.names import next_node_number
 
 
 class Node:
@@ -67,3 +70,28 @@ def test_a_residual_sum_is_dependent_and_what_comes_together_is_not():
             nodes.append(node)
             waiting += inputs_of(node)
     assert _dependent_nodes(waiting_of(nodes)) == {found["residual"]}
+
+
+def test_blocks_are_made_where_a_recording_of_their_size_shows_one():
+    """A dropout's input, its noise, which is saved, and its output, of one size."""
+    gathering = Gathering([])
+    gathering.eager = {1: 0, 2: 0, 3: 4, 5: 2}
+    gathering.sizes_bytes = {1: 64, 2: 64, 3: 64, 5: 8}
+    gathering.held = {1: 0, 3: 4}  # The noise is not seen.
+    stayed = [[(64, 13), (64, 0), (64, 20)], [], [(64, 4), (64, 9)], [], []]
+    found = _made_where(gathering, stayed)
+    # What is given to the fourth region was made before the second.
+    assert found == {1: 0, 2: 0, 3: 2, 5: 2}
+    # What is left of the first is the input, which code holds up to the region 13.
+    assert stayed == [[(64, 13)], [], [(64, 9)], [], []]
+
+
+def test_nodes_behind_regions_without_gradients_are_told_apart():
+    numbers = [
+        next_node_number(),
+        (torch.ones(1, requires_grad=True) * 2).grad_fn,
+        next_node_number(),
+        (torch.ones(1, requires_grad=True) * 2).grad_fn,
+    ]
+    first, before, second, after = numbers
+    assert first <= made_number(before) < second <= made_number(after)

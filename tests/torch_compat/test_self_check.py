@@ -82,7 +82,7 @@ class TestTable:
         assert not unused
 
     def test_every_attribute_and_text_is_used(self) -> None:
-        text = source("attributes", "patches", "metadata", "messages")
+        text = source("attributes", "patches", "metadata", "messages", "process_groups")
         known = [*ATTRIBUTES, *(p.text for p in TEXTS if p.text)]
         assert not [word for word in known if word not in text]
 

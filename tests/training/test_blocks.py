@@ -5,12 +5,14 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.training.test_regions import pair, trained
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import remat
 from remat.core.errors import BudgetError, CaptureError
@@ -198,7 +200,9 @@ def test_an_error_of_the_model_spoils_no_later_step(regions: Any) -> None:
     model, plain = pair(made)
     how: dict[str, Any] = {**BLOCKS, "regions": regions}
     remat.fit(model, X, budget="90%", **how)
-    with pytest.raises(CaptureError, match="too long"):
+    with pytest.raises(
+        CaptureError, match=r"too long; at .*test_blocks.py:\d+ in forw"
+    ):
         model(torch.cat([X, X]))
     batches = [X, X[:100], X]
     for one, other in zip(
@@ -311,6 +315,11 @@ def test_which_modules_are_blocks() -> None:
     ("model", "chosen", "words"),
     [
         (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), None, "has no blocks"),
+        (
+            nn.Sequential(*(nn.Sequential(nn.Linear(4, n)) for n in (4, 8))),
+            None,
+            "has no blocks",
+        ),
         (nn.Linear(4, 4), None, "no modules inside"),
         (Stack(2), ["blocks.7"], "'blocks.7', which is no module of Stack"),
         (Stack(2), lambda _name, _module: False, "has no blocks"),
@@ -327,3 +336,121 @@ def test_a_model_without_such_blocks_is_refused(
 def test_what_says_no_blocks_is_refused(regions: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="regions"):
         remat.plan(Stack(2), X, budget="90%", regions=regions)
+
+
+# --- blocks that run forward again as a whole ----------------------------------------
+
+
+class Thin(nn.Module):
+    """A residual block with little inside, beside what goes through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = nn.functional.relu(self.inner(self.norm(x)))
+        return nn.functional.relu(x + nn.functional.dropout(inner, 0.2, self.training))
+
+
+class Through(nn.Module):
+    """Nine of them, with a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Thin() for _ in range(9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.sum(1).square().mean()
+
+
+LARGE = X.repeat(8, 1)
+
+
+@pytest.fixture(scope="module")
+def smallest() -> tuple[int, int]:
+    """The smallest budgets without and with blocks that run again."""
+    with pytest.raises(BudgetError) as caught:
+        remat.plan(Through(), LARGE, budget=1, **BLOCKS)
+    assert "run forward again as a whole" in str(caught.value)
+    before = caught.value.__context__
+    assert isinstance(before, BudgetError)
+    return before.required_bytes, caught.value.required_bytes
+
+
+def test_blocks_run_again_as_a_whole_below_what_they_hand_over(
+    smallest: tuple[int, int],
+) -> None:
+    """Their draws are repeated, their statistics move once, each keeps its output."""
+    before, least = smallest
+    assert least < 0.9 * before
+    report = remat.verify(Through(), LARGE, budget=least, repeats=1, **BLOCKS)
+    assert report.is_exact
+    assert report.against_eager == ()
+    assert report.is_within_budget
+    assert 0 <= report.prediction_error < 0.01
+
+
+def test_what_is_made_again_is_made_for_each_backward_pass(
+    smallest: tuple[int, int], tmp_path: Path
+) -> None:
+    _, least = smallest
+    model, plain = pair(Through)
+    plan = remat.plan(model, LARGE, budget=least, **BLOCKS)
+    plan.save(tmp_path / "plan.json")
+    loaded = remat.load_plan(tmp_path / "plan.json")
+    remat.fit(model, LARGE, plan=loaded, **BLOCKS)
+
+    def gradients(module: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        module.zero_grad()
+        loss = module(LARGE)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [p.grad for p in module.parameters() if p.grad is not None]
+
+    for one, other in zip(gradients(model), gradients(plain), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_other_hooks_for_saved_tensors_keep_what_would_be_made_again(
+    smallest: tuple[int, int],
+) -> None:
+    model, plain = pair(Through)
+    remat.fit(model, LARGE, budget=smallest[1], **BLOCKS)
+    for module in (model, plain):
+        torch.manual_seed(3)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            loss = module(LARGE)
+        loss.backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+def test_blocks_in_checkpoints_of_their_own_run_as_they_are_and_it_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            # A batch norm's statistics would move again while backward is measured.
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2))
+                for _ in range(4)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for index, block in enumerate(self.blocks):
+                x = checkpoint(block, x, use_reentrant=False) if index % 2 else block(x)
+            return x.square().mean()
+
+    model, plain = pair(Checkpointed)
+    with caplog.at_level(logging.WARNING, logger="remat"):
+        remat.fit(model, X, budget="95%", **BLOCKS)
+    assert "2 blocks of Checkpointed are called inside of" in caplog.text
+    for one, other in zip(trained(model, [X]), trained(plain, [X]), strict=True):
+        assert torch.equal(one, other)

@@ -4,7 +4,6 @@ import logging
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -132,23 +131,16 @@ def smallest_budget(model: nn.Module) -> int:
     return caught.value.required_bytes
 
 
-@cache
-def budgets_of(kind: Callable[[], nn.Module]) -> tuple[int, int]:
-    """Return the smallest budget of a model, and what it takes without a plan."""
+def check_budgets(kind: Callable[[], nn.Module], share: float) -> None:
+    """Verify the smallest budget, and one at a share of the way to what all takes."""
     torch.manual_seed(0)
-    model = kind()
-    plain = remat.plan(model, X, budget="100%", regions="breaks").baseline_peak_bytes
-    return smallest_budget(model), plain
-
-
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("share", [0.9, 0.0])
-def test_a_budget_over_several_graphs_is_kept_bit_for_bit(
-    kind: Callable[[], nn.Module], share: float
-) -> None:
-    least, plain = budgets_of(kind)
+    least = smallest_budget(kind())
+    plain = verified(kind, least).plan.baseline_peak_bytes
     assert least <= plain
-    budget = least + int(share * (plain - least))
+    verified(kind, least + int(share * (plain - least)))
+
+
+def verified(kind: Callable[[], nn.Module], budget: int) -> remat.VerifyReport:
     torch.manual_seed(0)
     report = remat.verify(kind(), X, budget=budget, repeats=1, regions="breaks")
     assert report.is_exact
@@ -156,6 +148,14 @@ def test_a_budget_over_several_graphs_is_kept_bit_for_bit(
     assert report.is_within_budget
     assert 0 <= report.prediction_error < 0.01
     assert report.plan.peak_bytes <= budget
+    return report
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_budgets_over_several_graphs_are_kept_bit_for_bit(
+    kind: Callable[[], nn.Module],
+) -> None:
+    check_budgets(kind, 0.9)
 
 
 def test_a_model_of_one_graph_is_planned_as_ever() -> None:
@@ -456,18 +456,10 @@ class Keeping(Tied):
 
 
 @pytest.mark.parametrize("kind", [Selecting, Tagger, Residual, Viewing, Keeping])
-@pytest.mark.parametrize("share", [1.0, 0.0])
 def test_operators_in_no_graph_run_as_they_are_and_count(
-    kind: Callable[[], nn.Module], share: float
+    kind: Callable[[], nn.Module],
 ) -> None:
-    least, plain = budgets_of(kind)
-    budget = least + int(share * (plain - least))
-    torch.manual_seed(0)
-    report = remat.verify(kind(), X, budget=budget, repeats=1, regions="breaks")
-    assert report.is_exact
-    assert report.against_eager == ()
-    assert report.is_within_budget
-    assert 0 <= report.prediction_error < 0.01
+    check_budgets(kind, 1.0)
 
 
 def test_what_cannot_be_measured_is_named() -> None:

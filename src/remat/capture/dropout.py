@@ -23,6 +23,7 @@ from remat.native import native
 from remat.torch_compat.attributes import composite_kernel, traced_kernel
 from remat.torch_compat.names import disable_current_modes, unset_fake_temporarily
 from remat.torch_compat.patches import patched, python_kernels
+from remat.torch_compat.sharding import in_pieces_like, local_part
 
 _aten = torch.ops.aten
 
@@ -95,10 +96,11 @@ _TRACED = traced_kernel(_aten.dropout.default)
 
 
 def _mask(input_: torch.Tensor, p: float) -> torch.Tensor:
-    # The noise lies as ``empty_like`` lies, which eager PyTorch fills.
-    like = torch.empty_like(input_)
+    # The noise lies as ``empty_like`` lies, which eager PyTorch fills. Of a tensor in
+    # pieces, each process draws for its own.
+    like = torch.empty_like(local_part(input_))
     mask = torch.ops.remat.dropout_mask(like.shape, like.stride(), 1 - p)
-    return mask.to(input_.dtype)
+    return in_pieces_like(input_, mask.to(input_.dtype))
 
 
 def _noise(input_: torch.Tensor, p: float) -> torch.Tensor:

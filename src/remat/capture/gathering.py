@@ -19,7 +19,7 @@ from torch.profiler import record_function
 from remat.capture.joint_program import JointProgram
 from remat.torch_compat.attributes import is_compiled_step, storage_identity
 from remat.torch_compat.metadata import is_tangent
-from remat.torch_compat.names import profiler_enabled
+from remat.torch_compat.names import next_node_number, profiler_enabled
 from remat.torch_compat.sharding import local_part
 
 MARK = "remat: at the border of graph "
@@ -45,6 +45,8 @@ class SeenRegion:
         The blocks of its inputs, and of its outputs, by their storages in the program.
     node
         Autograd's node of its backward pass, ``None`` without gradients.
+    next_number
+        The least number that a node has which autograd made after it.
     """
 
     code: RegionCode
@@ -52,6 +54,7 @@ class SeenRegion:
     given: dict[int, int] = field(default_factory=dict[int, int])
     made: dict[int, int] = field(default_factory=dict[int, int])
     node: Any = None
+    next_number: int
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,9 @@ class Gathering:
         """Note which blocks a region is given."""
         index = len(self.seen)
         _mark(f"{index}, which begins")
-        seen = SeenRegion(code=code, program=program)
+        # Its own node is there already, if it has one.
+        number = next_node_number()
+        seen = SeenRegion(code=code, program=program, next_number=number)
         inputs = [
             node
             for node in program.module.graph.find_nodes(op="placeholder")

@@ -24,6 +24,7 @@ from remat.capture.varying_sizes import (
     Sizes,
     VaryingSizes,
     is_symbol,
+    is_without_bytes,
     symbolic_value,
 )
 from remat.core.contributors import labelled
@@ -32,7 +33,14 @@ from remat.core.graph import Op, Phase, Role, Storage, TrainingGraph
 from remat.core.platform import Platform
 from remat.torch_compat.accelerators import note_random_state
 from remat.torch_compat.attributes import schema_of, storage_identity
-from remat.torch_compat.metadata import changed_inputs, is_backward, is_forward
+from remat.torch_compat.collectives import is_collective, is_wait
+from remat.torch_compat.metadata import (
+    argument_position,
+    changed_inputs,
+    is_backward,
+    is_forward,
+    is_tangent,
+)
 from remat.torch_compat.names import (
     OpOverload,
     functional_batch_norm,
@@ -43,6 +51,7 @@ from remat.torch_compat.names import (
     unsafe_view,
     with_effects,
 )
+from remat.torch_compat.sharding import local_part
 
 ALIASING_WITHOUT_SCHEMA = frozenset(
     {
@@ -52,6 +61,9 @@ ALIASING_WITHOUT_SCHEMA = frozenset(
     }
 )
 """Ops that return views of their first argument although their schema denies it."""
+
+HELD_OUTPUT = "the caller holds its output"
+"""Why an op runs once whose output the caller has a reference to."""
 
 RNG_STATE = "rng_state"
 """Name prefix of the ops that note the random number generator's state."""
@@ -151,12 +163,37 @@ def counted_once(
     for storage, positions in groups.items():
         if storage is None or len(positions) == 1:
             continue
-        sizes_bytes = [spanned_bytes(values[position]) for position in positions]
-        block_bytes = values[positions[0]].untyped_storage().nbytes()
+        parts = [local_part(values[position]) for position in positions]
+        sizes_bytes = [spanned_bytes(part) for part in parts]
+        block_bytes = parts[0].untyped_storage().nbytes()
         sizes_bytes[0] = max(sizes_bytes[0], block_bytes - sum(sizes_bytes[1:]))
         for position, size_bytes in zip(positions, sizes_bytes, strict=True):
             found[position] = replace(found[position], size_bytes=size_bytes)
     return found
+
+
+def inputs_of_parts(
+    joint: fx.GraphModule, specs: Sequence[InputSpec]
+) -> list[InputSpec]:
+    """Return a description for each input of a joint graph that is no tangent.
+
+    Parameters
+    ----------
+    joint
+        The joint graph, in which a ``DTensor`` is several inputs: what this process
+        holds of it, and the mesh that it is divided over.
+    specs
+        One description for each argument of the traced function.
+    """
+    inputs = [
+        node
+        for node in joint.graph.find_nodes(op="placeholder")
+        if not is_tangent(node)
+    ]
+    if len(inputs) == len(specs):
+        return list(specs)
+    positions = map(argument_position, inputs)
+    return [specs[position] for position in positions if position is not None]
 
 
 class SizedBy(NamedTuple):
@@ -385,7 +422,8 @@ class _Analysis:
         self.forward_ops: list[tuple[Op, fx.Node | None]] = []
         self.backward_ops: list[tuple[Op, fx.Node | None]] = []
         self.states: dict[fx.Node, int] = {}
-        self.mutated_inputs = self.find_mutated_inputs()
+        # The storages of the inputs that the step changes in place.
+        self.mutated_inputs: set[int] = set()
         self.unchecked: set[fx.Node] = set()
         self.digest = hashlib.sha256()
 
@@ -453,10 +491,6 @@ class _Analysis:
         accelerators = sorted(devices - {torch.device("cpu")}, key=str)
         return accelerators[0] if accelerators else torch.device("cpu")
 
-    def find_mutated_inputs(self) -> frozenset[int]:
-        """Return the positions of the inputs that the step changes in place."""
-        return frozenset(i for i in self.changed_inputs if i is not None)
-
     def held_outputs(self) -> list[Any]:
         """Return the forward values that the caller holds until the step ends."""
         return [
@@ -476,7 +510,7 @@ class _Analysis:
         return len(self.storages) - 1
 
     def take_placeholder(self, node: fx.Node, position: int) -> None:
-        if self.is_size(node):
+        if self.is_without_bytes(node):
             self.storages_of[node] = ()
             return
         values = values_of(node)
@@ -499,12 +533,19 @@ class _Analysis:
             )
             self.tangents.append(len(self.storages))
         sized_by = SizedBy(node, is_spanned=storage.role is Role.TANGENT)
-        self.storages_of[node] = (self.add_storage(storage, node, sized_by=sized_by),)
+        number = self.add_storage(storage, node, sized_by=sized_by)
+        self.storages_of[node] = (number,)
+        if argument_position(node) in set(self.changed_inputs) - {None}:
+            self.mutated_inputs.add(number)
         self.note("placeholder", values, self.symbolic_shape(node))
 
     def is_size(self, node: fx.Node) -> bool:
         """Return whether a node's value is a number that follows from sizes."""
         return is_symbol(symbolic_value(node))
+
+    def is_without_bytes(self, node: fx.Node) -> bool:
+        """Return whether a node's value takes no memory."""
+        return is_without_bytes(symbolic_value(node))
 
     def symbolic_shape(self, node: fx.Node) -> list[str]:
         """Return the shape of an input in words, where sizes vary."""
@@ -526,7 +567,7 @@ class _Analysis:
         self.note("constant", [value])
 
     def take_call(self, node: fx.Node) -> None:
-        if self.is_size(node):
+        if self.is_without_bytes(node):
             self.storages_of[node] = ()
             return
         for value in values_of(node):
@@ -541,6 +582,8 @@ class _Analysis:
             self.fail_for_effect(node)
         elif node.target is operator.getitem:
             self.take_getitem(node)
+        elif is_wait(node.target):
+            self.take_wait(node)
         elif is_view(node):
             self.storages_of[node] = self.read_storages(node)
         else:
@@ -558,6 +601,16 @@ class _Analysis:
             return
         self.storages_of[node] = (storage,)
         self.base_nodes[storage].append(node)
+
+    def take_wait(self, node: fx.Node) -> None:
+        """Take the tensor that is waited for as that which the exchange returns.
+
+        Each exchange is waited for where it is begun, as it is in what is traced.
+        """
+        (source,) = node.all_input_nodes
+        (storage,) = self.storages_of[node] = self.storages_of[source]
+        if source in self.base_nodes[storage]:
+            self.base_nodes[storage].append(node)
 
     def read_storages(self, node: fx.Node) -> tuple[int, ...]:
         read = [s for source in node.all_input_nodes for s in self.storages_of[source]]
@@ -610,7 +663,7 @@ class _Analysis:
                     workspace_bytes=(0,),
                     phase=phase,
                     non_recomputable=self.why_once(node, values),
-                    is_ordered=is_random(node),
+                    is_ordered=is_random(node) or is_collective(node.target),
                     source=source,
                 ),
                 node,
@@ -650,6 +703,8 @@ class _Analysis:
         self, node: fx.Node, values: Sequence[torch.Tensor | None]
     ) -> str | None:
         """Return why the op may run only once, or ``None``."""
+        if is_collective(node.target):
+            return "all processes of a group take part in it, in one order"
         if not any(value is not None for value in values):
             return "it has an effect besides its outputs"
         if not isinstance(node.target, OpOverload | FusedKernel):
@@ -765,8 +820,8 @@ class _Analysis:
         held = set(self.transient_storages(self.forward_values))
         held.intersection_update(self.transient_storages(final))
         self.forward_ops = [
-            (replace(op, non_recomputable="the caller holds its output"), node)
-            if held.intersection(op.writes)
+            (replace(op, non_recomputable=HELD_OUTPUT), node)
+            if op.is_recomputable and held.intersection(op.writes)
             else (op, node)
             for op, node in self.forward_ops
         ]
@@ -776,7 +831,8 @@ class _Analysis:
             if self.varying is not None and self.is_size(leaf):
                 return self.varying.words(symbolic_value(leaf))
             return f"%{self.storages_of[leaf]}"
-        return repr(leaf)
+        # Each process has its own device, and all run the same step.
+        return repr(torch.device(leaf.type) if isinstance(leaf, torch.device) else leaf)
 
     def note(
         self,
@@ -788,7 +844,7 @@ class _Analysis:
         shapes = [
             None
             if v is None
-            else (tuple(v.shape), tuple(v.stride()), str(v.dtype), str(v.device))
+            else (tuple(v.shape), tuple(v.stride()), str(v.dtype), v.device.type)
             for v in values
         ]
         self.digest.update(f"{label}|{shapes}|{','.join(arguments)}\n".encode())

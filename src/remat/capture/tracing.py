@@ -4,10 +4,12 @@ import inspect
 import logging
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -50,7 +52,11 @@ from remat.torch_compat.names import (
     tree_leaves,
 )
 from remat.torch_compat.patches import alone, untimed_guards
-from remat.torch_compat.sharding import gathered_groups
+from remat.torch_compat.sharding import (
+    gathered_groups,
+    is_gathered_around,
+    is_in_pieces,
+)
 
 TRACE_ERRORS = (
     TorchDynamoException,
@@ -74,6 +80,8 @@ _WITH_CACHE = type(cache(abs))
 
 _QUOTES = "\"'"
 _OWN_FILE = "remat/capture/tracing.py"
+_OWN_FOLDER = f"{Path(__file__).parents[1]}/"
+_TORCH_FOLDER = f"{Path(torch.__file__).parent}/"
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/(\w+)")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<where>.+)')
 
@@ -275,7 +283,6 @@ def check_is_no_wrapper(model: nn.Module, *, may_be_sharded: bool = False) -> No
     """
     # Imported by whoever wrapped a module, and slow to import.
     sharding: Any = sys.modules.get("torch.distributed.fsdp")
-    pieces: Any = sys.modules.get("torch.distributed.tensor")
     sharded = (
         ()
         if sharding is None
@@ -309,15 +316,17 @@ def check_is_no_wrapper(model: nn.Module, *, may_be_sharded: bool = False) -> No
                 "module that it was made from"
             )
             raise CaptureError(msg)
-    is_gathered = may_be_sharded and bool(gathered_groups(model))
-    for name, parameter in model.named_parameters():
-        if not is_gathered and pieces and isinstance(parameter, pieces.DTensor):
-            msg = (
-                f"parameter {name!r} of the model is sharded (DTensor), perhaps by a "
-                "module around the model, and only that one's call gathers it; fit the "
-                "model before it is sharded, and call the sharded module"
-            )
-            raise CaptureError(msg)
+    if may_be_sharded and gathered_groups(model):
+        return
+    for path, module in model.named_modules():
+        for own_name, parameter in module.named_parameters(path, recurse=False):
+            if is_in_pieces(parameter) and is_gathered_around(module):
+                msg = (
+                    f"parameter {own_name!r} of the model is sharded by a module around "
+                    "the model, and only that one's call gathers it; fit the model "
+                    "before it is sharded, and call the sharded module"
+                )
+                raise CaptureError(msg)
 
 
 def _refused_hooks(model: nn.Module) -> CaptureError:
@@ -456,9 +465,10 @@ def example_error(error: Exception) -> CaptureError:
             f"the tracer fails at code that it cannot take: {type(error).__name__}: "
             f"{_first_sentence(str(error))}; {_DISABLE}"
         )
+    line = _line_behind(error) or _line_that_ran(error) or _UNKNOWN_LINE
     return CaptureError(
         f"the example raises inside the model: {type(error).__name__}: "
-        f"{_first_sentence(str(error))}; at {_line_behind(error) or _UNKNOWN_LINE}"
+        f"{_first_sentence(str(error))}; at {line}"
     )
 
 
@@ -580,6 +590,15 @@ def _source_line(text: str) -> tuple[str, str]:
     if own and library:
         return f"{outside}, called at {own}", library
     return outside, library
+
+
+def _line_that_ran(error: BaseException) -> str:
+    """Return the innermost line that ran of code that is neither torch's nor ours."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        is_ours = frame.filename.startswith((_TORCH_FOLDER, _OWN_FOLDER))
+        if frame.line and not is_ours:
+            return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+    return ""
 
 
 def _line_behind(error: BaseException) -> str:

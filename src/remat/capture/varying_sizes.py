@@ -44,6 +44,15 @@ def is_symbol(value: object) -> bool:
     return isinstance(value, _SYMBOL_TYPES)
 
 
+def is_without_bytes(value: object) -> bool:
+    """Return whether a value of a node takes no memory on any device.
+
+    That are numbers, and what says how tensors of several processes belong together:
+    meshes of devices, groups of processes.
+    """
+    return value is not None and not isinstance(value, torch.Tensor | list | tuple)
+
+
 def expression_of(number: Any) -> Any:
     """Return the expression of a number that depends on sizes, which has a hash."""
     return number.node.expr

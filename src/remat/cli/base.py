@@ -88,7 +88,8 @@ def check_files(command: Command, options: argparse.Namespace) -> None:
     """
     taken: dict[Path, str] = {}
     for option in (*command.writes, *command.draws):
-        name: str | None = getattr(options, option.lstrip("-").replace("-", "_"))
+        # Not every action of a command has all of its options.
+        name = getattr(options, option.lstrip("-").replace("-", "_"), None)
         if name is None:
             continue
         if not name:

@@ -64,6 +64,7 @@ def arrange(platform: Platform, home: int) -> Platform:
         ),
         kinds=tuple(kinds),
         copies_wait=True,
+        allocators=platform.allocators,
     )
     _check_connected(arranged)
     return arranged

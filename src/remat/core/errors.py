@@ -5,7 +5,7 @@ built-in type that fits it, so that callers who do not know this package still c
 what they expect.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 
@@ -146,6 +146,24 @@ class RaceError(RematError, RuntimeError):
             type(self), storage=self.storage, device=self.device, steps=self.steps
         )
         return make, (str(self),)
+
+
+class RankError(RematError, RuntimeError):
+    """Processes that are to run one plan could not agree on it.
+
+    Attributes
+    ----------
+    ranks
+        Who failed, differs or did not come, by the ranks in the process group.
+    """
+
+    def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+    def __reduce__(self) -> tuple[Callable[..., "RankError"], tuple[str]]:
+        # Without it, what multiprocessing sends back cannot be unpickled.
+        return partial(type(self), ranks=self.ranks), (str(self),)
 
 
 class FileFormatError(RematError, ValueError):

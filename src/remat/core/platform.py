@@ -1,8 +1,9 @@
 """Platforms: devices with their budgets, and the links between them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from remat.core.allocator import AllocatorSettings
 from remat.core.checks import (
     checked_integer,
     checked_record,
@@ -139,6 +140,33 @@ class Device:
             optional=True,
             error=error,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceAllocator:
+    """That a device's memory has a caching allocator, and how it is set.
+
+    Parameters
+    ----------
+    device
+        The device's name.
+    settings
+        As ``PYTORCH_ALLOC_CONF`` gives them.
+
+    Raises
+    ------
+    InvalidPlatformError
+        If the name is no text, or the settings are none.
+    """
+
+    device: str
+    settings: AllocatorSettings = field(default_factory=AllocatorSettings)
+
+    def __post_init__(self) -> None:
+        error = InvalidPlatformError
+        checked_text("the device of an allocator", self.device, error=error)
+        label = f"the settings of the allocator of {self.device!r}"
+        checked_record(label, self.settings, AllocatorSettings, error=error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,13 +331,16 @@ class Platform:
     costs
         Measured costs of operators, which take the place of measuring them when a model
         is planned; ``None`` if there are none.
+    allocators
+        The devices whose memory has a caching allocator, which reserves more than is
+        live.
 
     Raises
     ------
     InvalidPlatformError
         If there is no device, a link names an unknown device or joins a device to
         itself, two links join the same pair in the same direction, a kind is described
-        twice, or a cost is for no device.
+        twice, a cost or an allocator is for no device, or a device has two allocators.
     """
 
     devices: tuple[Device, ...]
@@ -317,6 +348,7 @@ class Platform:
     kinds: tuple[DeviceKind, ...] = ()
     copies_wait: bool = False
     costs: MeasuredCosts | None = None
+    allocators: tuple[DeviceAllocator, ...] = ()
 
     def __post_init__(self) -> None:
         error = InvalidPlatformError
@@ -324,6 +356,7 @@ class Platform:
         keep_records(self, Device, "devices", of=of, error=error)
         keep_records(self, Link, "links", of=of, error=error)
         keep_records(self, DeviceKind, "kinds", of=of, error=error)
+        keep_records(self, DeviceAllocator, "allocators", of=of, error=error)
         keep_flags(self, "copies_wait", of=of, error=error)
         if self.costs is not None:
             checked_record(f"costs of {of}", self.costs, MeasuredCosts, error=error)
@@ -347,6 +380,22 @@ class Platform:
         costs = () if self.costs is None else self.costs.operators
         for name in dict.fromkeys(cost.device for cost in costs):
             self.index_of(name)
+        cached = [allocator.device for allocator in self.allocators]
+        for name in cached:
+            self.index_of(name)
+        if len(set(cached)) != len(cached):
+            msg = f"a device has two allocators: {', '.join(cached)}"
+            raise InvalidPlatformError(msg)
+
+    def allocator_of(self, device: int) -> AllocatorSettings | None:
+        """Return how the allocator of the device of that index is set.
+
+        ``None`` for a device whose memory has no caching allocator.
+        """
+        for allocator in self.allocators:
+            if allocator.device == self.devices[device].name:
+                return allocator.settings
+        return None
 
     def costs_on(self, device: str) -> dict[str, MeasuredCost]:
         """Return the measured costs on the device called ``device``, by operator."""
@@ -426,12 +475,24 @@ class Platform:
         return None
 
 
-def single_device(budget_bytes: int | None = None, kind: str = "cpu") -> Platform:
+def single_device(
+    budget_bytes: int | None = None,
+    kind: str = "cpu",
+    allocator: AllocatorSettings | None = None,
+) -> Platform:
     """Return a platform of one device of kind ``kind`` with the given budget.
+
+    With ``allocator`` its memory has a caching allocator that is set so.
 
     Raises
     ------
     InvalidPlatformError
         As for :class:`Device`.
     """
-    return Platform(devices=(Device(name=kind, kind=kind, budget_bytes=budget_bytes),))
+    cached = (
+        () if allocator is None else (DeviceAllocator(device=kind, settings=allocator),)
+    )
+    return Platform(
+        devices=(Device(name=kind, kind=kind, budget_bytes=budget_bytes),),
+        allocators=cached,
+    )

@@ -12,11 +12,13 @@ from typing import Annotated, NamedTuple, TypeVar, assert_never
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from remat.core.allocator import AllocatorSettings
 from remat.core.certificate import Certificate
 from remat.core.errors import FileFormatError, InvalidGraphError, InvalidPlatformError
 from remat.core.graph import Op, Phase, Role, Storage, TrainingGraph
 from remat.core.platform import (
     Device,
+    DeviceAllocator,
     DeviceKind,
     Link,
     MeasuredCost,
@@ -118,6 +120,7 @@ class _Platform(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     devices: _Table
     links: _Table
     costs: _Costs | UnsetType = UNSET
+    allocators: dict[str, str] = msgspec.field(default_factory=dict[str, str])
 
 
 class _Step(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -236,7 +239,8 @@ def platform_to_json(platform: Platform) -> dict[str, object]:
     """Return ``platform`` as values that JSON knows.
 
     Descriptions of device kinds and measured costs are left out where there are none,
-    and the flag ``copies_wait`` where it is false.
+    and the flag ``copies_wait`` where it is false. Allocators are texts by the devices'
+    names, as ``PYTORCH_ALLOC_CONF`` has them.
     """
     payload: dict[str, object] = {}
     if platform.kinds:
@@ -251,6 +255,8 @@ def platform_to_json(platform: Platform) -> dict[str, object]:
             "environment": dict(platform.costs.environment),
             "operators": _table(_CostRow, platform.costs.operators),
         }
+    if platform.allocators:
+        payload["allocators"] = {a.device: str(a.settings) for a in platform.allocators}
     return payload
 
 
@@ -274,6 +280,10 @@ def platform_from_json(payload: object) -> Platform:
             else _records(kinds, _KindRow, DeviceKind, "platform.kinds"),
             copies_wait=fields.copies_wait,
             costs=None if costs is UNSET else _measured_costs(costs),
+            allocators=tuple(
+                DeviceAllocator(device=name, settings=AllocatorSettings.parse(text))
+                for name, text in fields.allocators.items()
+            ),
         )
     except InvalidPlatformError as error:
         msg = f"the platform is inconsistent: {error}"

@@ -16,13 +16,12 @@ try:
     from lightning.pytorch.strategies import (
         DeepSpeedStrategy,
         FSDPStrategy,
-        ModelParallelStrategy,
     )
     from lightning.pytorch.strategies.xla import XLAStrategy
 except ImportError as error:
     raise missing(__name__, "lightning") from error
 
-_SHARDING = DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, XLAStrategy
+_SHARDING = DeepSpeedStrategy, FSDPStrategy, XLAStrategy
 
 
 class MemoryBudget(Callback):
@@ -157,7 +156,8 @@ def _check_supported(trainer: Trainer) -> None:
     if isinstance(strategy, _SHARDING):
         msg = (
             f"the Trainer's strategy is {type(strategy).__name__}, which gathers and "
-            "frees parameters around each layer, outside of what can be planned; train "
-            "with strategy='ddp' or on one device, or without MemoryBudget"
+            "frees parameters outside of what can be planned; train with "
+            "strategy='ddp', with ModelParallelStrategy and fully_shard in "
+            "configure_model, or on one device, or without MemoryBudget"
         )
         raise CaptureError(msg)

@@ -18,7 +18,7 @@ from remat.training.variants import VariantBackend
 
 BUDGET_VARIABLE = "REMAT_BUDGET"
 
-_NEED_OBJECTS = "optimizer", "loss", "progress", "model", "dynamic", "regions"
+_NEED_OBJECTS = "optimizer", "loss", "progress", "model", "dynamic", "regions", "group"
 _NAMES = ["budget", *(n for n in get_type_hints(PlanOptions) if n not in _NEED_OBJECTS)]
 
 

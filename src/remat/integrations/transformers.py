@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -77,7 +78,7 @@ class MemoryBudgetCallback(TrainerCallback):
             [optimizer],
             accumulate=step_batches > 1,
             # It loads all batches of an optimizer's step, and the one after them.
-            batches_ahead=step_batches,
+            batches_ahead=step_batches + _copies_batches(args),
         )
 
     def on_substep_end(self, *_args: Any, **_kwargs: Any) -> None:
@@ -147,6 +148,15 @@ class MemoryBudgetArguments:
             "regions": self.memory_regions,
         }
         return [MemoryBudgetCallback(self.memory_budget, **options)]
+
+
+def _copies_batches(args: TrainingArguments) -> bool:
+    """Whether each batch that the model is called with is a copy of one that is held.
+
+    The device of a distributed process without accelerators is ``cpu:0``, and torch
+    copies a tensor on ``cpu`` each time it is sent there.
+    """
+    return args.device == torch.device("cpu", 0)
 
 
 def _check_supported(args: TrainingArguments) -> None:

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
+from remat.bounds.time_bound import TimeBounds
 from remat.core.bounds import cost_bound_ns
 from remat.core.checks import checked_integer, checked_record, entries_of
 from remat.core.errors import BudgetError, InvalidPlatformError, UnitError
@@ -11,7 +13,13 @@ from remat.core.graph import TrainingGraph
 from remat.core.platform import Platform, single_device
 from remat.core.problem import Limits, Problem, Status, check_time_limit
 from remat.core.units import format_bytes, parse_budget
-from remat.planning.one_device import placed_on, plain_peak_bytes, solve_alone
+from remat.planning.one_device import (
+    NEGLIGIBLE_GAP,
+    local_search_from,
+    placed_on,
+    plain_peak_bytes,
+    solve_alone,
+)
 from remat.planning.plan import Plan, plan_settings
 from remat.planning.proofs import at_budget, with_bound
 from remat.planning.several_devices import (
@@ -41,7 +49,8 @@ def trade_off(  # noqa: PLR0913 - every option that a user has
     """Plan a graph at several budgets: time against memory.
 
     More budget is never slower and less never takes more memory: each budget gets the
-    cheapest of all the schedules found that fits. Every plan knows the smallest budget.
+    cheapest of all the schedules found that fits, and the search for a larger one
+    starts from those for smaller ones as well. Every plan knows the smallest budget.
 
     Parameters
     ----------
@@ -94,9 +103,14 @@ def trade_off(  # noqa: PLR0913 - every option that a user has
         # A solver may do better than the search for the smallest budget did.
         return with_bound(plan, limits=limits), floor.bound_bytes
 
-    def within(budget_bytes: int) -> Plan | None:
+    def within(budget_bytes: int, known: Sequence[Plan]) -> Plan | None:
         limits = Limits.after(time_limit, seed)
-        result = solve_alone(graph, budget_bytes, solvers, limits)
+        bounds = TimeBounds(graph, budget_bytes, kind, limits)
+        cheapest = min(known, key=lambda plan: (plan.cost_ns, plan.peak_bytes))
+        improver = partial(
+            local_search_from, bounds, gap=NEGLIGIBLE_GAP, others=[cheapest.schedule]
+        )
+        result = solve_alone(graph, budget_bytes, solvers, limits, improver=improver)
         if result.schedule is None:
             return None
         plan = Plan(
@@ -110,7 +124,7 @@ def trade_off(  # noqa: PLR0913 - every option that a user has
             settings=plan_settings(settings, solver, seed, result),
             _judged=result.trace,
         )
-        return with_bound(plan, limits=limits)
+        return with_bound(plan, bounds)
 
     return _curve(budgets, plain_peak_bytes(graph), smallest, within, progress)
 
@@ -185,7 +199,7 @@ def trade_off_on_devices(  # noqa: PLR0913 - every option that a user has
         plan = _smallest(graph, platform, fingerprint, settings, limits)
         return plan, graph.resident_bytes(0)
 
-    def within(budget_bytes: int) -> Plan | None:
+    def within(budget_bytes: int, _: Sequence[Plan]) -> Plan | None:
         try:
             return plan_on_devices(
                 graph,
@@ -209,7 +223,7 @@ def _curve(
     budgets: Sequence[int | str] | int,
     whole_bytes: int,
     smallest: Callable[[], tuple[Plan, int]],
-    within: Callable[[int], Plan | None],
+    within: Callable[[int, Sequence[Plan]], Plan | None],
     progress: ProgressCallback,
 ) -> tuple[Plan, ...]:
     """Plan at several budgets of the first device.
@@ -224,7 +238,8 @@ def _curve(
         Returns the plan of the smallest known budget, and a number of bytes below which
         nothing is possible.
     within
-        Returns a plan for a budget, or ``None`` if none is found.
+        Returns a plan for a budget, or ``None`` if none is found, from the budget and
+        the plans for smaller ones.
     """
     # Wrong sizes are refused before the search begins.
     sizes = (
@@ -241,7 +256,7 @@ def _curve(
     plans: list[Plan] = []
     for position, size in enumerate(ordered):
         progress(f"planning for {format_bytes(size)}", position / len(ordered))
-        plan = within(size)
+        plan = within(size, [least, *plans])
         if plan is not None:
             plans.append(plan)
     progress("done", 1.0)

@@ -17,12 +17,12 @@ from remat.core.graph import TrainingGraph
 from remat.core.in_flight import beside_bytes, others_bytes, saved_bytes, with_others
 from remat.core.liveness import schedule_from_order, store_all_order
 from remat.core.platform import single_device
-from remat.core.problem import Limits, Problem, Status
+from remat.core.problem import Limits, Problem, Status, StopReason
 from remat.core.schedule import Schedule
 from remat.core.simulator import Trace, simulate
 from remat.core.units import format_bytes, parse_budget
 from remat.planning.one_device import solve_alone
-from remat.planning.plan import Plan
+from remat.planning.plan import STOP_REASON, Plan
 from remat.planning.regions import frugal_order
 from remat.planning.smallest_budget import smallest_budget
 from remat.solvers.base import ProgressCallback, Solver, ignore_progress
@@ -128,7 +128,12 @@ def plan_in_flight(  # noqa: PLR0913 - every option that a user has
         bound_ns=bound_ns,
         fingerprint=fingerprint,
         in_flight=in_flight,
-        settings={**(settings or {}), "solver": solver, "seed": seed},
+        settings={
+            **(settings or {}),
+            **search.stop_setting,
+            "solver": solver,
+            "seed": seed,
+        },
     )
 
 
@@ -139,6 +144,7 @@ class _Search:
         self.kind = graph.device_kinds[0]
         self.resident_bytes = sum(s.size_bytes for s in graph.storages if s.is_resident)
         self.candidates: list[_Candidate] = []
+        self.stop_setting: dict[str, str] = {}
         self.plain = self.add("StoreAll", store_all_order(graph))
         self.frugal = self.add("frugal", frugal_order(graph))
 
@@ -197,6 +203,8 @@ class _Search:
             return
         load_bytes = alone_bytes - self.resident_bytes - most_saved_bytes
         result = solve_alone(self.loaded(load_bytes), alone_bytes, solvers, limits)
+        if result.stop_reason is StopReason.INTERRUPTED:
+            self.stop_setting = {STOP_REASON: str(result.stop_reason)}
         if result.schedule is not None:
             self.add(result.solver, result.schedule)
 

@@ -1,11 +1,13 @@
 """Plan a training graph within a budget, or within several; never imports torch."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
 from remat.bounds.time_bound import TimeBounds
+from remat.core.allocator import AllocatorSettings
 from remat.core.checks import (
     checked_callable,
     checked_flag,
@@ -33,11 +35,20 @@ from remat.core.problem import (
     StopReason,
     check_time_limit,
 )
+from remat.core.schedule import Schedule
 from remat.core.simulator import simulate
 from remat.core.units import ANY_WHOLE_BYTES, format_bytes, is_percentage, parse_budget
-from remat.planning.plan import Plan, loss_hint, plan_settings
+from remat.memory.requests import reserved_use
+from remat.native import core
+from remat.planning.plan import Account, Plan, loss_hint, plan_settings
 from remat.planning.portfolio import solve, solve_portfolio
 from remat.planning.proofs import is_near, with_bound
+from remat.planning.reserved import (
+    ReservedAnswer,
+    answer_reserved,
+    raise_reserved_error,
+    reserved_words,
+)
 from remat.planning.several_devices import (
     Budget,
     budgets_bytes,
@@ -46,15 +57,29 @@ from remat.planning.several_devices import (
 )
 from remat.planning.smallest_budget import FLOOR_SOLVERS, Floor, smallest_budget
 from remat.solvers.base import ProgressCallback, Solver, ignore_progress
+from remat.solvers.local_search import LocalSearch
 from remat.solvers.registry import QUICK, chosen_solvers
+
+NEGLIGIBLE_GAP = 0.001
+"""A plan that is proved to be as near as this is searched around only with a time
+limit: then there is time."""
+_PROBE_SHARE = 0.3
+"""How much of the time that is left a schedule within fewer live bytes may take."""
 
 _LARGE_OPS = 1500
 """From where on solvers of the whole graph take seconds."""
 
 
-def plain_peak_bytes(graph: TrainingGraph) -> int:
-    """Return the peak of the step without rematerialisation: what 100 % means."""
+def plain_peak_bytes(
+    graph: TrainingGraph, allocator: AllocatorSettings | None = None
+) -> int:
+    """Return the peak of the step without rematerialisation: what 100 % means.
+
+    With an allocator it is the peak of what that reserves.
+    """
     plain = schedule_from_order(graph, store_all_order(graph))
+    if allocator is not None:
+        return reserved_use(graph, plain, allocator).reserved_bytes
     return simulate(graph, _platform(graph), plain).peak_bytes[0]
 
 
@@ -73,6 +98,7 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
     settings: Mapping[str, Any] | None = None,
     leading: Solver | None = None,
     gap: float = 0.0,
+    account: Account | None = None,
 ) -> Plan:
     """Solve and judge: return a plan for ``graph`` within the budget.
 
@@ -82,11 +108,12 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
         A training step.
     budget
         Bytes, a size such as ``"8 GiB"``, or a percentage of the predicted peak
-        without rematerialisation; with several devices a mapping of these by the
-        devices' names.
+        without rematerialisation (of what is then reserved, where that is counted);
+        with several devices a mapping of these by the devices' names.
     platform
-        The devices, if there are several. Either the graph has costs for each of them
-        (:mod:`remat.core.device_graph`), or they follow from those that it has.
+        The devices, if there are several, or if one has a caching allocator. Either the
+        graph has costs for each of them (:mod:`remat.core.device_graph`), or they
+        follow from those that it has.
     fingerprint
         Identifies the traced step that the graph is of; empty for a graph that was
         not captured here. Such a plan cannot be installed on a model.
@@ -102,14 +129,19 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
         is large, its answer will do.
     gap
         As for :func:`remat.fit`.
+    account
+        Whose bytes the budget counts: ``"reserved"``, those that the caching allocator
+        of the one device holds, which is the default where the platform says that it
+        has one; or ``"live"``, those of the blocks in use.
 
     Raises
     ------
     BudgetError
         If no schedule fits; it names the smallest budget with a known schedule.
     InvalidPlatformError
-        If a device has no budget, a budget is for no device, a device is out of reach,
-        or an op can run on none.
+        If reserved bytes are to be counted and the platform is not of one device with a
+        caching allocator; if a device has no budget, a budget is for no device, a
+        device is out of reach, or an op can run on none.
     SolverUnsuitableError
         If the solver is unknown or cannot treat the graph.
     UnitError
@@ -119,17 +151,12 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
         of another type.
     """
     check_time_limit(time_limit)
-    checked_record("graph", graph, TrainingGraph)
-    checked_text("fingerprint", fingerprint)
-    checked_callable("progress", progress)
+    _check_types(graph, fingerprint, progress, settings, platform)
     checked_flag("has_assumed_loss", has_assumed_loss)
-    if settings is not None:
-        checked_record("settings", settings, Mapping)
-    if platform is not None:
-        checked_record("platform", platform, Platform)
     objective = checked_word("objective", objective, Objective)
     checked_number("gap", gap, most=1.0)
     limits = Limits.after(time_limit, seed)
+    account = _account_of(account, platform)
     if platform is not None and len(platform.devices) > 1:
         placed, graph = placed_on(graph, platform)
         return plan_on_devices(
@@ -147,8 +174,12 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
         )
     _check_runs_alone(graph)
     budget = one_budget(budget, platform, kind=graph.device_kinds[0])
-    is_share = is_percentage(budget)
-    whole_bytes = plain_peak_bytes(graph) if is_share else ANY_WHOLE_BYTES
+    allocator = None if platform is None else platform.allocator_of(0)
+    # What is replayed, too, where its bytes are what the budget counts.
+    counted = allocator if account == "reserved" else None
+    whole_bytes = (
+        plain_peak_bytes(graph, counted) if is_percentage(budget) else ANY_WHOLE_BYTES
+    )
     budget_bytes = parse_budget(budget, whole_bytes=whole_bytes)
     solvers = chosen_solvers(
         solver, objective=objective, is_timed=time_limit is not None
@@ -159,9 +190,12 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
         asked = leading_solvers
     bounds = TimeBounds(graph, budget_bytes, limits=limits)
     near = partial(is_near, bounds, gap=gap)
-    result = solve_alone(graph, budget_bytes, asked, limits, progress, near)
+    near_enough = max(gap, NEGLIGIBLE_GAP if time_limit is None else 0.0)
+    improver = partial(local_search_from, bounds, gap=near_enough)
+    ask = partial(solve_alone, graph, budget_bytes)
+    result = ask(asked, limits, progress, near, improver)
     if result.schedule is None and asked is leading_solvers:
-        result = solve_alone(graph, budget_bytes, solvers, limits, progress, near)
+        result = ask(solvers, limits, progress, near, improver)
     schedule, trace, floor_bytes = result.schedule, result.trace, None
     if schedule is None:
         progress("looking for the smallest budget", 0.0)
@@ -172,26 +206,122 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
             limits=limits,
         )
         floor_bytes = floor.budget_bytes
-        if budget_bytes < floor_bytes or solver != "auto":
+        if counted is not None and budget_bytes < floor_bytes:
+            raise_reserved_error(graph, budget_bytes, counted, floor, result)
+        if counted is None and (budget_bytes < floor_bytes or solver != "auto"):
             raise_budget_error(
                 graph, budget_bytes, result, floor, has_assumed_loss=has_assumed_loss
             )
         # What an error would have named as possible is not refused.
-        schedule, trace = floor.schedule, floor.trace
-        result = replace(result, solver="smallest_budget", status=Status.FEASIBLE)
+        result = replace(
+            result,
+            solver="smallest_budget",
+            status=Status.FEASIBLE,
+            schedule=floor.schedule,
+            trace=floor.trace,
+        )
+        result = _improved(graph, budget_bytes, result, improver, limits)
+        schedule, trace = result.schedule or floor.schedule, result.trace
+    made_with, use = plan_settings(settings, solver, seed, result), None
+    if counted is not None:
+        progress("replaying the caching allocator", 0.0)
+        solve_within = partial(
+            *(_solve_within, graph, asked), limits=limits, progress=progress, near=near
+        )
+        answer = answer_reserved(
+            graph, budget_bytes, counted, solve_within, result, limits
+        )
+        made_with |= reserved_words(graph, answer, result)
+        schedule, trace, use = answer.schedule, answer.trace, answer.use
+        result = _as_for(budget_bytes, answer, result)
     plan = Plan(
         graph=graph,
-        platform=_platform(graph, budget_bytes),
+        platform=_platform(graph, budget_bytes, allocator),
         schedule=schedule,
         solver=result.solver,
         status=result.status,
         bound_ns=result.bound_ns,
         fingerprint=fingerprint,
         smallest_budget_bytes=floor_bytes,
-        settings=plan_settings(settings, solver, seed, result),
+        account=account,
+        primed_bytes=() if use is None else use.primed_bytes,
+        settings=made_with,
         _judged=trace,
+        _reserved=use,
     )
     return with_bound(plan, bounds)
+
+
+def _check_types(
+    graph: object,
+    fingerprint: object,
+    progress: object,
+    settings: object,
+    platform: object,
+) -> None:
+    checked_record("graph", graph, TrainingGraph)
+    checked_text("fingerprint", fingerprint)
+    checked_callable("progress", progress)
+    if settings is not None:
+        checked_record("settings", settings, Mapping)
+    if platform is not None:
+        checked_record("platform", platform, Platform)
+
+
+def _account_of(account: Account | None, platform: Platform | None) -> Account:
+    """Return whose bytes a budget counts on these devices.
+
+    Raises
+    ------
+    InvalidPlatformError
+        If reserved bytes cannot be counted there.
+    ValueError
+        If there is no such account.
+    """
+    if account not in {None, "live", "reserved"}:
+        msg = (
+            f"account is {account!r}; it must be 'reserved', 'live' or left out (None)"
+        )
+        raise ValueError(msg)
+    is_one = platform is not None and len(platform.devices) == 1
+    has_allocator = platform is not None and platform.allocator_of(0) is not None
+    if account == "reserved" and not (is_one and has_allocator):
+        msg = (
+            "account='reserved' counts what a caching allocator holds, but the platform "
+            + (
+                "has several devices, whose budgets count live bytes"
+                if has_allocator
+                else "says of no device that its memory has one: give platform= with "
+                "allocators=(DeviceAllocator(device=...),)"
+            )
+        )
+        raise InvalidPlatformError(msg)
+    if account is None:
+        return "reserved" if is_one and has_allocator else "live"
+    return account
+
+
+def _as_for(budget_bytes: int, answer: ReservedAnswer, first: Result) -> Result:
+    """Return an answer with what is proved of it within all the bytes of a budget.
+
+    What is proved of the schedules within fewer live bytes is not.
+    """
+    if answer.limit_bytes == budget_bytes or answer.result is first:
+        return answer.result
+    return replace(answer.result, status=Status.FEASIBLE, bound_ns=0)
+
+
+def _solve_within(
+    graph: TrainingGraph,
+    solvers: Sequence[Solver],
+    budget_bytes: int,
+    *,
+    limits: Limits,
+    progress: ProgressCallback,
+    near: Callable[[int], bool],
+) -> Result:
+    share = limits.share(_PROBE_SHARE)
+    return solve_alone(graph, budget_bytes, solvers, share, progress, near)
 
 
 def _check_runs_alone(graph: TrainingGraph) -> None:
@@ -324,8 +454,12 @@ def one_budget(
     return budget
 
 
-def _platform(graph: TrainingGraph, budget_bytes: int | None = None) -> Platform:
-    return single_device(budget_bytes, kind=graph.device_kinds[0])
+def _platform(
+    graph: TrainingGraph,
+    budget_bytes: int | None = None,
+    allocator: AllocatorSettings | None = None,
+) -> Platform:
+    return single_device(budget_bytes, graph.device_kinds[0], allocator)
 
 
 def solve_alone(
@@ -335,6 +469,7 @@ def solve_alone(
     limits: Limits,
     progress: ProgressCallback = ignore_progress,
     is_near: Callable[[int], bool] | None = None,
+    improver: Callable[[Result], Solver | None] | None = None,
 ) -> Result:
     """Ask one solver or a portfolio for a schedule on one device."""
     problem = Problem(graph=graph, platform=_platform(graph, budget_bytes))
@@ -348,7 +483,54 @@ def solve_alone(
         limits=limits,
         on_progress=progress,
         is_near=is_near,
+        improver=improver,
     )
+
+
+def _improved(
+    graph: TrainingGraph,
+    budget_bytes: int,
+    result: Result,
+    improver: Callable[[Result], Solver | None],
+    limits: Limits,
+) -> Result:
+    """Return the result of a search from one, if that is better."""
+    solver = None if limits.is_over or core() is None else improver(result)
+    if solver is None:
+        return result
+    problem = Problem(graph=graph, platform=_platform(graph, budget_bytes))
+    better = solve(problem, solver, limits=limits)
+    if better.cost_ns is None or better.cost_ns >= (result.cost_ns or 0):
+        return result
+    return replace(better, candidates=result.candidates)
+
+
+def local_search_from(
+    bounds: TimeBounds,
+    result: Result,
+    *,
+    gap: float = 0.0,
+    others: Sequence[Schedule] = (),
+) -> Solver | None:
+    """Return a local search from a result; ``None`` if that is near enough the best.
+
+    Parameters
+    ----------
+    bounds
+        Of the step and the budget; made better as far as that takes.
+    result
+        The best one so far.
+    gap
+        The share of its time that the best schedule may be faster by.
+    others
+        More schedules to start from.
+    """
+    if result.schedule is None or result.cost_ns is None:
+        return None
+    if is_near(bounds, result.cost_ns, gap):
+        return None
+    enough_ns = math.floor(bounds.best_ns / (1 - gap)) if gap < 1 else 0
+    return LocalSearch(starts=(result.schedule, *others), enough_ns=enough_ns)
 
 
 def raise_budget_error(

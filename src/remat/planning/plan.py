@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from remat.bounds.certificate import certified_bound_ns
+from remat.core.allocator import ENVIRONMENT
 from remat.core.bounds import cost_bound_ns
 from remat.core.certificate import Certificate
 from remat.core.contributors import contributors as contributors
@@ -20,7 +21,7 @@ from remat.core.graph import Phase, TrainingGraph
 from remat.core.in_flight import others_bytes, plain_with_passes, with_passes
 from remat.core.liveness import schedule_from_order, store_all_order
 from remat.core.platform import Platform, single_device
-from remat.core.problem import Objective, Problem, Result, Status
+from remat.core.problem import Objective, Problem, Result, Status, StopReason
 from remat.core.schedule import Compute, Schedule
 from remat.core.simulator import Trace, simulate
 from remat.core.timelines import plain_timelines, replayed_timeline
@@ -37,10 +38,17 @@ from remat.files.serialisation import (
     schedule_from_json,
     schedule_to_json,
 )
+from remat.memory.requests import AllocatorReplay, ReservedUse, reserved_use
 from remat.planning.notebook import html_page, html_section, memory_picture
 
 Kernels = Literal["eager", "fused"]
 """Whose kernels a step runs: eager PyTorch's, or fused ones where they are quicker."""
+
+Account = Literal["live", "reserved"]
+"""Whose bytes a budget counts: blocks in use, or what the caching allocator holds."""
+
+ADVICE = "allocator advice"
+"""The key of a plan's settings for words about its caching allocator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +78,12 @@ class Plan:
     in_flight
         How many forward passes run before the first backward pass; what all but one
         take is a block of the graph (:mod:`remat.core.in_flight`).
+    account
+        Whose bytes the budget counts; ``"reserved"`` on one device whose memory has a
+        caching allocator.
+    primed_bytes
+        The sizes of blocks that are allocated, and then freed, before the first step,
+        so that the allocator has segments that all that follows shares.
     settings
         What the plan was made with, for people: versions, solver, profile. Nothing is
         read back from it.
@@ -78,7 +92,7 @@ class Plan:
     ------
     PlanMismatchError
         If the schedule breaks a rule or the budget when replayed, or is cheaper than
-        the bound.
+        the bound; or if its allocator reserves more than a budget of reserved bytes.
     """
 
     graph: TrainingGraph
@@ -94,18 +108,29 @@ class Plan:
     kernels: Kernels = "eager"
     fused_kernels: frozenset[str] = frozenset()
     in_flight: int = 1
+    account: Account = "live"
+    primed_bytes: tuple[int, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     _judged: InitVar[Trace | None] = None
     """The replay of the schedule on the platform, where it is known."""
     _proved_ns: InitVar[int | None] = None
     """What the certificate proves, where that has been verified."""
+    _reserved: InitVar[ReservedUse | None] = None
+    """What the allocator reserves, where it has been replayed."""
 
-    def __post_init__(self, _judged: Trace | None, _proved_ns: int | None) -> None:
+    def __post_init__(
+        self,
+        _judged: Trace | None,
+        _proved_ns: int | None,
+        _reserved: ReservedUse | None,
+    ) -> None:
         if _judged is not None:
             # To replay thousands of steps once more would take longer than it may.
             self.__dict__["trace"] = _judged
         if _proved_ns is not None:
             self.__dict__["proved_ns"] = _proved_ns
+        if _reserved is not None:
+            self.__dict__["reserved"] = _reserved
         if self.trace.violation is not None:
             msg = f"the plan's schedule is not valid: {self.trace.violation}"
             raise PlanMismatchError(msg)
@@ -117,6 +142,23 @@ class Plan:
             raise PlanMismatchError(msg)
         if self.in_flight > 1:
             self._check_in_flight()
+        if self.account == "reserved":
+            self._check_reserved()
+
+    def _check_reserved(self) -> None:
+        use, budget = self.reserved, self.budget_bytes
+        if use is None or budget is None or self.has_several_devices:
+            msg = (
+                "the plan's budget counts reserved bytes, which needs one device, with a "
+                "budget, whose memory has a caching allocator"
+            )
+            raise PlanMismatchError(msg)
+        if use.reserved_bytes > budget:
+            msg = (
+                f"the plan's allocator reserves {use.reserved_bytes:_} bytes, more than "
+                f"the budget of {budget:_} bytes"
+            )
+            raise PlanMismatchError(msg)
 
     def _check_in_flight(self) -> None:
         needed = with_passes(self.graph, self.schedule, self.in_flight)
@@ -151,6 +193,40 @@ class Plan:
         if self.in_flight == 1:
             return self.graph
         return plain_with_passes(self.graph, self.in_flight)
+
+    @cached_property
+    def reserved(self) -> ReservedUse | None:
+        """What the first device's caching allocator reserves over several steps.
+
+        ``None`` where its memory has no such allocator.
+        """
+        settings = self.platform.allocator_of(0)
+        if settings is None:
+            return None
+        kind = self.platform.devices[0].kind
+        return reserved_use(
+            self.graph,
+            self.schedule,
+            settings,
+            kind=kind,
+            primed_bytes=self.primed_bytes,
+        )
+
+    @cached_property
+    def reserved_uses(self) -> tuple[ReservedUse | None, ...]:
+        """What is reserved on each device, ``None`` where nothing is cached."""
+        others: list[ReservedUse | None] = []
+        for device in range(1, len(self.platform.devices)):
+            settings = self.platform.allocator_of(device)
+            kind = self.platform.devices[device].kind
+            if settings is None:
+                others.append(None)
+                continue
+            replay = AllocatorReplay(
+                self.graph, self.schedule, settings, kind=kind, device=device
+            )
+            others.append(replay.use())
+        return (self.reserved, *others)
 
     @property
     def budget_bytes(self) -> int | None:
@@ -289,6 +365,7 @@ class Plan:
             *([] if graphs is None else [("graphs", str(graphs))]),
             *([] if self.in_flight == 1 else [("in flight", self._in_flight_words())]),
             *(self._place_facts() if self.has_several_devices else self._peak_facts()),
+            *self._reserved_facts(),
             *self._bound_facts(),
             ("recomputed", f"{self.recomputed_op_count} of {len(self.graph.ops)} ops"),
         ]
@@ -357,10 +434,40 @@ class Plan:
             f"without remat ({format_ns(self.baseline_cost_ns)})"
         )
         return [
-            ("budget", "none" if budget is None else format_bytes(budget)),
+            ("budget", "none" if budget is None else self._budget_words(budget)),
             ("peak", peak),
             ("time", time),
         ]
+
+    def _budget_words(self, budget: int) -> str:
+        is_cached = self.platform.allocator_of(0) is not None
+        return format_bytes(budget) + (f", of {self.account} bytes" * is_cached)
+
+    def _reserved_facts(self) -> list[tuple[str, str]]:
+        """Return what caching allocators make of the plan."""
+        facts: list[tuple[str, str]] = []
+        devices = self.platform.devices
+        for device, use, live in zip(
+            devices, self.reserved_uses, self.trace.peak_bytes, strict=True
+        ):
+            if use is None:
+                continue
+            where = f" of {device.name}" if len(devices) > 1 else ""
+            facts += [
+                ("reserved", _reserved_words(use, live, where)),
+                ("allocator", str(use.settings) or f"default ({ENVIRONMENT[0]})"),
+            ]
+            if not use.is_steady:
+                steps = ", ".join(map(format_bytes, use.step_reserved_bytes))
+                facts.append(("", f"what is reserved still grows, by steps: {steps}"))
+            budget = device.budget_bytes
+            if budget is not None and use.reserved_bytes > budget:
+                more = format_bytes(use.reserved_bytes - budget)
+                facts.append(
+                    ("", f"{more} more than the budget, which counts live bytes")
+                )
+        advice = self.settings.get(ADVICE)
+        return facts if advice is None else [*facts, ("", str(advice))]
 
     def _place_facts(self) -> list[tuple[str, str]]:
         copies = [str(use) for use in self.link_uses] or ["nothing is copied"]
@@ -403,6 +510,19 @@ class Plan:
             "overlapped_ns": self.overlapped_ns,
             "devices": [asdict(use) for use in self.device_uses],
             "copies": [asdict(use) for use in self.link_uses],
+            **self._reserved_summary(),
+        }
+
+    def _reserved_summary(self) -> dict[str, Any]:
+        use = self.reserved
+        if use is None:
+            return {}
+        return {
+            "account": self.account,
+            "allocator": str(use.settings),
+            "reserved_bytes": use.reserved_bytes,
+            "allocated_bytes": use.allocated_bytes,
+            "primed_bytes": list(self.primed_bytes),
         }
 
     def save(self, path: str | Path) -> None:
@@ -413,33 +533,12 @@ class Plan:
         FileFormatError
             If the file cannot be written; an existing file is then unchanged.
         """
-        write_document(
-            path,
-            "plan",
-            {
-                "graph": graph_to_json(self.graph),
-                "platform": platform_to_json(self.platform),
-                "schedule": schedule_to_json(self.schedule),
-                "solver": self.solver,
-                "status": str(self.status),
-                "bound_ns": self.bound_ns,
-                "fingerprint": self.fingerprint,
-                "smallest_budget_bytes": self.smallest_budget_bytes,
-                "settings": {**self.settings, **_noted(self)},
-                **self._certificate_to_json(),
-            },
-        )
-
-    def _certificate_to_json(self) -> dict[str, object]:
-        if self.certificate is None:
-            return {}
-        return {
-            "certificate": certificate_to_json(self.certificate, self.proved_ns or 0)
-        }
+        write_document(path, "plan", plan_to_json(self))
 
 
 _FUSED_KERNELS = "fused kernels"
 _IN_FLIGHT = "in flight"
+_PRIMED = "primed bytes"
 
 
 class _Payload(msgspec.Struct, forbid_unknown_fields=True):
@@ -464,6 +563,27 @@ class _Noted(msgspec.Struct):
     kernels: Kernels = "eager"
     fused_kernels: str = msgspec.field(default="", name=_FUSED_KERNELS)
     in_flight: int = msgspec.field(default=1, name=_IN_FLIGHT)
+    account: Account = "live"
+    primed_bytes: tuple[int, ...] = msgspec.field(default=(), name=_PRIMED)
+
+
+def plan_to_json(plan: Plan) -> dict[str, object]:
+    """Return what :func:`plan_from_json` reads, of values that JSON can hold."""
+    found: dict[str, object] = {
+        "graph": graph_to_json(plan.graph),
+        "platform": platform_to_json(plan.platform),
+        "schedule": schedule_to_json(plan.schedule),
+        "solver": plan.solver,
+        "status": str(plan.status),
+        "bound_ns": plan.bound_ns,
+        "fingerprint": plan.fingerprint,
+        "smallest_budget_bytes": plan.smallest_budget_bytes,
+        "settings": {**plan.settings, **_noted(plan)},
+    }
+    if plan.certificate is not None:
+        proved_ns = plan.proved_ns or 0
+        found["certificate"] = certificate_to_json(plan.certificate, proved_ns)
+    return found
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -479,10 +599,17 @@ def load_plan(path: str | Path) -> Plan:
     CertificateError
         If its certificate is none of its graph.
     """
-    return load_document(path, "plan", _parse_plan)
+    return load_document(path, "plan", plan_from_json)
 
 
-def _parse_plan(payload: object) -> Plan:
+def plan_from_json(payload: object) -> Plan:
+    """Return the plan that :func:`plan_to_json` wrote, judged again.
+
+    Raises
+    ------
+    FileFormatError, PlanMismatchError, CertificateError
+        As for :func:`load_plan`.
+    """
     fields = convert(payload, _Payload, "plan")
     noted: dict[str, Any] = {}
     settings: dict[str, Any] = {}
@@ -508,6 +635,8 @@ def _parse_plan(payload: object) -> Plan:
         kernels=known.kernels,
         fused_kernels=frozenset(known.fused_kernels.split()),
         in_flight=known.in_flight,
+        account=known.account,
+        primed_bytes=known.primed_bytes,
         settings=settings,
     )
     if (plan.proved_ns or 0) < claimed_ns:
@@ -519,20 +648,32 @@ def _parse_plan(payload: object) -> Plan:
     return plan
 
 
-def _noted(plan: Plan) -> dict[str, str | int]:
+def _noted(plan: Plan) -> dict[str, str | int | list[int]]:
     """Return what files and figures of a plan hold among its settings.
 
     Only what is not the default, as files had it before these were fields.
     """
-    noted: dict[str, str | int] = {}
+    noted: dict[str, str | int | list[int]] = {}
     if plan.in_flight > 1:
         noted[_IN_FLIGHT] = plan.in_flight
+    if plan.account != "live":
+        noted["account"] = plan.account
+    if plan.primed_bytes:
+        noted[_PRIMED] = list(plan.primed_bytes)
     if plan.objective is not Objective.SERIAL:
         noted["objective"] = str(plan.objective)
     if plan.kernels != "eager":
         noted["kernels"] = plan.kernels
         noted[_FUSED_KERNELS] = " ".join(sorted(plan.fused_kernels))
     return noted
+
+
+def _reserved_words(use: ReservedUse, live_bytes: int, where: str) -> str:
+    share = f" ({use.reserved_bytes / live_bytes:.3f} x live)" if live_bytes else ""
+    return (
+        f"{format_bytes(use.reserved_bytes)} by the caching allocator{where}{share}, "
+        f"{format_bytes(use.allocated_bytes)} of them allocated"
+    )
 
 
 def _within(use: DeviceUse) -> str:
@@ -545,12 +686,18 @@ def _labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
     return [("" if position else label, line) for position, line in enumerate(lines)]
 
 
+STOP_REASON = "stop reason"
+"""The setting that says that Ctrl-C ended a search; other plans have none."""
+
+
 def plan_settings(
     settings: Mapping[str, Any] | None, solver: str, seed: int, result: Result
 ) -> dict[str, Any]:
     """Return what a plan was made with: the caller's settings and how it was solved."""
+    interrupted = result.stop_reason is StopReason.INTERRUPTED
     return {
         **(settings or {}),
+        **({STOP_REASON: str(result.stop_reason)} if interrupted else {}),
         "solver": solver,
         "seed": seed,
         "candidates": list(result.candidates),

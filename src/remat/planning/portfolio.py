@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from remat.core.bounds import cost_bound_ns, peak_bound_bytes
@@ -36,10 +36,14 @@ A solver that is stopped before its first schedule was run for nothing. For 10 0
 the quick ones need about half a second each, which a share of a short limit is not."""
 
 _IN_ANY_CASE = 2
-"""How many of them, as none is the better one of two on all graphs."""
+"""How many of them, as none is the better one of two on all graphs; those that may take
+all the time do not count, as they take next to none."""
 
 _LATE_S = 0.2
 """How late a quick solver may begin; with :data:`LEAST_S` it is less than a second."""
+
+IMPROVING_SHARE = 0.3
+"""What the improver may take of the time that is left, before the thorough solvers."""
 
 _SLOWEST = 3.0
 
@@ -128,7 +132,7 @@ def solve(
     return replace(result, elapsed_s=watch.elapsed_s)
 
 
-def solve_portfolio(
+def solve_portfolio(  # noqa: PLR0913 - what, how long, and until when
     problem: Problem,
     solvers: Sequence[Solver],
     *,
@@ -137,6 +141,7 @@ def solve_portfolio(
     on_progress: ProgressCallback = ignore_progress,
     objective: Objective = Objective.SERIAL,
     is_near: Callable[[int], bool] | None = None,
+    improver: Callable[[Result], Solver | None] | None = None,
 ) -> Result:
     """Run several solvers and return the best judged answer.
 
@@ -155,13 +160,17 @@ def solve_portfolio(
         As long as nothing has been found, one part more is left for the caller.
     quick
         Run before the others, each with the share of what is left that it may take.
-        Until two of them have found something, each gets :data:`LEAST_S` at least: they
-        are held to the limit by the time that they have of the processor, and may end
-        after it by less than a second.
+        Until two of less than 1 have found something, each gets :data:`LEAST_S` at
+        least: they are held to the limit by the time that they have of the processor,
+        and may end after it by less than a second.
     limits, on_progress, objective
         When to stop, whom to tell, and what is to be small.
     is_near
         Says of a serial time in nanoseconds whether no better one need be looked for.
+    improver
+        Makes a solver that starts from the best result so far, or none if that will do.
+        It runs when the others have, and, where time is limited, after the quick ones
+        as well, with :data:`IMPROVING_SHARE` of what is left.
 
     Returns
     -------
@@ -182,47 +191,91 @@ def solve_portfolio(
     watch = _Stopwatch()
     limits = limits or Limits()
     limit_s = limits.remaining_s
-    results: list[Result] = []
-    lines: list[str] = []
-    unsuitable: SolverUnsuitableError | None = None
-    bound_ns = cost_bound_ns(problem)
+    run = _Portfolio(problem, limits, objective, is_near, improver, on_progress)
     turns: list[tuple[Solver, float | None]] = list(quick)
     turns += [(solver, None) for solver in solvers]
     count = len(turns)
+    at_once = {type(solver).__name__ for solver, share in quick if share >= 1}
     for index, (solver, own_share) in enumerate(turns):
+        if quick and index == len(quick):
+            run.improve(IMPROVING_SHARE)
+        if run.has_enough:
+            break
         name = type(solver).__name__
         on_progress(f"trying {solver_name(solver)}", index / count)
-        found = sum(result.schedule is not None for result in results)
+        found = [r.solver for r in run.results if r.schedule is not None]
         is_quick = own_share is not None
         is_late = limits.is_over
-        if is_quick and found < _IN_ANY_CASE and limit_s is not None:
+        counted = sum(solver not in at_once for solver in found)
+        is_owed = is_quick and counted < _IN_ANY_CASE
+        if is_owed and limit_s is not None:
             is_late = watch.processor_s >= limit_s + _LATE_S
-        if results and is_late:
-            lines.append(f"{name}: not run, as time was over")
+        if run.results and is_late:
+            run.lines.append(f"{name}: not run, as time was over")
             continue
         share = own_share or 1 / (count - index + (not found))
         part = limits.share(share)
-        if is_quick and found < _IN_ANY_CASE:
+        if is_owed:
             part = part.at_least(LEAST_S * watch.slowdown)
-        try:
-            result = solve(problem, solver, limits=part)
-        except SolverUnsuitableError as error:
-            unsuitable = error
-            lines.append(f"{name}: unsuitable: {error}")
-            continue
-        results.append(result)
-        lines.append(_describe(result))
-        if objective is Objective.SERIAL and result.trace is not None:
-            cost_ns = result.trace.serial_ns
-            if cost_ns <= bound_ns or (is_near is not None and is_near(cost_ns)):
-                break
-    if not results:
-        raise unsuitable or SolverUnsuitableError("the portfolio holds no solver")
+        run.ask(solver, part)
+    run.improve(1.0)
+    if not run.results:
+        raise run.unsuitable or SolverUnsuitableError("the portfolio holds no solver")
     on_progress("done", 1.0)
-    best = min(results, key=partial(_rank, objective))
+    best = run.best
     if best.schedule is None and count > 1:
-        best = _nothing_found(problem, results, limits)
-    return replace(best, candidates=tuple(lines), elapsed_s=watch.elapsed_s)
+        best = _nothing_found(problem, run.results, limits)
+    if any(result.stop_reason is StopReason.INTERRUPTED for result in run.results):
+        best = replace(best, stop_reason=StopReason.INTERRUPTED)
+    return replace(best, candidates=tuple(run.lines), elapsed_s=watch.elapsed_s)
+
+
+@dataclass(slots=True)
+class _Portfolio:
+    """Results so far, and whether they are good enough."""
+
+    problem: Problem
+    limits: Limits
+    objective: Objective
+    is_near: Callable[[int], bool] | None
+    improver: Callable[[Result], Solver | None] | None
+    on_progress: ProgressCallback
+    results: list[Result] = field(default_factory=list[Result])
+    lines: list[str] = field(default_factory=list[str])
+    unsuitable: SolverUnsuitableError | None = None
+    has_enough: bool = False
+
+    @property
+    def best(self) -> Result:
+        return min(self.results, key=partial(_rank, self.objective))
+
+    def ask(self, solver: Solver, limits: Limits) -> None:
+        """Run a solver, and take note of what it finds."""
+        try:
+            result = solve(self.problem, solver, limits=limits)
+        except SolverUnsuitableError as error:
+            self.unsuitable = error
+            self.lines.append(f"{type(solver).__name__}: unsuitable: {error}")
+            return
+        self.results.append(result)
+        self.lines.append(_describe(result))
+        if self.objective is Objective.SERIAL and result.cost_ns is not None:
+            is_least = result.cost_ns <= cost_bound_ns(self.problem)
+            is_near = self.is_near is not None and self.is_near(result.cost_ns)
+            self.has_enough = is_least or is_near
+
+    def improve(self, share: float) -> None:
+        """Improve the best result in a share of the time that is left."""
+        if self.improver is None or self.has_enough or self.limits.is_over:
+            return
+        if not any(result.schedule is not None for result in self.results):
+            return
+        solver = self.improver(self.best)
+        if solver is None:
+            self.has_enough = True
+            return
+        self.on_progress(f"trying {solver_name(solver)}", 1.0)
+        self.ask(solver, self.limits.share(share))
 
 
 def _nothing_found(

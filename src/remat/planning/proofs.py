@@ -60,6 +60,7 @@ def with_bound(
         certificate=bounds.certificate,
         _judged=plan.trace,
         _proved_ns=bounds.best_ns,
+        _reserved=plan.reserved,
     )
 
 

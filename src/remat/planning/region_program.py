@@ -287,7 +287,7 @@ class RegionProgram:
         budget_bytes = problem.budget_bytes
         schedule, trace = self.step.everything
         if budget_bytes is not None and trace.peak_bytes[0] > budget_bytes:
-            fronts = self._fronts(limits, on_progress)
+            fronts = self.fronts_of(limits, on_progress)
             on_progress("choosing a plan for each region", 0.9)
             search = RegionSearch(self.step, fronts, schedule, trace)
             schedule = search.run(budget_bytes)
@@ -301,9 +301,10 @@ class RegionProgram:
             message=f"{len(set(keys))} of {len(keys)} graphs are distinct",
         )
 
-    def _fronts(
+    def fronts_of(
         self, limits: Limits, on_progress: ProgressCallback
     ) -> list[RegionFront]:
+        """Return the front of each region; those that are not known are looked for."""
         keys = self._keys()
         missing = [key for key in dict.fromkeys(keys) if key not in self.fronts]
         for done, key in enumerate(missing):
@@ -489,7 +490,7 @@ class RegionSearch:
             came, option = np.nonzero(runs & fits[:, None])
             if not len(came):
                 return None
-            used, cost, kept = _cheapest(
+            used, cost, kept = cheapest(
                 used[came] + stage.held_bytes[option],
                 cost[came] + stage.cost_ns[option],
             )
@@ -505,7 +506,7 @@ class RegionSearch:
         return choice[::-1]
 
 
-def _cheapest(used: Numbers, cost: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+def cheapest(used: Numbers, cost: Numbers) -> tuple[Numbers, Numbers, Numbers]:
     """Return the states that none is better than, thinned out, and their numbers."""
     # Sorted by both, the same would take three times as long.
     order = np.argsort(used, kind="stable")

@@ -59,6 +59,8 @@ class Region:
         Per tangent, where its gradients come together.
     gradients
         Pairs of the slot that an input's gradient goes to, and its storage.
+    outputs
+        The ops that run once for no other reason than that they make an output.
     """
 
     graph: TrainingGraph
@@ -66,6 +68,7 @@ class Region:
     made: Mapping[int, int] = field(default_factory=dict[int, int])
     slots: Mapping[int, Slot] = field(default_factory=dict[int, int])
     gradients: Sequence[tuple[Slot, int]] = ()
+    outputs: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +129,8 @@ class EagerWork:
         Sizes in bytes of the blocks that stay, by their numbers.
     workspace_bytes
         Most bytes that it takes beyond these.
+    cost_ns
+        Time that it takes, where it is not the same in all steps that are compared.
     """
 
     name: str
@@ -133,6 +138,7 @@ class EagerWork:
     takes: Sequence[Slot] = ()
     made: Mapping[int, int] = field(default_factory=dict[int, int])
     workspace_bytes: int = 0
+    cost_ns: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,10 +188,18 @@ class RegionOrder:
         Ops of the region's graph as they run, with the boundary among them.
     fullest
         Positions in ``order`` at which memory of the whole step is fullest.
+    again
+        Ops of the region's forward pass that run as a whole once more, before a later
+        region's backward pass.
+    remade
+        Storages of the region's graph that are not kept for backward, but are made
+        again by this region or by another one.
     """
 
     order: tuple[int, ...]
     fullest: frozenset[int] = frozenset()
+    again: tuple[int, ...] = ()
+    remade: frozenset[int] = frozenset()
 
     def schedule(self, graph: TrainingGraph) -> Schedule:
         """Return the region's schedule, which frees at the last use."""
@@ -266,19 +280,20 @@ class ComposedStep:
                     runs[phase, origin[0]].append(step.op)
         return self._in_layout(runs)
 
-    def schedule_of(self, orders: Sequence[Sequence[int]]) -> Schedule:
+    def schedule_of(
+        self, orders: Sequence[Sequence[int]], reruns: Sequence["Rerun"] = ()
+    ) -> Schedule:
         """Return the schedule in which each region runs in an order of its own.
 
         Parameters
         ----------
         orders
             Per region ops of its graph, with the boundary among them.
+        reruns
+            The regions that run forward again as a whole, before the first backward
+            pass of another one that reads what they made.
         """
-        numbers = {
-            origin: number
-            for number, origin in enumerate(self.origins)
-            if origin is not None
-        }
+        numbers = self._numbers
         runs: dict[tuple[Phase, int], list[int]] = {}
         for region, order in enumerate(orders):
             turn = list(order).index(BOUNDARY)
@@ -289,14 +304,128 @@ class ComposedStep:
                 for op in order[turn + 1 :]
                 if (region, op) in numbers
             ]
-        return self._in_layout(runs)
+        return self._in_layout(runs, reruns)
 
-    def _in_layout(self, runs: Mapping[tuple[Phase, int], Sequence[int]]) -> Schedule:
+    def _in_layout(
+        self,
+        runs: Mapping[tuple[Phase, int], Sequence[int]],
+        reruns: Sequence["Rerun"] = (),
+    ) -> Schedule:
         """Return the schedule in which each pass of a region runs these ops."""
+        makers = {storage: rerun for rerun in reruns for storage in rerun.storages}
         order: list[int] = []
         for part in self._layout:
-            order += [part] if isinstance(part, int) else runs[part]
+            if isinstance(part, int):
+                order.append(part)
+                continue
+            if part[0] is Phase.BACKWARD:
+                order += self._reruns_before(runs[part], makers)
+            order += runs[part]
         return schedule_from_order(self.graph, order)
+
+    def _reruns_before(
+        self, ops: Sequence[int], makers: dict[int, "Rerun"]
+    ) -> list[int]:
+        """Return what makes again what some ops read, and take it from ``makers``.
+
+        What is made again stays for whoever reads it later.
+        """
+        order: list[int] = []
+        # Region by region back to one whose input is there.
+        waiting = [reads for op in reversed(ops) for reads in self.graph.ops[op].reads]
+        while waiting:
+            rerun = makers.get(waiting[-1])
+            if rerun is None:
+                waiting.pop()
+                continue
+            needed = [storage for storage in rerun.reads if storage in makers]
+            if needed:
+                waiting += needed
+                continue
+            order += rerun.ops
+            for storage in rerun.storages:
+                del makers[storage]
+        return order
+
+    @cached_property
+    def reruns(self) -> dict[int, "Rerun"]:
+        """Per region that may run forward again as a whole, what that makes.
+
+        That is what it hands to later regions and what nobody else keeps for backward,
+        as far as it follows from its inputs and from generators' states.
+        """
+        kept = {*self.graph.final_outputs, *self.graph.forward_outputs}
+        reads: set[int] = set()
+        for op, origin in zip(self.graph.ops, self.origins, strict=True):
+            if op.phase is Phase.BACKWARD:
+                (kept if origin is None else reads).update(op.reads)
+        found: dict[int, Rerun] = {}
+        for index, (region, mapped) in enumerate(
+            zip(self.regions, self.storages, strict=True)
+        ):
+            made = [n for n in region.made if mapped[n] in reads - kept]
+            fixed = frozenset(n for n, s in mapped.items() if s in kept)
+            ops, given = _closure(region, made, fixed)
+            if ops:
+                numbers = [self._numbers[index, op] for op in ops]
+                found[index] = Rerun(
+                    region=index,
+                    local_ops=tuple(ops),
+                    ops=tuple(numbers),
+                    storages=tuple(
+                        mapped[n]
+                        for n in made
+                        if any(n in region.graph.ops[op].writes for op in ops)
+                    ),
+                    reads=tuple(
+                        mapped[n]
+                        for n in given
+                        if not self.graph.storages[mapped[n]].is_resident
+                    ),
+                )
+        return found
+
+    @cached_property
+    def _numbers(self) -> dict[tuple[int, int], int]:
+        """The op of ``graph`` that an op of a region is."""
+        pairs = enumerate(self.origins)
+        return {origin: number for number, origin in pairs if origin is not None}
+
+    def may_rerun(self, rerun: "Rerun", order: Sequence[int]) -> bool:
+        """Whether a region may run as a whole again if it runs in an order of its own.
+
+        Its own backward pass has to keep all that it starts from, and nothing that it
+        makes: so it keeps no more and no less for that.
+        """
+        region, mapped = self.regions[rerun.region], self.storages[rerun.region]
+        ops = region.graph.ops
+        made, read = set[int](), set[int]()
+        for number in order[list(order).index(BOUNDARY) + 1 :]:
+            if (rerun.region, number) not in self._numbers:
+                return False  # Backward does not come to it.
+            read.update(mapped[s] for s in ops[number].reads if s not in made)
+            made.update(ops[number].writes)
+        inner = {mapped[s] for op in rerun.local_ops for s in ops[op].writes}
+        return read.issuperset(rerun.reads) and not (read & (inner - {*rerun.storages}))
+
+    @cached_property
+    def with_reruns(self) -> "ComposedStep":
+        """The step in which regions may run forward again as a whole."""
+        ops = list(self.graph.ops)
+        for rerun in self.reruns.values():
+            for op in rerun.ops:
+                ops[op] = replace(ops[op], non_recomputable=None)
+        return replace(self, graph=replace(self.graph, ops=tuple(ops)))
+
+    def has_reruns(self, schedule: Schedule) -> bool:
+        """Whether a schedule makes again what regions hand to others."""
+        outputs = {
+            self._numbers[index, op]
+            for index, region in enumerate(self.regions)
+            for op in region.outputs
+            if (index, op) in self._numbers
+        }
+        return not outputs.isdisjoint(schedule.recompute_counts())
 
     def held_bytes(self, schedule: Schedule, trace: Trace) -> tuple[int, ...]:
         """Return what is live before each region's forward, and after all, in bytes."""
@@ -370,22 +499,123 @@ class ComposedStep:
         """Take a schedule of the step, ordered by regions, apart."""
         orders: list[list[int]] = [[] for _ in self.storages]
         fullest: list[set[int]] = [set() for _ in self.storages]
-        for position, step in enumerate(schedule.steps):
-            if isinstance(step, Boundary):
+        again: list[tuple[int, ...]] = [() for _ in self.storages]
+        remade: set[int] = set()
+        for run in self._runs(schedule):
+            if not run:
                 for order in orders:
                     order.append(BOUNDARY)
-            elif isinstance(step, Compute):
-                origin = self.origins[step.op]
-                if origin is None:
-                    continue
-                region, op = origin
+                continue
+            pairs = [(position, self._origin(schedule, position)) for position in run]
+            region = pairs[0][1][0]
+            if self._is_rerun(orders[region], [op for _, (_, op) in pairs], region):
+                again[region] = tuple(op for _, (_, op) in pairs)
+                remade.update(self.reruns[region].storages)
+                continue
+            for position, (_, op) in pairs:
                 if trace.timeline_bytes[0][position] == trace.peak_bytes[0]:
                     fullest[region].add(len(orders[region]))
                 orders[region].append(op)
         return [
-            RegionOrder(order=tuple(order), fullest=frozenset(full))
-            for order, full in zip(orders, fullest, strict=True)
+            RegionOrder(
+                order=tuple(order),
+                fullest=frozenset(full),
+                again=ops,
+                remade=frozenset(n for n, s in mapped.items() if s in remade),
+            )
+            for order, full, ops, mapped in zip(
+                orders, fullest, again, self.storages, strict=True
+            )
         ]
+
+    def _runs(self, schedule: Schedule) -> list[list[int]]:
+        """Return the positions of computations of a region in turn, ``[]`` between."""
+        runs: list[list[int]] = []
+        before: int | None = None
+        for position, step in enumerate(schedule.steps):
+            if isinstance(step, Boundary):
+                runs.append([])
+                before = None
+            elif isinstance(step, Compute):
+                origin = self.origins[step.op]
+                if origin is not None and origin[0] == before:
+                    runs[-1].append(position)
+                elif origin is not None:
+                    runs.append([position])
+                before = None if origin is None else origin[0]
+        return runs
+
+    def _origin(self, schedule: Schedule, position: int) -> tuple[int, int]:
+        step = schedule.steps[position]
+        origin = self.origins[step.op] if isinstance(step, Compute) else None
+        if origin is None:
+            msg = f"step {position} is none of a region"
+            raise ValueError(msg)
+        return origin
+
+    def _is_rerun(self, before: Sequence[int], ops: Sequence[int], region: int) -> bool:
+        """Whether ops in turn are all of a rerun: of forward, in backward."""
+        forward = self.regions[region].graph.forward_count
+        return BOUNDARY in before and max(ops) < forward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rerun:
+    """A region that runs forward again as a whole.
+
+    Parameters
+    ----------
+    region
+        The region.
+    local_ops, ops
+        What runs, as ops of its graph and of the step's.
+    storages
+        What is made again, as storages of the step.
+    reads
+        What has to be there for it beside what always is, as storages of the step.
+    """
+
+    region: int
+    local_ops: tuple[int, ...]
+    ops: tuple[int, ...]
+    storages: tuple[int, ...]
+    reads: tuple[int, ...]
+
+
+def _closure(
+    region: Region, made: Sequence[int], fixed: frozenset[int]
+) -> tuple[list[int], list[int]]:
+    """Return the ops that make outputs of a region again, and what these start from.
+
+    Outputs that do not follow from inputs and noted states alone are left out, and
+    those for which an op would have to write what is ``fixed``.
+    """
+    graph = region.graph
+    chosen, given = set[int](), dict[int, None]()
+    for output in made:
+        ops, starts, stack = set[int](), list[int](), [output]
+        is_whole = True
+        while stack:
+            storage = stack.pop()
+            producer = graph.producers[storage]
+            if producer is None:
+                starts.append(storage)
+            elif producer in ops:
+                continue
+            elif (
+                graph.ops[producer].is_recomputable or producer in region.outputs
+            ) and fixed.isdisjoint(graph.ops[producer].writes):
+                ops.add(producer)
+                stack += graph.ops[producer].reads
+            elif graph.ops[producer].is_ordered and not graph.ops[producer].reads:
+                starts.append(storage)  # The state of a random generator.
+            else:
+                is_whole = False
+                break
+        if is_whole:
+            chosen |= ops
+            given |= dict.fromkeys(starts)
+    return sorted(chosen), list(given)
 
 
 def compose(name: str, parts: Parts, *, frees_tangents: bool) -> ComposedStep:
@@ -559,6 +789,7 @@ class _Composition:
         writes: tuple[int, ...] = (),
         *,
         workspace_bytes: int = 0,
+        cost_ns: int = 0,
     ) -> None:
         count = len(self.regions[0].graph.device_kinds)
         self.ops.append(
@@ -566,7 +797,7 @@ class _Composition:
                 name=name,
                 reads=tuple(s for s in reads if not self.storages[s].is_resident),
                 writes=writes,
-                cost_ns=(0,) * count,
+                cost_ns=(cost_ns,) * count,
                 workspace_bytes=(workspace_bytes,) * count,
                 phase=phase,
                 non_recomputable=_BETWEEN,
@@ -578,15 +809,19 @@ class _Composition:
 
     def add_backward(self, index: int) -> None:
         region, mapped = self.regions[index], self.maps[index]
+        dropped: dict[int, None] = {}
         for tangent in region.graph.tangents:
             block = region.graph.storages[tangent]
             slot = region.slots.get(tangent)
             found = None if slot is None else self.gradient_at(slot, block)
             if found is None:
                 found = self.made_between(f"zeros for {block.name}", block, ())
+            elif self.storages[found].size_bytes < block.size_bytes:
+                # An expanded one, as of a sum: regions take copies of them.
+                dropped[found] = None
+                found = self.made_between(f"all of {block.name}", block, (found,))
             mapped[tangent] = found
         self.add_ops(index, Phase.BACKWARD)
-        dropped: dict[int, None] = {}
         if not self.frees_tangents:
             dropped.update(dict.fromkeys(mapped[t] for t in region.graph.tangents))
         for slot, gradient in region.gradients:
@@ -613,6 +848,7 @@ class _Composition:
             tuple(dict.fromkeys(reads)),
             made,
             workspace_bytes=work.workspace_bytes,
+            cost_ns=work.cost_ns,
         )
 
     def add_eager_backward(self, eager: EagerBackward) -> None:

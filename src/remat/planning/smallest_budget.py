@@ -14,15 +14,19 @@ from remat.bounds.memory_bound import least_budget_bytes
 from remat.core.bounds import peak_bound_bytes
 from remat.core.errors import SolverFault
 from remat.core.graph import TrainingGraph
+from remat.core.liveness import schedule_from_order
 from remat.core.platform import single_device
 from remat.core.problem import Limits, Problem, Result
 from remat.core.schedule import Schedule
-from remat.core.simulator import Trace
+from remat.core.simulator import Trace, simulate
+from remat.native import core
 from remat.planning.portfolio import solve
 from remat.solvers.base import Solver
 from remat.solvers.chen import ChenSqrt
 from remat.solvers.greedy_eviction import CANDIDATES, GreedyEviction
+from remat.solvers.local_search import lowered_order
 from remat.solvers.min_cut_retention import MinCutRetention
+from remat.solvers.order_search import order_of
 from remat.solvers.store_all import StoreAll
 
 FLOOR_SOLVERS: tuple[Solver, ...] = (
@@ -103,7 +107,8 @@ def smallest_budget(
 
     Notes
     -----
-    Asks the cheap solvers about log2(100 / tolerance_percent) times, plus twice.
+    Asks the cheap solvers about log2(100 / tolerance_percent) times, plus twice. A
+    local search then makes the peak of what they found smaller.
     """
     limits = limits or Limits()
     one_op_bytes = peak_bound_bytes(graph, kind)
@@ -142,13 +147,39 @@ def smallest_budget(
             if found is None:
                 break
             best = found
-    schedule, trace = best
+    schedule, trace = _lowered(graph, kind, best, bound_bytes, limits)
     return Floor(
         budget_bytes=trace.peak_bytes[0],
         schedule=schedule,
         trace=trace,
         bound_bytes=bound_bytes,
     )
+
+
+def _lowered(
+    graph: TrainingGraph,
+    kind: str,
+    best: tuple[Schedule, Trace],
+    bound_bytes: int,
+    limits: Limits,
+) -> tuple[Schedule, Trace]:
+    """Return a schedule whose peak a local search has made smaller, if it could."""
+    schedule, trace = best
+    if core() is None or limits.is_over or trace.peak_bytes[0] <= bound_bytes:
+        return best
+    order = lowered_order(
+        graph,
+        order_of(schedule),
+        bound_bytes,
+        kind_index=graph.kind_index(kind),
+        limits=limits,
+    )
+    schedule = schedule_from_order(graph, order)
+    found = simulate(graph, single_device(None, kind), schedule)
+    if found.violation is not None:
+        msg = f"the search for a smaller peak breaks a rule: {found.violation}"
+        raise SolverFault(msg)
+    return min(best, (schedule, found), key=lambda pair: pair[1].peak_bytes)
 
 
 def _answer(

@@ -21,6 +21,7 @@ import msgspec
 import torch
 
 from remat.core.errors import RematError
+from remat.files.cache_folder import cache_directory
 
 Record = TypeVar("Record")
 
@@ -30,19 +31,6 @@ _log = logging.getLogger(__name__)
 
 class CostCacheWarning(UserWarning):
     """The cache of operator costs could not be read or written."""
-
-
-def cache_directory() -> Path:
-    """Return where costs are kept.
-
-    ``REMAT_CACHE_DIR`` if set, else ``remat`` under ``XDG_CACHE_HOME``, else
-    ``~/.cache/remat``.
-    """
-    if explicit := os.environ.get("REMAT_CACHE_DIR"):
-        return Path(explicit)
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "remat"
-    return Path.home() / ".cache" / "remat"
 
 
 def environment() -> dict[str, str]:

@@ -22,12 +22,14 @@ from remat.core.platform import DeviceKind, MeasuredCost, Platform
 from remat.core.units import round_up
 from remat.profile.arguments import empty_like
 from remat.profile.cache import CostCache
+from remat.profile.collectives import collective_cost
 from remat.profile.estimate import Rates, estimate_operators, measure_rates
 from remat.profile.known import KnownCosts, is_here, measured_costs
 from remat.profile.operators import OperatorCall, OperatorCost, profile_operators
 from remat.profile.roofline import Roofline
 from remat.solvers.base import ProgressCallback
 from remat.torch_compat.accelerators import is_accelerator
+from remat.torch_compat.collectives import is_collective
 from remat.torch_compat.names import FakeTensor, tree_map
 
 Costs = Literal["measured", "estimated"]
@@ -90,6 +92,9 @@ def with_costs(
     known = known or KnownCosts("home", {})
     found, missing = known.split(calls)
     looked_up = set(found)
+    for position in [p for p in missing if is_collective(calls[p].target)]:
+        found[position] = collective_cost(calls[position])
+        missing.remove(position)
     others = [calls[position] for position in missing]
     hardware = hardware_now()
     if hardware is not None:
@@ -423,7 +428,9 @@ def platform_costs(
             msg = f"device {name!r} ({place}) is not on this machine; measure it there"
             raise InvalidPlatformError(msg)
         is_home = place == home
-        chosen = calls if is_home else movable
+        # Other processes would have to take part.
+        alone = [call for call in calls if not is_collective(call.target)]
+        chosen = alone if is_home else movable
         target = torch.device(place)
         moved = (
             chosen

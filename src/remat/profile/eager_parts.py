@@ -5,7 +5,7 @@ their backward passes one node of autograd at a time, on zeros.
 """
 
 import heapq
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -102,16 +102,13 @@ def eager_forwards(
         Of another forward pass, with marks at the borders of regions.
     """
     made: dict[int, dict[int, int]] = {}
-    for block, before in gathering.eager.items():
+    growths = list(_growths(gathering, recording))
+    seen = [stayed for _, stayed in growths]
+    for block, before in _made_where(gathering, seen).items():
         made.setdefault(before, {})[block] = gathering.sizes_bytes[block]
     found: dict[int, EagerForward] = {}
-    for before, (peak_bytes, stayed) in enumerate(_growths(gathering, recording)):
+    for before, (peak_bytes, stayed) in enumerate(growths):
         blocks = made.pop(before, {})
-        for size_bytes in blocks.values():
-            # The same block, of which the recording knows the address alone.
-            same = [each for each in stayed if each[0] == size_bytes]
-            if same:
-                stayed.remove(max(same))
         for size_bytes, last in stayed:
             block = gathering.new_block(size_bytes)
             blocks[block] = size_bytes
@@ -120,6 +117,43 @@ def eager_forwards(
         if blocks or workspace_bytes:
             found[before] = EagerForward(made=blocks, workspace_bytes=workspace_bytes)
     return found
+
+
+def _made_where(
+    gathering: Gathering, stayed: Sequence[list[tuple[int, int]]]
+) -> dict[int, int]:
+    """Return before which region each known block of eager operators was made.
+
+    Parameters
+    ----------
+    gathering
+        Knows before which region a block was there, and how long it was held.
+    stayed
+        Per region, what a recording shows to be made before it, of which the sizes are
+        known and not the blocks. What is the same is taken out.
+    """
+    found: dict[int, int] = {}
+
+    def take(block: int, before: int, *, is_held_as_long: bool) -> None:
+        size_bytes, last = gathering.sizes_bytes[block], gathering.held.get(block)
+        same = [
+            each
+            for each in stayed[before]
+            if each[0] == size_bytes and (each[1] == last or not is_held_as_long)
+        ]
+        if same and block not in found:
+            stayed[before].remove(max(same))
+            found[block] = before
+
+    for is_held_as_long in (True, False):
+        for block, before in gathering.eager.items():
+            take(block, before, is_held_as_long=is_held_as_long)
+    # What a region is given may have been made before an earlier one.
+    for is_held_as_long in (True, False):
+        for block, before in gathering.eager.items():
+            for earlier in reversed(range(before)):
+                take(block, earlier, is_held_as_long=is_held_as_long)
+    return gathering.eager | found
 
 
 def _growths(
@@ -170,10 +204,8 @@ class _Backward:
             for index, seen in enumerate(gathering.seen)
             if seen.node is not None
         }
-        # When regions were made, to tell before which one another node was.
-        numbered = sorted((made_number(n), i) for n, i in self.regions.items())
-        self.numbers = [number for number, _ in numbered]
-        self.indices = [index for _, index in numbered]
+        # To tell before which region a node was made.
+        self.numbers = [seen.next_number for seen in gathering.seen]
         self.roots = _roots(outputs)
         self.defined: set[Slot] = set()
         self.growths = GrowthRecorder()
@@ -338,8 +370,7 @@ class _Backward:
 
     def saved(self, node: Any) -> list[int]:
         """Return the blocks, but resident ones, that a node keeps."""
-        position = bisect_left(self.numbers, made_number(node))
-        before = self.indices[position - 1] + 1 if position else 0
+        before = bisect_right(self.numbers, made_number(node))
         blocks = [
             self.gathering.note_eager(tensor, before) for tensor in saved_tensors(node)
         ]

@@ -16,6 +16,7 @@ import torch
 from remat.capture.gathering import Gathering
 from remat.core.errors import CaptureError
 from remat.planning.regions import EagerBackward, EagerForward, EagerWork
+from remat.profile.collectives import exchange_ns
 from remat.profile.eager_parts import BackwardOrder
 from remat.torch_compat.attributes import leaf_of, made_number, storage_identity
 from remat.torch_compat.sharding import Gathered, GatheredGroup
@@ -62,6 +63,92 @@ def held_for(
         yield
 
 
+class ChosenToKeep:
+    """Groups of parameters that may stay whole between their passes, or go and come.
+
+    Parameters
+    ----------
+    gathering, gathered, between
+        What the forward pass for planning showed.
+
+    Attributes
+    ----------
+    groups
+        Those of which either may be chosen, in the order of their forward passes.
+    """
+
+    def __init__(
+        self,
+        gathering: Gathering,
+        gathered: Gathered,
+        between: Mapping[int, EagerForward],
+    ) -> None:
+        self._gathered = gathered
+        self._last = len(gathering.seen)
+        self._held = gathering.held
+        self._blocks: dict[GatheredGroup, list[int]] = {}
+        # Of what is in pieces between its passes, the region that needs it last.
+        self._ends: dict[GatheredGroup, int] = {}
+        once = [g for g in gathered.order if gathered.order.count(g) == 1]
+        for group in filter(lambda group: group.may_be_kept, once):
+            whole = {storage_identity(p) for p in group.parameters}
+            needed = [
+                index
+                for index, seen in enumerate(gathering.seen)
+                if not whole.isdisjoint(seen.given.values())
+            ]
+            if not needed:
+                continue
+            held = self._last if group in gathered.kept else needed[-1]
+            found = self._made(group, between.get(needed[0]), held)
+            if found is not None:
+                self._blocks[group], self._ends[group] = found, needed[-1]
+
+    def _made(
+        self, group: GatheredGroup, eager: EagerForward | None, held: int
+    ) -> list[int] | None:
+        """Return the blocks of whole parameters among those made, if found."""
+        left = {} if eager is None else dict(eager.made)
+        found: list[int] = []
+        for size_bytes in group.sizes_bytes:
+            same = [
+                block
+                for block, size in left.items()
+                if size == size_bytes and self._held.get(block) == held
+            ]
+            if not same:
+                return None
+            found.append(same[0])
+            del left[same[0]]
+        return found
+
+    @property
+    def groups(self) -> list[GatheredGroup]:
+        """Those of which either may be chosen, in the order of their forward passes."""
+        return list(self._blocks)
+
+    @property
+    def kept(self) -> frozenset[GatheredGroup]:
+        """Those among them that are kept now."""
+        return frozenset(self._blocks).intersection(self._gathered.kept)
+
+    def held(self, kept: frozenset[GatheredGroup]) -> dict[int, int]:
+        """Return how long blocks are held that would be for another time otherwise."""
+        return {
+            block: self._last if group in kept else self._ends[group]
+            for group, blocks in self._blocks.items()
+            for block in blocks
+        }
+
+    def whole(self, kept: frozenset[GatheredGroup]) -> dict[GatheredGroup, list[int]]:
+        """Return the blocks that are there when the backward pass begins."""
+        return {
+            group: list(blocks)
+            for group, blocks in self._blocks.items()
+            if group in kept
+        }
+
+
 class GatheredBackward:
     """What gathering takes in a backward pass, put between its parts.
 
@@ -75,6 +162,8 @@ class GatheredBackward:
         What the forward pass did.
     between
         What stays of it.
+    choice, kept
+        The groups that may be kept whole, and those of them that are.
 
     Attributes
     ----------
@@ -88,12 +177,17 @@ class GatheredBackward:
         gathering: Gathering,
         gathered: Gathered,
         between: Mapping[int, EagerForward],
+        choice: ChosenToKeep,
+        kept: frozenset[GatheredGroup],
     ) -> None:
         self.backward = backward
         self.gathering = gathering
         # A module that is called several times is expected as often.
         self.order = list(gathered.order)
-        self.whole = {group: self._blocks_in(group, between) for group in gathered.kept}
+        self.whole = choice.whole(kept)
+        for group in gathered.kept:
+            if group not in choice.groups:
+                self.whole[group] = self._blocks_in(group, between)
         self.stay: set[int] = set()
         self.fetched: dict[GatheredGroup, int] = {}
         self.waiting: list[int] = []
@@ -178,6 +272,7 @@ class GatheredBackward:
             name=f"pieces of {group.name}",
             made={self.fetched[group]: size_bytes},
             workspace_bytes=group.cast_bytes,
+            cost_ns=exchange_ns(size_bytes, group.device_type) if size_bytes else 0,
         )
 
     def end(self, group: GatheredGroup) -> Iterator[EagerWork]:

@@ -16,7 +16,8 @@ queues of CUDA devices and the copies beside them, and before a graph is made of
 order is proved to have no race.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import fx
 from remat.capture.joint_program import JointProgram, map_nodes, needed_arguments
 from remat.capture.varying_sizes import (
     is_symbol,
+    is_without_bytes,
     restore_symbols,
     symbolic_value,
 )
@@ -40,6 +42,7 @@ from remat.core.issue_order import (
     Run,
     Wait,
 )
+from remat.core.liveness import BOUNDARY, schedule_from_order
 from remat.core.platform import single_device
 from remat.core.races import check_no_race
 from remat.core.schedule import Boundary, Compute, Copy, Schedule, Step
@@ -51,6 +54,7 @@ from remat.runtime.copies import (
     release,
     wait_event,
 )
+from remat.runtime.exchanges import exchange
 from remat.runtime.issuing import (
     LEAST_BYTES_BESIDE,
     Place,
@@ -61,7 +65,8 @@ from remat.runtime.marks import mark_device
 from remat.runtime.overwriting import overwritable_argument, overwritten_storage
 from remat.runtime.random_state import replay
 from remat.torch_compat.accelerators import device_count, note_random_state
-from remat.torch_compat.metadata import is_unchecked, leave_unchecked
+from remat.torch_compat.collectives import is_collective
+from remat.torch_compat.metadata import is_tangent, is_unchecked, leave_unchecked
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +146,11 @@ def lower(
     backward_values = [backward.resolve_output(v) for v in program.backward_values]
     saved = backward.order_saved()
     forward_values = [forward.resolve_output(v) for v in program.forward_values]
-    # Autograd's wrapper takes sizes after tensors, and gives them back before these.
+    # Autograd's wrapper takes sizes last, and gives them back first.
     saved_values = [
         *(forward.saved_value(place) for place in saved),
-        *(forward.sizes[node] for node in backward.saved_sizes),
+        *(forward.numbers[node] for node in backward.saved_meshes),
+        *(forward.numbers[node] for node in backward.saved_sizes),
     ]
     forward.graph.output((*forward_values, *saved_values))
     backward.graph.output(tuple(backward_values))
@@ -155,6 +161,62 @@ def lower(
     restore_symbols(lowered.forward)
     restore_symbols(lowered.backward)
     return lowered
+
+
+def lower_again(
+    program: JointProgram, ops: Sequence[int], storages: Sequence[int]
+) -> tuple[fx.GraphModule, list[int]]:
+    """Return a module that runs a part of the forward pass again.
+
+    Parameters
+    ----------
+    program
+        The traced step, on its own device.
+    ops
+        What runs, in order: all that the storages follow from.
+    storages
+        What is made.
+
+    Returns
+    -------
+    module
+        Returns a tensor in the block of each of the storages.
+    list
+        The storages that it is given, each as the tensor that the step keeps it in.
+    """
+    kept = replace(program.graph, final_outputs=tuple(storages))
+    order = [*range(kept.forward_count), BOUNDARY, *ops]
+    schedule = schedule_from_order(kept, order)
+    replayed = {s for op, s in program.random_states.items() if op in ops}
+    # Nothing is overwritten, so that it takes what the schedule says.
+    _, issue = issue_orders(
+        kept, schedule, [place == "cpu" for place in _home(program)]
+    )
+    again = _Pass(
+        program,
+        _home(program),
+        schedule.steps,
+        issue,
+        already_run=set(range(kept.forward_count)),
+        replayed=replayed,
+    )
+    again.add_tangents()
+    again.emit()
+    made = tuple(again.value((storage, 0)) for storage in storages)
+    given = [storage for storage, _ in again.order_saved()]
+    for tangent in again.tangents:
+        again.graph.erase_node(tangent)
+    again.graph.output(made)
+    return _module(program.module, again.graph), given
+
+
+def _home(program: JointProgram) -> tuple[str, ...]:
+    return (str(program.device),)
+
+
+def saved_name(storage: int) -> str:
+    """Return what the backward module calls a storage that forward saves for it."""
+    return f"saved_{storage}"
 
 
 def torch_places(program: JointProgram) -> tuple[str, ...]:
@@ -261,27 +323,35 @@ class _Pass:
     at_boundary: frozenset[Place] = frozenset()
     # The device that was marked last.
     marked: int = 0
-    # Numbers that follow from sizes that vary: free in both passes.
-    sizes: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
+    # What takes no memory, free in both passes: numbers that follow from sizes that
+    # vary, and meshes of devices.
+    numbers: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
     # Backward only: those among them that it takes from forward.
     saved_sizes: list[fx.Node] = field(default_factory=list[fx.Node])
+    saved_meshes: list[fx.Node] = field(default_factory=list[fx.Node])
 
     def add_inputs(self) -> None:
-        tangents = set(self.program.graph.tangents)
         for node in self.program.module.graph.find_nodes(op="placeholder"):
-            if is_symbol(symbolic_value(node)):
-                self.sizes[node] = self.graph.node_copy(node)
+            if is_tangent(node):
                 continue
-            (storage,) = self.program.storages_of[node]
-            if storage not in tangents:
-                self.live[storage, 0] = self.graph.node_copy(node)
+            copy = self.graph.node_copy(node)
+            if is_without_bytes(symbolic_value(node)):
+                self.numbers[node] = copy
+            else:
+                (storage,) = self.program.storages_of[node]
+                self.live[storage, 0] = copy
 
     def add_tangents(self) -> None:
-        for storage in self.program.graph.tangents:
-            (node,) = self.program.base_nodes[storage]
+        for node in self.program.module.graph.find_nodes(op="placeholder"):
+            if not is_tangent(node):
+                continue
             copy = self.graph.node_copy(node)
-            self.live[storage, 0] = copy
             self.tangents.append(copy)
+            if is_without_bytes(symbolic_value(node)):
+                self.numbers[node] = copy
+            else:
+                (storage,) = self.program.storages_of[node]
+                self.live[storage, 0] = copy
 
     def emit(self) -> None:
         """Emit the instructions of the issue order."""
@@ -405,6 +475,8 @@ class _Pass:
                 kwargs[variant.keyword] = args[position]
         if self.is_elsewhere(device):
             kwargs = self.made_on(kwargs, device)
+        if is_collective(target):
+            target, args = exchange, (target, *args)
         new = self.graph.create_node(node.op, target, args, kwargs, name=node.name)
         new.meta = dict(node.meta)
         return new
@@ -518,7 +590,7 @@ class _Pass:
         storage, device = place
         bases = bases_of(self.program, storage)
         with self.graph.inserting_before(self.tangents[0]):
-            name = f"saved_{storage}_on_{device}" if device else f"saved_{storage}"
+            name = saved_name(storage) + (f"_on_{device}" if device else "")
             node = self.graph.placeholder(name)
         if bases:
             node.meta = self.meta_of(storage, device)
@@ -540,21 +612,25 @@ class _Pass:
 
         ordered = sorted(self.saved, key=unchecked)
         for node in self.saved_sizes:
-            self.tangents[0].prepend(self.sizes[node])
+            self.tangents[0].prepend(self.numbers[node])
         for place in ordered:
             self.tangents[0].prepend(self.saved[place])
+        for node in self.saved_meshes:
+            self.tangents[0].prepend(self.numbers[node])
         return ordered
 
-    def size(self, node: fx.Node) -> fx.Node:
-        """Return the emitted node of a number that follows from sizes that vary."""
-        if node not in self.sizes:
+    def number(self, node: fx.Node) -> fx.Node:
+        """Return the emitted node of what takes no memory."""
+        if node not in self.numbers:
             if node.op == "placeholder":
                 with self.graph.inserting_before(self.tangents[0]):
-                    self.sizes[node] = self.graph.node_copy(node)
-                self.saved_sizes.append(node)
+                    self.numbers[node] = self.graph.node_copy(node)
+                is_size = is_symbol(symbolic_value(node))
+                saved = self.saved_sizes if is_size else self.saved_meshes
+                saved.append(node)
             else:
-                self.sizes[node] = self.graph.node_copy(node, self.size)
-        return self.sizes[node]
+                self.numbers[node] = self.graph.node_copy(node, self.number)
+        return self.numbers[node]
 
     def saved_value(self, place: Place) -> fx.Node:
         node = self.live.get(place)
@@ -570,8 +646,8 @@ class _Pass:
 
     def resolve(self, node: fx.Node, device: int) -> Any:
         """Return the emitted node with the value of ``node`` of the joint graph."""
-        if is_symbol(symbolic_value(node)):
-            return self.size(node)
+        if is_without_bytes(symbolic_value(node)):
+            return self.number(node)
         storages = self.program.storages_of[node]
         if len(storages) == 1 and node in self.program.base_nodes[storages[0]]:
             return self.value(self.readable(storages[0], device))

@@ -17,15 +17,15 @@ from torch import fx
 
 from remat.core.errors import PlanWarning
 from remat.torch_compat.attributes import is_compiled_step
-from remat.torch_compat.metadata import is_tangent, output_position
+from remat.torch_compat.metadata import are_parts, is_tangent, output_position
 
 
 class DefinedTangents:
     """Which incoming gradients exist, handed from autograd to the backward code.
 
     One belongs to one traced step: :meth:`read` looks at its joint graph,
-    :meth:`watch` at the outputs of a forward pass, and :meth:`drop_undefined` changes
-    what the backward code returns.
+    :meth:`watch` at the outputs of a forward pass, and :meth:`undefined` says what the
+    backward code is not to return.
     """
 
     def __init__(self) -> None:
@@ -52,9 +52,14 @@ class DefinedTangents:
                 mask |= masks[source]
             masks[node] = mask
         (output,) = joint.graph.find_nodes(op="output")
+        # A gradient that is put together from parts cannot be left out here.
         self.dependence = [
-            masks[value] if isinstance(value, fx.Node) else 0
-            for value in output.args[0][forward_output_count:]
+            masks[value] if isinstance(value, fx.Node) and not is_part else 0
+            for value, is_part in zip(
+                output.args[0][forward_output_count:],
+                are_parts(output)[forward_output_count:],
+                strict=True,
+            )
         ]
 
     def expect_only(self, output: int | None, name: str) -> None:
@@ -121,16 +126,27 @@ class DefinedTangents:
         )
         warnings.warn(msg, PlanWarning, stacklevel=2)
 
-    def drop_undefined(self, gradients: Sequence[Any]) -> Sequence[Any]:
-        """Return the gradients with ``None`` for those of undefined tangents only."""
+    def undefined(self) -> frozenset[int]:
+        """Return which gradients depend on undefined tangents only, once a pass."""
         undefined = getattr(self._noted, "undefined", 0)
         self._noted.undefined = 0
         if not undefined:
-            return gradients
-        return tuple(
-            None if mask and not mask & ~undefined else gradient
-            for gradient, mask in zip(gradients, self.dependence, strict=True)
+            return frozenset()
+        return frozenset(
+            position
+            for position, mask in enumerate(self.dependence)
+            if mask and not mask & ~undefined
         )
+
+
+def without(gradients: Sequence[Any], undefined: frozenset[int]) -> Sequence[Any]:
+    """Return gradients with ``None`` for those that do not exist."""
+    if not undefined:
+        return gradients
+    return tuple(
+        None if position in undefined else gradient
+        for position, gradient in enumerate(gradients)
+    )
 
 
 def place_of(output: Any) -> tuple[Any, int] | None:

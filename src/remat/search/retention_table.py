@@ -38,7 +38,15 @@ class _Copy:
         return self.uses[-1] if self.uses else self.birth
 
 
-def _check(numbers: Numbers, order: Sequence[int]) -> None:
+def check_order(numbers: Numbers, order: Sequence[int]) -> None:
+    """Refuse numbers that do not fit together, and ops that there are not.
+
+    Raises
+    ------
+    ValueError
+        If lists differ in length, an index is out of range, or sizes or times are
+        negative or add up to too much.
+    """
     count = len(numbers.costs)
     require(
         len(numbers.reads) == len(numbers.writes) == count + 2
@@ -84,7 +92,7 @@ class Table:
 
     def __init__(self, numbers: Numbers, order: Sequence[int]) -> None:
         numbers = Numbers(*numbers)
-        _check(numbers, order)
+        check_order(numbers, order)
         self._numbers = numbers
         self._ops = list(order)
         self._is_in = [True] * len(self._ops)

@@ -10,6 +10,7 @@ from remat.solvers.device_search import DeviceSearch as DeviceSearch
 from remat.solvers.greedy_eviction import CANDIDATES as CANDIDATES
 from remat.solvers.greedy_eviction import GreedyEviction as GreedyEviction
 from remat.solvers.join import Join as Join
+from remat.solvers.local_search import LocalSearch as LocalSearch
 from remat.solvers.lower_sets import LowerSets as LowerSets
 from remat.solvers.lower_sets import LowerSetsApprox as LowerSetsApprox
 from remat.solvers.min_cut_retention import MinCutRetention as MinCutRetention

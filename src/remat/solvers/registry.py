@@ -8,6 +8,7 @@ from remat.solvers.chen import ChenGreedy, ChenLowerSets, ChenSqrt
 from remat.solvers.device_search import DeviceSearch
 from remat.solvers.greedy_eviction import CANDIDATES, GreedyEviction
 from remat.solvers.join import Join
+from remat.solvers.local_search import LocalSearch
 from remat.solvers.lower_sets import LowerSets, LowerSetsApprox
 from remat.solvers.min_cut_retention import MinCutRetention
 from remat.solvers.moccasin import Moccasin
@@ -24,6 +25,7 @@ SOLVERS: dict[str, type[Solver]] = {
     "chen-lower-sets": ChenLowerSets,
     "greedy-eviction": GreedyEviction,
     "min-cut-retention": MinCutRetention,
+    "local-search": LocalSearch,
     "lower-sets": LowerSets,
     "lower-sets-approx": LowerSetsApprox,
     "rotor": Rotor,
@@ -55,6 +57,7 @@ def solver_name(solver: Solver) -> str:
 
 AUTO: tuple[type[Solver], ...] = (
     StoreAll,
+    ChenSqrt,
     LowerSets,
     Rotor,
     Revolve,
@@ -66,6 +69,7 @@ AUTO: tuple[type[Solver], ...] = (
 
 QUICK: tuple[tuple[Solver, float], ...] = (
     (StoreAll(), 1.0),
+    (ChenSqrt(), 1.0),
     (GreedyEviction(candidates=CANDIDATES[1:2], starts_from_segments=False), 0.9),
     (Revolve(), 0.4),
     (GreedyEviction(candidates=CANDIDATES[2:3], starts_from_segments=False), 0.5),

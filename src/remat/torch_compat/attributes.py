@@ -11,12 +11,15 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 from torch._dynamo import eval_frame, symbolic_convert
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as modules
 from torch.nn.parallel import DistributedDataParallel
 
 from remat.torch_compat import names
+from remat.torch_compat.sharding import local_part
 
 Call = Callable[..., Any]
 
@@ -118,6 +121,14 @@ def active_wrapper() -> DistributedDataParallel | None:
     return DistributedDataParallel._get_active_ddp_module()
 
 
+def smallest_bucket_bytes(wrapper: DistributedDataParallel) -> int:
+    """Return the bytes of the bucket in which a wrapper exchanges gradients first.
+
+    It is smaller than the others, so that exchanging begins early.
+    """
+    return min(wrapper.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
+
+
 @contextmanager
 def default_stance() -> Generator[None]:
     """Let compiled calls do what they were compiled for.
@@ -171,8 +182,21 @@ def tracer_is_off() -> bool:
 
 
 def storage_identity(tensor: torch.Tensor) -> int:
-    """Return what no other storage has, while the tensor's storage lives."""
-    return tensor.untyped_storage()._cdata
+    """Return what no other storage has, while the tensor's storage lives.
+
+    Of a tensor in pieces, that is the storage of the piece of this process.
+    """
+    return local_part(tensor).untyped_storage()._cdata
+
+
+def holder_count(tensor: torch.Tensor) -> int:
+    """Return how many hold on to a tensor: Python as one, and code below of it."""
+    return tensor._use_count()
+
+
+def storage_alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """Return the storage that a weak reference is to, or ``None`` if it is gone."""
+    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
 def viewed(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -10,7 +10,10 @@ from torch import fx
 
 from remat.torch_compat.names import (
     InputMutationAOTOutput,
+    PlainAOTInput,
     PlainAOTOutput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
     TangentAOTInput,
 )
 
@@ -70,9 +73,29 @@ def modules_differentiated(node: fx.Node) -> Stack | None:
 # --- inputs and outputs of a step ----------------------------------------------------
 
 
+def _whole(description: Any) -> Any:
+    """Return what a description says of the tensor that something is a part of.
+
+    A tensor such as a ``DTensor`` is several inputs and outputs of a joint graph: the
+    plain tensor that a process holds, and how it belongs to those of the others.
+    """
+    while isinstance(description, SubclassGetAttrAOTInput | SubclassGetAttrAOTOutput):
+        description = description.base
+    return description
+
+
+def argument_position(placeholder: fx.Node) -> int | None:
+    """Return which argument of the traced function an input is, or is a part of.
+
+    ``None`` where it is none, as the gradient of an output.
+    """
+    described = _whole(placeholder.meta.get(_DESCRIPTION))
+    return described.idx if isinstance(described, PlainAOTInput) else None
+
+
 def is_tangent(node: fx.Node) -> bool:
     """Return whether an input of a joint graph is the gradient of an output."""
-    return isinstance(node.meta.get(_DESCRIPTION), TangentAOTInput)
+    return isinstance(_whole(node.meta.get(_DESCRIPTION)), TangentAOTInput)
 
 
 def output_position(tangent: fx.Node) -> int | None:
@@ -81,7 +104,7 @@ def output_position(tangent: fx.Node) -> int | None:
     Outputs that are views share the tangent of what they are views of, named after the
     first of them. Tangents of inputs that the step changes have no output.
     """
-    description = tangent.meta[_DESCRIPTION].output
+    description = _whole(tangent.meta[_DESCRIPTION]).output
     described = getattr(description, "base_of", description)
     return described.idx if isinstance(described, PlainAOTOutput) else None
 
@@ -95,29 +118,43 @@ def outputs_of_tangents(graph: fx.Graph) -> dict[fx.Node, int]:
     found: dict[fx.Node, int] = {}
     for node in graph.find_nodes(op="placeholder"):
         if is_tangent(node):
-            described = node.meta[_DESCRIPTION].output
+            described = _whole(node.meta[_DESCRIPTION]).output
             for position, value in enumerate(output.meta.get(_DESCRIPTION, ())):
-                if value == described and not isinstance(value, InputMutationAOTOutput):
+                if _whole(value) == described and not isinstance(
+                    described, InputMutationAOTOutput
+                ):
                     found[node] = position
                     break
     return found
 
 
 def changed_inputs(output: fx.Node) -> list[int | None]:
-    """Return, for each value that a joint graph returns, which input's new value it is.
+    """Return, for each value that a joint graph returns, whose new value it is.
 
-    ``None`` for other values.
+    That is the position of an argument of the traced function, or ``None``.
     """
+    described = map(_whole, output.meta.get(_DESCRIPTION, ()))
     return [
         _position_of(each.mutated_input)
         if isinstance(each, InputMutationAOTOutput)
         else None
-        for each in output.meta.get(_DESCRIPTION, ())
+        for each in described
     ]
 
 
 def _position_of(argument: Any) -> int:
     return argument.idx
+
+
+def are_parts(output: fx.Node) -> list[bool]:
+    """Return, for each value that a joint graph returns, whether it is a part of one.
+
+    What is put together from parts, such as a ``DTensor``, has to have all of them.
+    """
+    return [
+        isinstance(each, SubclassGetAttrAOTOutput)
+        for each in output.meta.get(_DESCRIPTION, ())
+    ]
 
 
 def leave_unchecked(node: fx.Node) -> None:

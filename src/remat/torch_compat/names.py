@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         _get_dispatch_mode,
         _TorchDispatchModeKey,
     )
-    from torch._C._autograd import _top_saved_tensors_default_hooks
+    from torch._C._autograd import _get_sequence_nr, _top_saved_tensors_default_hooks
     from torch._C._functorch import (
         is_functorch_wrapped_tensor as is_functorch_wrapped_tensor,
     )
@@ -46,7 +46,16 @@ if TYPE_CHECKING:
         InputMutationAOTOutput as InputMutationAOTOutput,
     )
     from torch._functorch._aot_autograd.descriptors import (
+        PlainAOTInput as PlainAOTInput,
+    )
+    from torch._functorch._aot_autograd.descriptors import (
         PlainAOTOutput as PlainAOTOutput,
+    )
+    from torch._functorch._aot_autograd.descriptors import (
+        SubclassGetAttrAOTInput as SubclassGetAttrAOTInput,
+    )
+    from torch._functorch._aot_autograd.descriptors import (
+        SubclassGetAttrAOTOutput as SubclassGetAttrAOTOutput,
     )
     from torch._functorch._aot_autograd.descriptors import (
         TangentAOTInput as TangentAOTInput,
@@ -131,6 +140,7 @@ if TYPE_CHECKING:
     is_in_dispatch_mode = is_in_any_mode_without_ignore_compile_internals
     neg_view = _neg_view
     top_saved_tensors_hooks = _top_saved_tensors_default_hooks
+    next_node_number = _get_sequence_nr
     profiler_enabled = _profiler_enabled
     enable_profiler_legacy = _enable_profiler_legacy
     disable_profiler_legacy = _disable_profiler_legacy
@@ -162,6 +172,7 @@ if TYPE_CHECKING:
     upsample_nearest_exact3d: Any = torch.ops.aten._upsample_nearest_exact3d
     upsample_bilinear2d_aa: Any = torch.ops.aten._upsample_bilinear2d_aa
     upsample_bicubic2d_aa: Any = torch.ops.aten._upsample_bicubic2d_aa
+    wait_tensor: Any = torch.ops._c10d_functional.wait_tensor.default
 
 else:
 

@@ -24,6 +24,28 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return piece._local_tensor
 
 
+def in_pieces_like(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of which this process holds a part, in pieces as another one.
+
+    That is the part itself where the other one is whole.
+    """
+    if not is_in_pieces(whole):
+        return part
+    kind: Any = type(whole)
+    divided: Any = whole
+    return kind(part, divided._spec, requires_grad=False)
+
+
+def is_in_pieces(tensor: torch.Tensor) -> bool:
+    """Return whether other processes hold the rest of a tensor, a ``DTensor``."""
+    return local_part(tensor) is not tensor
+
+
+def is_gathered_around(module: nn.Module) -> bool:
+    """Return whether a module's parameters are gathered, by itself or one around it."""
+    return getattr(module, "_is_fsdp_managed_module", False)
+
+
 def sharded_parts(model: nn.Module) -> list[str]:
     """Return the names of the parts of a model that are sharded by themselves."""
     sharding: Any = sys.modules.get("torch.distributed.fsdp")
@@ -46,7 +68,9 @@ def gathered_groups(model: nn.Module) -> "list[GatheredGroup]":
     ]
     states = [module._get_fsdp_state() for module in modules]
     return [
-        GatheredGroup(group, state) for state in states for group in _groups_of(state)
+        GatheredGroup(group, state, module)
+        for module, state in zip(modules, states, strict=True)
+        for group in _groups_of(state)
     ]
 
 
@@ -62,9 +86,16 @@ class GatheredGroup:
     Sizes are known once the module was called.
     """
 
-    def __init__(self, group: Any, state: Any) -> None:
+    def __init__(self, group: Any, state: Any, module: Any) -> None:
         self._group = group
         self._state = state
+        self._module = module
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GatheredGroup) and other._group is self._group
+
+    def __hash__(self) -> int:
+        return hash(id(self._group))
 
     @property
     def is_outermost(self) -> bool:
@@ -88,7 +119,30 @@ class GatheredGroup:
             return "replicas of pieces (a mesh of two dimensions)"
         if any(parameter.offload_to_cpu for parameter in self._group.fsdp_params):
             return "pieces that are kept on the host (CPUOffloadPolicy)"
+        if any(parameter.is_dtensor for parameter in self._group.fsdp_params):
+            return "parameters that are in pieces when gathered (tensor parallel)"
         return None
+
+    @property
+    def is_let_go(self) -> bool:
+        """Whether the whole parameters go after the forward pass, to come again."""
+        return self._group.post_forward_mesh_info is not None
+
+    @property
+    def may_be_kept(self) -> bool:
+        """Whether it may be chosen if they go, once the model was called.
+
+        Not of the outermost, which come back at once, and of those that are divided
+        otherwise between their passes.
+        """
+        between = self._group.post_forward_mesh_info
+        is_plain = between is None or between == self._group.mesh_info
+        return is_plain and not self.is_outermost and len(_groups_of(self._state)) == 1
+
+    def let_go(self, is_let_go: bool) -> None:  # noqa: FBT001
+        """Let the whole parameters go after forward passes that end now, or stay."""
+        if is_let_go != self.is_let_go:
+            self._module.set_reshard_after_forward(is_let_go, recurse=False)
 
     @property
     def is_gathered(self) -> bool:
@@ -110,9 +164,14 @@ class GatheredGroup:
         ]
 
     @property
+    def process_group(self) -> Any:
+        """The processes among which the parameters are divided."""
+        return self._group._all_gather_process_group
+
+    @property
     def world_size(self) -> int:
         """Among how many processes the parameters are divided."""
-        return self._group._all_gather_process_group.size()
+        return self.process_group.size()
 
     @property
     def cast_bytes(self) -> int:

@@ -34,6 +34,7 @@ class Private:
     text: str | None = None
 
 
+_TIMEOUT = "planning in several processes at once"
 _AOT = "torch._functorch._aot_autograd"
 _FAKE = "torch._subclasses.fake_tensor"
 _PYTREE = "torch.utils._pytree"
@@ -100,6 +101,15 @@ NAMES: dict[str, Private] = {
     ),
     "TangentAOTInput": Private(
         f"{_AOT}.descriptors:TangentAOTInput", "telling which inputs are gradients"
+    ),
+    "PlainAOTInput": Private(
+        f"{_AOT}.descriptors:PlainAOTInput", "telling which argument an input is"
+    ),
+    "SubclassGetAttrAOTInput": Private(
+        f"{_AOT}.descriptors:SubclassGetAttrAOTInput", "inputs that are DTensors"
+    ),
+    "SubclassGetAttrAOTOutput": Private(
+        f"{_AOT}.descriptors:SubclassGetAttrAOTOutput", "outputs that are DTensors"
     ),
     "PlainAOTOutput": Private(
         f"{_AOT}.descriptors:PlainAOTOutput", "telling whose gradient an input is"
@@ -237,6 +247,10 @@ NAMES: dict[str, Private] = {
     "upsample_bicubic2d_aa": Private(
         "torch:ops.aten._upsample_bicubic2d_aa", "resampling as eager runs it"
     ),
+    "wait_tensor": Private(
+        "torch:ops._c10d_functional.wait_tensor.default",
+        "waiting for what other processes sent",
+    ),
     # --- sizes that vary ---
     "maybe_mark_dynamic": Private(
         "torch._dynamo:maybe_mark_dynamic", "tracing many shapes at once"
@@ -253,6 +267,10 @@ NAMES: dict[str, Private] = {
         "blocks inside of checkpoints",
     ),
     # --- profiling ---
+    "next_node_number": Private(
+        "torch._C:_autograd._get_sequence_nr",
+        "telling before which graph an operator ran",
+    ),
     "profiler_enabled": Private(
         "torch.autograd:_profiler_enabled", "measuring beside a profiler"
     ),
@@ -337,6 +355,12 @@ ATTRIBUTES: dict[str, Private] = {
         "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module",
         "counting the gradient buckets of DistributedDataParallel",
     ),
+    "_DEFAULT_FIRST_BUCKET_BYTES": Private(
+        "torch.distributed:_DEFAULT_FIRST_BUCKET_BYTES",
+        "handing gradients to DistributedDataParallel as they are ready",
+    ),
+    "_get_backend": Private("torch.distributed:ProcessGroup._get_backend", _TIMEOUT),
+    "_device_types": Private("torch.distributed:ProcessGroup._device_types", _TIMEOUT),
     "_orig_mod": Private(
         "torch._dynamo.eval_frame", "fitting what torch.compile wraps", text="_orig_mod"
     ),
@@ -355,6 +379,12 @@ ATTRIBUTES: dict[str, Private] = {
         "tracing without a timing of guards",
     ),
     "_cdata": Private("torch:UntypedStorage()._cdata", "telling storages apart"),
+    "_use_count": Private(
+        "torch:Tensor._use_count", "knowing when threads of gloo let go of a tensor"
+    ),
+    "_new_with_weak_ptr": Private(
+        "torch:UntypedStorage._new_with_weak_ptr", "graphs that run again as a whole"
+    ),
     "_base": Private("torch:Tensor()._base", "outputs that are views"),
     "_view_func_unsafe": Private(
         "torch:Tensor()._view_func_unsafe", "outputs that are views"

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from remat.core.errors import CaptureError
 from remat.torch_compat.names import top_saved_tensors_hooks
@@ -139,6 +140,8 @@ class BlockCalls:
     ----------
     untraced
         Names of blocks that have run without a graph.
+    checkpointed
+        Names of blocks that were called inside of a checkpoint, and ran as they are.
     """
 
     def __init__(
@@ -152,6 +155,7 @@ class BlockCalls:
         self.region_count = region_count
         self.is_strict = is_strict
         self.untraced: set[str] = set()
+        self.checkpointed: set[str] = set()
 
         def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return type(block).forward(block, *args, **kwargs)
@@ -168,13 +172,14 @@ class BlockCalls:
         """Return the call of a block, anew if its forward was replaced meanwhile."""
         known, call = self._calls.get(block, (None, None))
         if call is None or known is not own:
+            plain = own or functools.partial(type(block).forward, block)
             run = (
                 functools.partial(self._compiled, block)
                 if own is None
                 # It is not shared.
                 else torch.compile(own, backend=self._backend, dynamic=False)
             )
-            call = _BlockCall(self, self._names[block], run)
+            call = _BlockCall(self, self._names[block], run, plain)
             self._calls[block] = own, call
         return call
 
@@ -209,13 +214,27 @@ def _is_saved_by_others() -> bool:
     return not torch.is_grad_enabled() or hooks is not None
 
 
+def _is_in_checkpoint() -> bool:
+    """Return whether a checkpoint of the model's own saves what is computed now."""
+    is_tracing_ignored = False
+    hooks: Any = top_saved_tensors_hooks(is_tracing_ignored)
+    return hooks is not None and hooks[0].__module__ == checkpoint.__module__
+
+
 class _BlockCall:
     """The forward of one block, compiled."""
 
-    def __init__(self, calls: BlockCalls, name: str, run: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        calls: BlockCalls,
+        name: str,
+        run: Callable[..., Any],
+        plain: Callable[..., Any],
+    ) -> None:
         self._calls = calls
         self._name = name
         self._run = run
+        self._plain = plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's graphs, each the next region of the step.
@@ -233,6 +252,11 @@ class _BlockCall:
                 "regions='whole'"
             )
             raise CaptureError(msg)
+        if _is_in_checkpoint():
+            # It compares what is saved with what its second run saves, in backward,
+            # where no plan says how the block runs.
+            self._calls.checkpointed.add(self._name)
+            return self._plain(*args, **kwargs)
         before = self._calls.region_count()
         outputs = self._run(*args, **kwargs)
         if self._calls.region_count() == before:

@@ -10,6 +10,7 @@ from remat.torch_compat.attributes import (
     forward_hooks,
     has_backward_hooks,
     must_not_be_traced,
+    smallest_bucket_bytes,
 )
 from remat.torch_compat.names import (
     DispatchModeKey,
@@ -58,6 +59,17 @@ def gradient_buckets_bytes() -> int:
         if p.requires_grad
         and not (wrapper.gradient_as_bucket_view and p.grad is not None)
     )
+
+
+def first_bucket_bytes() -> int | None:
+    """Return the bytes of gradients that the wrapper around the call exchanges first.
+
+    ``None`` where no ``DistributedDataParallel`` is around it.
+    """
+    wrapper = active_wrapper()
+    if wrapper is None:
+        return None
+    return smallest_bucket_bytes(wrapper)
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

@@ -14,8 +14,10 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 
+import remat
 from remat.capture.joint_program import JointProgram
 from remat.capture.returned import note_returned
 from remat.capture.surroundings import tensors_in
@@ -43,6 +45,7 @@ from remat.planning.plan import Plan
 from remat.planning.several_devices import budget_of
 from remat.profile.optimizer_copy import settings_of, state_count, stepping_optimizer
 from remat.torch_compat.attributes import (
+    active_wrapper,
     install_call,
     install_replication,
     install_state,
@@ -54,6 +57,8 @@ from remat.torch_compat.attributes import (
 )
 from remat.torch_compat.attributes import plain_model as plain_model
 from remat.torch_compat.names import dynamo_config
+from remat.torch_compat.process_groups import group_around
+from remat.torch_compat.sharding import local_part
 from remat.training.caller_state import unchanged
 from remat.training.callers import (
     gradient_buckets_bytes,
@@ -70,6 +75,7 @@ from remat.training.request import (
     check_is_plannable,
     check_model,
 )
+from remat.training.same_plan import planning_together
 from remat.training.shape_ranges import ShapeRanges, checked_shapes
 from remat.training.step_backend import PlannedBackend, StoppedBeforeRunningError
 from remat.training.step_planning import Planner, optimizer_memory
@@ -90,9 +96,11 @@ def _tracer_settings(*, is_whole: bool) -> AbstractContextManager[None]:
 
     By default the tracer gives up after eight variants of a step, and does not look
     for hooks that are added later. Where the model may be split, it is at NumPy's
-    random draws; in one graph the tracer draws from torch's generator instead.
+    random draws; in one graph the tracer draws from torch's generator instead. Inside
+    of a ``DistributedDataParallel`` it splits no graph at the borders of buckets.
     """
     return dynamo_config.patch(
+        optimize_ddp=False,
         use_numpy_random_stream=not is_whole,
         recompile_limit=_VARIANTS,
         accumulated_recompile_limit=_VARIANTS,
@@ -173,6 +181,12 @@ class FittedModel:
         self.told: set[str] = set()
         self._awaited: AwaitedBatch | None = None
         self.first_plan: Plan | None = None
+        # What is asked for, before a percentage is a number of bytes.
+        self._asked = replace(request, optimizer=None)
+        self._accumulates = False
+        # The group whose processes have planned together, and whether in a wrapper.
+        self._planned_in = _place(None)
+        self._has_trained = False
         self._has_given_plan = (
             request.given_plan is not None and request.optimizer is None
         )
@@ -252,8 +266,24 @@ class FittedModel:
         adds to the gradients of a first one is planned as well; passes in flight, of
         which some begin before there are gradients and some after, get one plan that
         counts them. A percentage becomes a number of bytes here, which then holds for
-        every step.
+        every step. All processes of a group plan together.
         """
+        self._accumulates = accumulate
+        group = self._group_now()
+        before, self._planned_in = self._planned_in, _place(group)
+        try:
+            with planning_together(group, self._facts()) as session:
+                plan = self._plan_kinds(args, kwargs, accumulate=accumulate)
+                if session is not None:
+                    session.note(plan)
+        except BaseException:
+            self._planned_in = before
+            raise
+        return plan
+
+    def _plan_kinds(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, accumulate: bool
+    ) -> Plan:
         check_batch(self.model, args, kwargs, may_be_sharded=not self.is_whole)
         if self.ranges is not None:
             self.ranges.check(args, kwargs)
@@ -272,8 +302,73 @@ class FittedModel:
         if existing_bytes > least_bytes:
             self.plan_step(args, kwargs, least_bytes)
         elif accumulate:
-            self.plan_step(args, kwargs, least_bytes + made_gradient_bytes(plan))
+            self.plan_step(args, kwargs, least_bytes + self.left_bytes(plan))
         return plan
+
+    def left_bytes(self, plan: Plan) -> int:
+        """Return the bytes of the gradients that a planned step leaves behind."""
+        return made_gradient_bytes(plan)
+
+    def _group_now(self) -> dist.ProcessGroup | None:
+        """Return the processes that plan together now, ``None`` if each for itself."""
+        asked = self._asked.group
+        if asked != "auto":
+            return asked
+        return group_around(self.model) if self._asked.may_be_together else None
+
+    def _facts(self) -> dict[str, str]:
+        """Return what processes that plan together have alike before they trace."""
+        asked = self._asked
+        budget = asked.budget if asked.given_plan is None else "that of a plan"
+        if budget is None and asked.platform is not None:
+            budget = asked.platform.devices[0].budget_bytes
+        names = "solver", "time_limit", "gap", "seed", "costs", "in_flight"
+        options = [f"{name}={getattr(asked, name)!r}" for name in names]
+        shapes = "none" if asked.dynamic is None else str(asked.dynamic)
+        return {
+            "torch": torch.__version__,
+            "remat": remat.__version__,
+            "the budget": str(budget),
+            "the options": ", ".join(options),
+            "the sizes that vary": shapes,
+        }
+
+    def _plan_with_others(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Plan anew, with others, at the first call in a group that has not planned.
+
+        What was planned before the model was wrapped, each planned for itself.
+        """
+        if self._asked.given_plan is not None:
+            return
+        # Looks through all modules, and whoever divides a model does so by then.
+        if self._has_trained and active_wrapper() is None:
+            return
+        self._has_trained = True
+        group = self._group_now()
+        if group is None or _place(group) == self._planned_in:
+            return
+        optimizer = None if self._optimizer is None else self._optimizer()
+        self.forget()
+        with unchanged(self.model, optimizer):
+            self.plan_now(args, kwargs, accumulate=self._accumulates)
+
+    def share_plans_with(self, other: "FittedModel") -> None:
+        """Let another one plan the same model for the same, with the same processes."""
+        other.plans_for(self._asked, self._planned_in, accumulates=self._accumulates)
+
+    def plans_for(
+        self, asked: PlanRequest, planned_in: tuple[str, bool], *, accumulates: bool
+    ) -> None:
+        """Take what was asked for, and the group that has planned that already."""
+        self._asked, self._planned_in = asked, planned_in
+        self._accumulates = accumulates
+
+    def forget(self) -> None:
+        """Forget all plans, so that what is called next is traced and planned."""
+        self._compiled.clear()
+        self.planner.plans.clear()
 
     def _plan_varying(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], gradient_bytes: int
@@ -474,6 +569,7 @@ class FittedModel:
         planner = self.planner
         is_training = not self.backend.stop_before_running
         if is_training:
+            self._plan_with_others(args, kwargs)
             self._renew_if_changed()
         runs_hooks = runs_hooks and has_forward_hooks(self.model)
         # A described loss has the model's call traced again for what it returns.
@@ -743,6 +839,11 @@ class _Replicating:
         return (_same, (replication_of(self.fitted.model),))
 
 
+def _place(group: dist.ProcessGroup | None) -> tuple[str, bool]:
+    """Return the name of a group, "" for none, and whether a wrapper is around."""
+    return "" if group is None else group.group_name, active_wrapper() is not None
+
+
 def _same(value: Any) -> Any:
     return value
 
@@ -770,7 +871,7 @@ def _without_repetition(
 
 def trained_bytes(model: nn.Module) -> int:
     """Return the bytes of the gradients of all parameters that are trained."""
-    return sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return sum(local_part(p).nbytes for p in model.parameters() if p.requires_grad)
 
 
 def made_gradient_bytes(plan: Plan) -> int:

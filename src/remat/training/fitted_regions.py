@@ -15,7 +15,7 @@ from remat.capture.first_call import prepare
 from remat.capture.gathering import MARK, Gathering
 from remat.capture.surroundings import plain_tensors, tensors_in
 from remat.capture.tracing import TRACE_ERRORS, example_error, traced_entry
-from remat.core.errors import BudgetError, RematError
+from remat.core.errors import BudgetError, CaptureError, RematError
 from remat.planning.plan import Plan
 from remat.profile.allocations import AllocationRecorder, Recording
 from remat.profile.gathered_parameters import check_groups
@@ -26,6 +26,7 @@ from remat.torch_compat.patches import alone
 from remat.torch_compat.sharding import (
     gathered_groups,
     gathering_alone,
+    is_in_pieces,
     local_part,
     sharded_parts,
 )
@@ -54,6 +55,7 @@ def fitted_for(
         kind, request = FittedRegions, replace(request, regions=parts)
     if request.regions == "auto":
         is_split = request.may_be_split and is_deep(model)
+        is_split = is_split and not any(map(is_in_pieces, model.parameters()))
         kind = FittedDeepModel if is_split else FittedModel
     return kind(model, request, is_only_planned=is_only_planned)
 
@@ -75,6 +77,13 @@ class FittedRegions(FittedModel):
         self, model: nn.Module, request: PlanRequest, *, is_only_planned: bool = False
     ) -> None:
         super().__init__(model, request, is_only_planned=is_only_planned)
+        if not gathered_groups(model) and any(map(is_in_pieces, model.parameters())):
+            msg = (
+                f"parameters of {self.name} are in pieces on several processes "
+                "(DTensor), and such a model is planned as one graph: leave regions= "
+                "out, or give regions='whole'"
+            )
+            raise CaptureError(msg)
         self._blocks = self._block_calls(request.regions)
         # Per kind of call: what is given, which mode, which gradients exist.
         self._steps_by_kind: dict[Any, PlannedStep] = {}
@@ -176,6 +185,17 @@ class FittedRegions(FittedModel):
                 self.name,
                 untraced[0],
             )
+        checkpointed = sorted(self._blocks.checkpointed)
+        if checkpointed and "checkpointed" not in self.told:
+            self.told.add("checkpointed")
+            logger.warning(
+                "%d blocks of %s are called inside of torch.utils.checkpoint, %s among "
+                "them: they run as they are, and no plan is made for them. Leave the "
+                "checkpoint out, as a plan takes its place",
+                len(checkpointed),
+                self.name,
+                checkpointed[0],
+            )
         codes = {seen.code: seen.program.fingerprint for seen in gathering.seen}
         again = len(codes) - len(set(codes.values()))
         if again >= _MANY_TRACES and "traces" not in self.told:
@@ -250,6 +270,20 @@ class FittedRegions(FittedModel):
         self._steps_by_kind.clear()
         self._stale.clear()
         self._blocks = self._block_calls(self.planner.request.regions)
+
+    def left_bytes(self, plan: Plan) -> int:
+        """Return the bytes of the gradients that a planned step leaves behind."""
+        if not self.planner.groups:
+            return super().left_bytes(plan)
+        # What is left of gathered gradients are pieces.
+        parameters = (p for p in self.model.parameters() if p.requires_grad)
+        return sum(local_part(parameter).nbytes for parameter in parameters)
+
+    def forget(self) -> None:
+        """Forget all plans, so that what is called next is traced and planned."""
+        super().forget()
+        self._steps_by_kind.clear()
+        self._stale.clear()
 
     def _recorded(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: Gathering
@@ -394,6 +428,7 @@ class FittedDeepModel(FittedRegions):
             replace(self.planner.request, regions="whole", optimizer=optimizer),
             is_only_planned=self._is_only_planned,
         )
+        self.share_plans_with(whole)
         try:
             plan = whole.plan_step(args, kwargs, gradient_bytes)
         except RematError as error:
@@ -411,6 +446,11 @@ class FittedDeepModel(FittedRegions):
         """
         made_by_now = super() if self._whole is None else self._whole
         return made_by_now.latest_plan()
+
+    def forget(self) -> None:
+        """Forget all plans, so that what is called next is traced and planned."""
+        super().forget()
+        self._whole = None
 
     def set_budget(self, plan: Plan) -> None:
         """Plan whatever comes next anew, within the bytes of ``plan``."""

@@ -142,6 +142,14 @@ def fit(
         batch of its own, like the example, and what all have saved is within the
         budget. Where more passes run than was said, and do not fit, a warning says so
         once. For one graph, one shape and one device.
+    group
+        The processes that run the same plan, made from the largest costs and sizes of
+        all: all of them call ``fit`` with equal shapes and arguments. ``"auto"`` takes
+        those among which ``fully_shard`` has divided the model, and those of a
+        ``DistributedDataParallel`` around it, in which case the first training step in
+        the wrapper plans. ``None`` lets each process plan for itself, as each does for
+        kinds of step that come later, within the same budget, and with fused kernels or
+        several devices.
     progress
         Called with what is being done and the share of it that is done.
     plan
@@ -172,6 +180,9 @@ def fit(
         If ``solver`` is unknown or cannot treat this graph.
     ProfileError
         If an operator cannot be run alone.
+    RankError
+        In all processes of a group, if one of them fails, differs or does not come
+        within the timeout of the group; the message names it.
     StateChangedError
         If code of the model or the optimizer changed something while it was planned
         for; what was changed is put back.
@@ -293,10 +304,13 @@ def plan(
     be without memory, on the ``meta`` device or made under ``FakeTensorMode``: the step
     is then planned as on the CPU, and with ``costs="estimated"`` this takes no more
     memory than its graph. ``fit(..., plan=plan)`` installs the plan on the model once
-    it has its weights.
+    it has its weights. One process may plan alone: others take part only if ``group``
+    is given.
     """
     kwargs = keywords(kwargs)
     request = requested("plan", options, budget=budget)
+    if request.group == "auto":
+        request = replace(request, group=None)
     check_model(model)
     check_tracer()
     with (
@@ -386,6 +400,12 @@ def backend(
         )
         raise ValueError(msg)
     request = requested("backend", options, budget=budget)
+    if request.group not in ("auto", None):
+        msg = (
+            "group= is for remat.fit: each process compiles by itself what torch.compile "
+            "hands to its backend; leave it out"
+        )
+        raise ValueError(msg)
     if request.dynamic is not None:
         msg = (
             "dynamic= is for remat.fit: torch.compile itself decides which sizes vary "

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from remat.core.units import format_bytes
+from remat.torch_compat.sharding import local_part
 
 _WATCHES: "weakref.WeakSet[StepWatch]" = weakref.WeakSet()
 _OF_PARAMETER: dict[int, list["weakref.ref[StepWatch]"]] = {}
@@ -179,7 +180,7 @@ class FittedSteps:
         own = {id(parameter) for parameter in model.parameters()}
         state = cast("Mapping[Any, Any]", optimizer.state)
         size_bytes = sum(
-            sum(value.nbytes for value in entry.values() if torch.is_tensor(value))
+            sum(local_part(v).nbytes for v in entry.values() if torch.is_tensor(v))
             for parameter, entry in state.items()
             if id(parameter) in own and isinstance(entry, Mapping)
         )

@@ -95,6 +95,7 @@ def with_measured_costs(
         budget=dict.fromkeys(names) if len(names) > 1 else "100%",
         platform=platform,
         solver="store-all",
+        group=None,
         progress=ignore_progress if progress is None else progress,
     )
     measured = _MeasuredModel(model, request, is_only_planned=True)

@@ -14,7 +14,8 @@ from remat.capture.tracing import GRADIENT_INSIDE
 from remat.core.errors import CaptureError, ExecutionError
 from remat.core.schedule import Schedule
 from remat.planning.regions import RegionOrder, frugal_order
-from remat.runtime.lowering import LoweredStep, lower
+from remat.runtime.lowering import LoweredStep, lower, lower_again, saved_name
+from remat.runtime.remade import Given, remade
 from remat.torch_compat.attributes import boxed
 from remat.torch_compat.names import preserve_rng_state
 from remat.training.region_planning import FRUGAL, RegionChoice, RegionPlanner
@@ -28,6 +29,38 @@ class _Compiling:
     choice: RegionChoice
     inputs: list[InputSpec]
     program: JointProgram = field(init=False)
+    # Positions, among what forward saves, of what is not kept.
+    dropped: tuple[int, ...] = ()
+    again: "_RunAgain | None" = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RunAgain:
+    """How a graph runs forward again as a whole.
+
+    Parameters
+    ----------
+    run
+        Returns what it makes, from a list of what it starts from.
+    given
+        Of what it starts from, the position among the arguments of forward, or, from
+        what forward saves for backward, the position there: negative from -1 on.
+    made
+        Positions of what it makes among the outputs of forward.
+    """
+
+    run: Callable[[list[Any]], Any]
+    given: tuple[int, ...]
+    made: tuple[int, ...]
+
+
+_DROPPED = "remat_dropped"
+
+
+def _dropped_inputs(backward: fx.GraphModule) -> tuple[int, ...]:
+    """Return the positions of inputs of backward that forward does not keep."""
+    inputs = backward.graph.find_nodes(op="placeholder")
+    return tuple(i for i, node in enumerate(inputs) if node.meta.get(_DROPPED))
 
 
 class RegionBackend(PlannedBackend):
@@ -130,7 +163,45 @@ class RegionBackend(PlannedBackend):
         """Return the modules that run a region's part of the plan."""
         order = self._now.choice.order
         fullest = None if order is None else order.fullest_steps(schedule)
-        return lower(program, schedule, fullest)
+        lowered = lower(program, schedule, fullest)
+        if order is not None and order.remade:
+            inputs = list(lowered.backward.graph.find_nodes(op="placeholder"))
+            saved = [str(node.target) for node in inputs]
+            names = set(map(saved_name, order.remade))
+            for node in inputs:
+                # Backward is compiled when it is first called, long after forward.
+                node.meta[_DROPPED] = node.target in names
+            self._now.dropped = _dropped_inputs(lowered.backward)
+            if order.again:
+                self._now.again = self._run_again(program, order, saved)
+        return lowered
+
+    def _run_again(
+        self, program: JointProgram, order: RegionOrder, saved: Sequence[str]
+    ) -> _RunAgain:
+        writes = [s for op in order.again for s in program.graph.ops[op].writes]
+        made = [storage for storage in writes if storage in order.remade]
+        module, given = lower_again(program, order.again, made)
+        inputs: dict[int, int] = {}
+        nodes = program.module.graph.find_nodes(op="placeholder")
+        for position, node in enumerate(nodes):
+            for storage in program.storages_of[node]:
+                inputs.setdefault(storage, position)
+        outputs: dict[int, int] = {}
+        for position, node in enumerate(program.forward_values):
+            if isinstance(node, fx.Node):
+                for storage in program.storages_of[node]:
+                    outputs.setdefault(storage, position)
+        return _RunAgain(
+            run=self.compile_pass(module, ()),
+            given=tuple(
+                inputs[storage]
+                if storage in inputs
+                else -1 - saved.index(saved_name(storage))
+                for storage in given
+            ),
+            made=tuple(outputs[storage] for storage in made),
+        )
 
     def check_may_run(self) -> None:
         """Let the forward pass for planning run, in which later graphs show."""
@@ -139,17 +210,55 @@ class RegionBackend(PlannedBackend):
         self, module: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[[list[Any]], Any]:
         """Compile a forward pass, which shows what it does in a pass for planning."""
-        return self._watched(self.compile_pass(module, example_inputs))
+        forward = self.compile_pass(module, example_inputs)
+        if self._now.dropped or self._now.again is not None:
+            forward = self._dropping(forward)
+        return self._watched(forward)
+
+    def _dropping(
+        self, forward: Callable[[list[Any]], Any]
+    ) -> Callable[[list[Any]], Any]:
+        """Return a forward pass that does not keep what is made again."""
+        again, dropped = self._now.again, self._now.dropped
+        first = len(self._now.program.forward_values)
+
+        def run(arguments: list[Any]) -> Any:
+            running = self.planner.running
+            if running is None:
+                return forward(arguments)
+            # No reference may keep what forward lets go.
+            known = [] if again is None else again.given
+            given = {place: Given.of(arguments[place]) for place in known if place >= 0}
+            values = list(forward(arguments))
+            if again is not None:
+                given |= {
+                    place: Given.of(values[first - 1 - place])
+                    for place in known
+                    if place < 0
+                }
+                running.remade.note_maker(
+                    again.run,
+                    [given[place] for place in known],
+                    [values[place] for place in again.made],
+                )
+            for place in dropped:
+                values[first + place] = running.remade.dropped(values[first + place])
+            return values
+
+        return boxed(run)
 
     def compile_backward(
         self, module: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[[list[Any]], Any]:
         """Compile a backward pass, which may not run inside of forward."""
         backward = self.compile_pass(module, example_inputs)
+        dropped = _dropped_inputs(module)
 
         def run(arguments: list[Any]) -> Any:
             if self.planner.gathering is not None:
                 raise CaptureError(GRADIENT_INSIDE)
+            for place in dropped:
+                arguments[place] = remade(arguments[place])
             return backward(arguments)
 
         return boxed(run)

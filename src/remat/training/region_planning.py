@@ -1,8 +1,10 @@
 """Plan the graphs of a model that the tracer splits, all under one budget."""
 
 import hashlib
+import math
 import time
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -12,21 +14,25 @@ from torch import fx, nn
 
 from remat.capture.autocast import Autocast, autocast_again, autocast_now
 from remat.capture.gathering import Gathering, RegionCode, SeenRegion
-from remat.capture.joint_program import JointProgram
+from remat.capture.joint_program import HELD_OUTPUT, JointProgram
 from remat.capture.outputs import FakeOutputs, fakes_like
 from remat.capture.returned import is_loss, loss_in
 from remat.capture.surroundings import FREES_TANGENTS, add_surroundings, tensors_in
 from remat.core.errors import BudgetError, CaptureError
 from remat.core.graph import Role, TrainingGraph
 from remat.core.liveness import BOUNDARY
-from remat.core.problem import Objective
+from remat.core.platform import single_device
+from remat.core.problem import Limits, Objective, Problem
 from remat.core.simulator import simulate
 from remat.core.units import format_bytes, is_percentage, parse_budget
 from remat.planning.one_device import one_budget, plan_graph
 from remat.planning.plan import Plan
+from remat.planning.plan_cache import PlanCall, planned_once, step_digest
 from remat.planning.region_program import Fronts, RegionProgram
+from remat.planning.region_reruns import plan_with_reruns
 from remat.planning.regions import (
     ComposedStep,
+    EagerForward,
     Parts,
     Region,
     RegionOrder,
@@ -39,13 +45,20 @@ from remat.planning.several_devices import Budget
 from remat.profile.allocations import Recording
 from remat.profile.costing import with_costs
 from remat.profile.eager_parts import BackwardOrder, backward_order, eager_forwards
-from remat.profile.gathered_parameters import GatheredBackward, held_for, leave_out
+from remat.profile.gathered_parameters import (
+    ChosenToKeep,
+    GatheredBackward,
+    held_for,
+    leave_out,
+)
 from remat.profile.known import KnownCosts
 from remat.profile.optimizer_memory import LossMemory, assumed_loss_bytes
+from remat.runtime.remade import RemadeValues
 from remat.torch_compat.metadata import outputs_of_tangents
 from remat.torch_compat.names import FakeTensorMode, tree_map
 from remat.torch_compat.sharding import Gathered, GatheredGroup, gathering_alone
 from remat.training.request import PlanRequest
+from remat.training.same_plan import session_now
 from remat.training.sized_plans import SizedStep, have_same_ops
 from remat.training.step_planning import (
     PlanKey,
@@ -81,6 +94,8 @@ class PlannedStep:
     ----------
     plan, choices, composed
         The plan, how each region runs by it, and the step that it is of.
+    kept
+        Groups of gathered parameters, and whether each stays whole between its passes.
     held_bytes
         What is live before each region's forward, and after the last.
     backward_bytes
@@ -93,6 +108,9 @@ class PlannedStep:
     composed: ComposedStep
     held_bytes: tuple[int, ...]
     backward_bytes: tuple[int, ...]
+    kept: Mapping[GatheredGroup, bool] = field(
+        default_factory=dict[GatheredGroup, bool]
+    )
 
     def without_plan(self, gradient_bytes: int) -> "PlannedStep":
         """Return a step of which no region is planned, onto so many gradients."""
@@ -112,9 +130,31 @@ class _Running:
     unplanned: int | None = None
     held_bytes: int = 0
     backward_bytes: int = 0
+    # What the caller set of gathered parameters.
+    let_go: dict[GatheredGroup, bool] = field(default_factory=dict[GatheredGroup, bool])
+    # What the step does not keep for backward, and makes again.
+    remade: RemadeValues = field(default_factory=RemadeValues)
 
     def __post_init__(self) -> None:
         self.composed = self.step.composed
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SeenStep:
+    """What the forward passes for planning showed of a step."""
+
+    gathering: Gathering
+    backward: BackwardOrder
+    regions: Sequence[Region]
+    between: Mapping[int, EagerForward]
+    held: Mapping[int, int]
+    gathered: frozenset[int]
+    choice: ChosenToKeep
+
+    def last_kept(self) -> list[frozenset[GatheredGroup]]:
+        """Return the last groups, from none to all of which either may be chosen."""
+        groups = self.choice.groups
+        return [frozenset(groups[first:]) for first in range(len(groups), -1, -1)]
 
 
 class RegionPlanner(Planner):
@@ -157,6 +197,8 @@ class RegionPlanner(Planner):
         # Parameters in pieces, and how the forward pass gathered them.
         self.groups: list[GatheredGroup] = []
         self.gathered = Gathered()
+        # Those among them that stay whole between their passes, once that is decided.
+        self._decided: frozenset[GatheredGroup] | None = None
         # What the backward pass of the step that is planned is called under.
         self.backward_autocast: tuple[Autocast, ...] = ()
 
@@ -196,17 +238,139 @@ class RegionPlanner(Planner):
         with outside_of_tracing():
             self._outputs = outputs
             try:
-                program = self._compose(gathering, recording)
-                key = self._key_of(program.fingerprint, self.gradient_bytes)
-                plan = self._plan_that_holds(program, key)
-                if plan is None:
-                    plan = self.make_plan(program)
-                    self.planned_count += 1
-                self.plans[key] = self.latest = plan
+                seen = self._seen_step(gathering, recording)
+                plan, kept = self._plan_and_kept(seen)
+                self.latest = plan
                 self.planned_s = time.monotonic()
             finally:
                 self._outputs = None
-        return self._chosen(gathering, plan)
+        step = self._chosen(gathering, plan)
+        return replace(
+            step, kept={group: group in kept for group in seen.choice.groups}
+        )
+
+    def _plan_and_kept(self, seen: _SeenStep) -> tuple[Plan, frozenset[GatheredGroup]]:
+        """Return a plan of the step, and which gathered parameters stay whole in it."""
+        kept = as_set = seen.choice.kept
+        program = self._compose(seen, as_set)
+        if self._decided is not None:
+            kept = self._decided.intersection(seen.choice.groups)
+            program = self._compose(seen, kept)
+        key = self._key_of(program.fingerprint, self.gradient_bytes)
+        plan = self._plan_that_holds(program, key)
+        if plan is not None:
+            self.plans[key] = plan
+            return plan, kept
+        request, is_decided = self.request, True
+        try:
+            if request.given_plan is not None:
+                kept = self._kept_in(request.given_plan, seen)
+            elif self._decided is None and self._may_decide(seen):
+                # A percentage is one of the step as the caller set it.
+                program = self._compose(seen, as_set)
+                self.request = replace(request, budget=self._budget_bytes())
+                kept = self._agreed(seen)
+            else:
+                is_decided = False
+            program = self._compose(seen, kept)
+            plan = self.with_allocator(self.make_plan(program), program)
+        finally:
+            self.request = request
+        if is_decided:
+            self._decided = kept
+        self.planned_count += 1
+        self.plans[self._key_of(program.fingerprint, self.gradient_bytes)] = plan
+        return plan, kept
+
+    def _may_decide(self, seen: _SeenStep) -> bool:
+        """Whether what stays gathered is decided now, in all processes alike.
+
+        They gather together, so no process may decide for itself.
+        """
+        is_alone = all(group.world_size == 1 for group in seen.choice.groups)
+        return (
+            bool(seen.choice.groups)
+            and self.request.solver == "auto"
+            and (is_alone or session_now() is not None)
+        )
+
+    def _agreed(self, seen: _SeenStep) -> frozenset[GatheredGroup]:
+        """Return which gathered parameters stay whole, in all processes the same."""
+        groups = seen.choice.groups
+
+        def chosen() -> list[int]:
+            kept = self._quickest(seen)
+            return [number for number, group in enumerate(groups) if group in kept]
+
+        session = session_now()
+        facts = {"weights that may stay gathered": f"{len(groups)} groups"}
+        numbers = chosen() if session is None else session.choose(facts, chosen)
+        return frozenset(groups[number] for number in numbers)
+
+    def _kept_in(self, given: Plan, seen: _SeenStep) -> frozenset[GatheredGroup]:
+        """Return which gathered parameters stay whole in a given plan, if it fits."""
+        as_set = seen.choice.kept
+        for kept in [as_set, *seen.last_kept()]:
+            if self._compose(seen, kept).fingerprint == given.fingerprint:
+                return kept
+        return as_set
+
+    def _quickest(self, seen: _SeenStep) -> frozenset[GatheredGroup]:
+        """Return which gathered parameters stay whole in the quickest step found.
+
+        Of parameters of one size, it is those of the last modules that are kept: they
+        are there for the shortest time. How many is found by a search that takes times
+        for convex in it, as what is computed again for each more grows. Where no two
+        regions are alike it is all or those that the caller set.
+        """
+        as_set, candidates = seen.choice.kept, seen.last_kept()
+        budget_bytes = self._budget_bytes()
+        self._compose(seen, candidates[-1])
+        if self._composed.everything[1].peak_bytes[0] <= budget_bytes:
+            return candidates[-1]
+        if not RegionProgram(step=self._composed).repeats:
+            return as_set
+        costs: dict[frozenset[GatheredGroup], float] = {}
+
+        def cost_of(kept: frozenset[GatheredGroup]) -> float:
+            if kept not in costs:
+                costs[kept] = self._least_cost(seen, kept, budget_bytes)
+            return costs[kept]
+
+        least, most = 0, len(candidates) - 1
+        while most - least > 2:
+            one = least + (most - least) // 3
+            other = most - (most - least) // 3
+            if cost_of(candidates[one]) <= cost_of(candidates[other]):
+                most = other
+            else:
+                least = one
+        best = min([as_set, *candidates[least : most + 1]], key=cost_of)
+        # An error is to name the smallest budget.
+        return best if cost_of(best) < math.inf else candidates[0]
+
+    def _least_cost(
+        self, seen: _SeenStep, kept: frozenset[GatheredGroup], budget_bytes: int
+    ) -> float:
+        """Return the time of the quickest step that the program of regions finds."""
+        graph, request = self._compose(seen, kept).graph, self.request
+        platform = single_device(budget_bytes, kind=graph.device_kinds[0])
+        found = RegionProgram(step=self._composed, fronts=self._fronts).solve(
+            Problem(graph=graph, platform=platform),
+            Limits.after(request.time_limit, request.seed),
+            request.progress,
+        )
+        if found.schedule is None:
+            return math.inf
+        return simulate(graph, platform, found.schedule).serial_ns
+
+    def _budget_bytes(self) -> int:
+        """Return the budget; a percentage is of the step that was composed last."""
+        budget = one_budget(self.request.budget, self.request.platform)
+        if is_percentage(budget):
+            _, trace = self._composed.everything
+            return parse_budget(budget, whole_bytes=trace.peak_bytes[0])
+        return parse_budget(budget)
 
     def _plan_that_holds(self, program: JointProgram, key: PlanKey) -> Plan | None:
         """Return a known plan of the step, if its schedule keeps the budget now.
@@ -220,15 +384,24 @@ class RegionPlanner(Planner):
         others = [] if self.request.dynamic is None else self.plans.values()
         for plan in filter(None, (known, *others)):
             if have_same_ops(plan.graph, program.graph):
-                found = at_sizes(plan, program.graph)
+                found = at_sizes(plan, self._graph_for(plan, program))
                 if found is not None:
                     return replace(found, fingerprint=program.fingerprint)
         return None
 
-    def _compose(self, gathering: Gathering, recording: Recording) -> JointProgram:
-        """Return the whole step as far as planning needs it, surroundings included."""
+    def _graph_for(self, plan: Plan, program: JointProgram) -> TrainingGraph:
+        """Return the step in which what a plan runs again may do so."""
+        has_reruns = self._composed.has_reruns(plan.schedule)
+        return self._composed.with_reruns.graph if has_reruns else program.graph
+
+    def _compose(self, seen: _SeenStep, kept: frozenset[GatheredGroup]) -> JointProgram:
+        """Return the whole step as far as planning needs it, surroundings included.
+
+        In it these gathered parameters stay whole between their passes.
+        """
         name = "step" if self.model is None else type(self.model).__name__
-        parts = self._parts(gathering, recording)
+        gathering = seen.gathering
+        parts = self._parts(seen, kept)
         composed = compose(name, parts, frees_tangents=FREES_TANGENTS)
         first = gathering.seen[0].program
         program = JointProgram(
@@ -253,7 +426,7 @@ class RegionPlanner(Planner):
         self._composed = composed.surrounded(program.graph)
         return program
 
-    def _parts(self, gathering: Gathering, recording: Recording) -> Parts:
+    def _seen_step(self, gathering: Gathering, recording: Recording) -> _SeenStep:
         with (
             torch.enable_grad(),
             autocast_again(self.backward_autocast),
@@ -276,19 +449,37 @@ class RegionPlanner(Planner):
             gathering.note_eager(tensor, count) for tensor in tensors_in(self._outputs)
         }
         between = eager_forwards(gathering, recording)
-        sharding = GatheredBackward(backward, gathering, self.gathered, between)
         # What autograd keeps as well is held no longer than that, if not returned.
         held = dict.fromkeys([*outputs, *gathering.stay], count)
         for block, last in gathering.held.items():
             held.setdefault(block, -1 if block in backward.saved else last)
-        return Parts(
+        return _SeenStep(
+            gathering=gathering,
+            backward=backward,
             regions=[self._region(seen, backward) for seen in gathering.seen],
             between=between,
-            backward=sharding.parts(),
             held=held,
-            returned=backward.returned,
-            leaves=backward.leaves,
             gathered=gathered,
+            choice=ChosenToKeep(gathering, self.gathered, between),
+        )
+
+    def _parts(self, seen: _SeenStep, kept: frozenset[GatheredGroup]) -> Parts:
+        sharding = GatheredBackward(
+            seen.backward,
+            seen.gathering,
+            self.gathered,
+            seen.between,
+            seen.choice,
+            kept,
+        )
+        return Parts(
+            regions=seen.regions,
+            between=seen.between,
+            backward=sharding.parts(),
+            held={**seen.held, **seen.choice.held(kept)},
+            returned=seen.backward.returned,
+            leaves=seen.backward.leaves,
+            gathered=seen.gathered,
             stay=frozenset(sharding.stay),
         )
 
@@ -313,6 +504,11 @@ class RegionPlanner(Planner):
             made=seen.made,
             slots=slots,
             gradients=gradients,
+            outputs=frozenset(
+                number
+                for number, op in enumerate(program.graph.ops)
+                if op.non_recomputable == HELD_OUTPUT
+            ),
         )
 
     def loss_memory(self, program: JointProgram) -> LossMemory:
@@ -354,14 +550,38 @@ class RegionPlanner(Planner):
         """Return a new plan of a step of several graphs, or the given one."""
         request = self.request
         if request.given_plan is not None:
-            return accept_plan(program, request.given_plan)
+            graph = self._graph_for(request.given_plan, program)
+            return accept_plan(replace(program, graph=graph), request.given_plan)
 
-        own = RegionProgram(step=self._composed, fronts=self._fronts)
+        budget = one_budget(request.budget, request.platform)
+        session = session_now()
+        if session is None:
+            return self._solve_regions(program, program.graph, budget)
+        return session.plan(
+            program.graph,
+            self.step_facts(program),
+            budget,
+            partial(self._solve_regions, program),
+        )
+
+    def _solve_regions(
+        self, program: JointProgram, graph: TrainingGraph, budget: int | str
+    ) -> Plan:
+        """Return a plan of a step of several graphs with its costs."""
+        request = self.request
+        composed = replace(self._composed, graph=graph)
+        own = RegionProgram(step=composed, fronts=self._fronts)
         leading = own if own.repeats else None
+
+        settings = {
+            "torch": torch.__version__,
+            "costs": request.costs,
+            "graphs": own.description(_HOW.get(str(request.regions), "")),
+        }
 
         def solve(budget: Budget | None) -> Plan:
             return plan_graph(
-                program.graph,
+                graph,
                 budget=budget,
                 fingerprint=program.fingerprint,
                 solver=request.solver,
@@ -371,19 +591,40 @@ class RegionPlanner(Planner):
                 seed=request.seed,
                 progress=request.progress,
                 has_assumed_loss=request.loss is None and program.loss is None,
-                settings={
-                    "torch": torch.__version__,
-                    "costs": request.costs,
-                    "graphs": own.description(_HOW.get(str(request.regions), "")),
-                },
+                settings=settings,
                 leading=leading,
             )
 
-        budget = one_budget(request.budget, request.platform)
         if is_percentage(budget):
-            _, trace = self._composed.everything
+            _, trace = composed.everything
             budget = parse_budget(budget, whole_bytes=trace.peak_bytes[0])
-        return plan_regions(self._composed, solve, budget)
+        call = PlanCall(
+            graph=graph,
+            budget=budget,
+            fingerprint=program.fingerprint,
+            settings=settings,
+            asked={**request.solving, "regions": step_digest(composed)},
+        )
+
+        def make() -> Plan:
+            return plan_regions(composed, solve, budget)
+
+        try:
+            return planned_once(call, make, request.progress)
+        except BudgetError as error:
+            # Deep models that nobody asked to be split are one graph then. Parameters
+            # in pieces are gathered for each region's own backward pass only.
+            is_asked_for = request.regions not in ("auto", "breaks")
+            if not is_asked_for or self.groups or request.solver != "auto":
+                raise
+            return plan_with_reruns(
+                own,
+                error,
+                fingerprint=program.fingerprint,
+                settings=settings,
+                limits=Limits.after(request.time_limit, request.seed),
+                progress=request.progress,
+            )
 
     def example_outputs(self, model: nn.Module, batch: Any) -> FakeOutputs:  # noqa: ARG002
         """Return what the gathered forward pass returned, made of fake tensors."""
@@ -442,11 +683,19 @@ class RegionPlanner(Planner):
         """Run the regions that are called from now on by a plan."""
         self.running = _Running(step)
         self.running_plan = step.plan
+        for group, is_kept in step.kept.items():
+            self.running.let_go[group] = group.is_let_go
+            group.let_go(not is_kept)
 
     def end_step(self) -> int | None:
         """Return the first region of the step that was not planned, if there is one."""
         running, self.running = self.running, None
-        return None if running is None else running.unplanned
+        if running is None:
+            return None
+        # What a forward pass left as it is stays so until its backward pass.
+        for group, is_let_go in running.let_go.items():
+            group.let_go(is_let_go)
+        return running.unplanned
 
     def choice_for(self, code: RegionCode) -> RegionChoice:
         """Return how the region that is called now runs.

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from os import PathLike
 from typing import (
     Any,
@@ -15,6 +16,7 @@ from typing import (
 )
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -46,6 +48,9 @@ Regions = Literal["auto", "whole", "breaks", "blocks"] | Chooser
 """Whether a model must be one graph, or may be split by graph breaks, and whether its
 blocks are graphs of their own, or modules of these names."""
 
+Group = Literal["auto"] | dist.ProcessGroup | None
+"""The processes that run the same plan."""
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -71,6 +76,7 @@ class PlanOptions(TypedDict, total=False):
     dynamic: DynamicShapes | None
     backward_in_autocast: bool
     in_flight: int
+    group: Group
     progress: ProgressCallback | None
 
 
@@ -99,6 +105,7 @@ class PlanRequest:
     dynamic: DynamicShapes | None = None
     backward_in_autocast: bool = False
     in_flight: int = 1
+    group: Group = "auto"
     progress: ProgressCallback = ignore_progress
     given_plan: Plan | None = None
 
@@ -138,6 +145,7 @@ class PlanRequest:
             raise ValueError(msg)
         self._check_regions()
         self._check_in_flight()
+        self._check_group()
         if self.dynamic is not None:
             self._check_dynamic()
         if self.device is not None:
@@ -153,6 +161,17 @@ class PlanRequest:
         return isinstance(self.budget, Mapping) and len(self.budget) > 1
 
     @property
+    def solving(self) -> dict[str, object]:
+        """What a schedule depends on, besides the step, devices and budget."""
+        return {
+            "solver": self.solver,
+            "objective": self.objective,
+            "time limit": self.time_limit,
+            "gap": self.gap,
+            "seed": index(self.seed),
+        }
+
+    @property
     def may_be_split(self) -> bool:
         """Whether the model may be planned as several graphs, as far as is asked."""
         return (
@@ -161,6 +180,22 @@ class PlanRequest:
             and not self.has_several_devices
             and self.dynamic is None
         )
+
+    @property
+    def may_be_together(self) -> bool:
+        """Whether processes can plan together what is asked for."""
+        return self.kernels == "eager" and not self.has_several_devices
+
+    def _check_group(self) -> None:
+        if self.group is None or self.group == "auto":
+            return
+        _check("group", self.group, dist.ProcessGroup, _GROUP)
+        if not self.may_be_together:
+            msg = (
+                "group= is given: processes plan together for one device each, with "
+                "eager kernels; give one budget and leave kernels='fused' out, or group"
+            )
+            raise ValueError(msg)
 
     def _check_device(self, device: Hardware) -> None:
         given = {
@@ -508,4 +543,5 @@ _REGIONS = (
     "'auto', 'whole', 'breaks', 'blocks', a list of modules' names, or a function of a "
     "name and a module"
 )
+_GROUP = "'auto', None, or a torch.distributed.ProcessGroup"
 _PLATFORM = "a remat.core.platform.Platform, or the path of its file"

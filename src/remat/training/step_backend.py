@@ -20,6 +20,7 @@ from remat.capture.joint_program import (
     JointProgram,
     analyse,
     counted_once,
+    inputs_of_parts,
 )
 from remat.capture.returned import Returned
 from remat.capture.rewrites import eager_tracing, rewrite
@@ -31,8 +32,9 @@ from remat.core.graph import Role
 from remat.core.liveness import schedule_from_order, store_all_order
 from remat.core.schedule import Schedule
 from remat.runtime.copies import runnable
+from remat.runtime.early_gradients import EarlyGradients
 from remat.runtime.lowering import LoweredStep, lower
-from remat.runtime.undefined import DefinedTangents
+from remat.runtime.undefined import DefinedTangents, without
 from remat.torch_compat.attributes import boxed
 from remat.torch_compat.metadata import example_of, source_of
 from remat.torch_compat.names import BoxedCodeGen, aot_autograd, preserve_rng_state
@@ -164,7 +166,7 @@ class PlannedBackend:
             **_options: Any,
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             traces.append(hash(str(joint.graph)))
-            return self.partition(
+            passes = self.partition(
                 joint,
                 num_fwd_outputs,
                 inputs,
@@ -174,20 +176,28 @@ class PlannedBackend:
                 loss=loss,
                 sizes=sizes,
             )
+            early.read(passes[1])
+            return passes
 
         def compile_backward(
             module: fx.GraphModule, backward_inputs: Sequence[Any]
         ) -> Callable[[list[Any]], Any]:
             backward = self.compile_backward(module, backward_inputs)
+            early.read_code(module)
+            (output,) = module.graph.find_nodes(op="output")
+            count = len(output.args[0])
 
             def run(values: list[Any]) -> Any:
+                undefined = defined.undefined()
+                if early.begins(values, undefined):
+                    return [None] * count
                 # What the trace found out is not to be done twice.
                 with autocast_again(()):
-                    return defined.drop_undefined(backward(values))
+                    return without(backward(values), undefined)
 
             return boxed(run)
 
-        defined = DefinedTangents()
+        defined, early = DefinedTangents(), EarlyGradients()
         compiler = aot_autograd(
             fw_compiler=self.compile_forward,
             bw_compiler=compile_backward,
@@ -201,12 +211,25 @@ class PlannedBackend:
             compiled = compiler(module, sizes.traced if sizes else example_inputs)
 
         def run(*values: Any) -> Any:
+            piece_bytes = self.piece_bytes()
+            passes = None
+            if piece_bytes is not None and torch.is_grad_enabled():
+                values, passes = early.gated(values, piece_bytes)
             outputs = compiled(*values)
             defined.watch(outputs)
             context.watch(outputs)
+            if passes is not None:
+                early.watch(outputs, passes)
             return outputs
 
         return torch.compiler.disable(run)
+
+    def piece_bytes(self) -> int | None:
+        """Return in pieces of how many bytes gradients leave before backward has ended.
+
+        ``None`` if all leave together, at the end.
+        """
+        return None
 
     def backward_autocast_now(self) -> tuple[Autocast, ...]:
         """Return the settings that the backward pass of a step made now is under."""
@@ -275,7 +298,7 @@ class PlannedBackend:
                 describe_input(source) if source else InputSpec(node.name, Role.INPUT)
             )
         for value, spec in zip(example_inputs, specs, strict=True):
-            if not isinstance(value, torch.Tensor) and not self.asked:
+            if isinstance(value, int | float | torch.SymInt) and not self.asked:
                 msg = (
                     f"input {spec.name!r} is a {type(value).__name__}, not a tensor: the "
                     "step was traced with dynamic shapes; compile with dynamic=False, "
@@ -320,6 +343,7 @@ class PlannedBackend:
         ``tracing`` is closed when no fake tensor is computed any more: from then on
         solvers, kernels that are measured and other threads get torch's own ways.
         """
+        inputs = inputs_of_parts(joint, inputs)
         defined.read(joint, forward_output_count)
         try:
             rewrite(joint)

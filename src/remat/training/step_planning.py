@@ -1,5 +1,6 @@
 """Plan traced steps: what surrounds them, what they cost, which schedule they run."""
 
+import os
 import time
 import warnings
 import weakref
@@ -39,7 +40,7 @@ from remat.core.errors import (
     InvalidPlatformError,
     PlanMismatchError,
 )
-from remat.core.graph import Role
+from remat.core.graph import Role, TrainingGraph
 from remat.core.in_flight import with_passes
 from remat.core.platform import Platform
 from remat.core.problem import Limits, Objective
@@ -49,8 +50,10 @@ from remat.core.units import format_bytes
 from remat.planning.in_flight import plan_in_flight
 from remat.planning.one_device import one_budget, plan_graph, several_budgets
 from remat.planning.plan import Plan
+from remat.planning.plan_cache import PlanCall, plan_digest, planned_once
 from remat.planning.proofs import on_graph
 from remat.planning.replanning import at_sizes, equal_plan, replan, with_gradients
+from remat.planning.reserved import with_allocator
 from remat.planning.several_devices import Budget, budget_of
 from remat.profile.cache import CostCache
 from remat.profile.costing import (
@@ -70,8 +73,10 @@ from remat.profile.optimizer_memory import (
 )
 from remat.torch_compat.attributes import storage_identity
 from remat.torch_compat.names import tree_map, unset_fake_temporarily
+from remat.training.allocator_settings import settings_on
 from remat.training.callers import gradient_buckets_bytes
 from remat.training.request import PlanRequest
+from remat.training.same_plan import session_now
 from remat.training.shape_ranges import untouched_like
 from remat.training.sized_plans import SizedPlan
 from remat.training.training_loop import LoopMemory
@@ -360,6 +365,17 @@ class Planner:
 
     def describe_step(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """Return in words what the step that was planned last is called with."""
+        words = self._call_words(args, kwargs)
+        bucket_bytes = gradient_buckets_bytes()
+        if self.gradient_bytes > bucket_bytes:
+            held_bytes = self.gradient_bytes - bucket_bytes
+            words.append(f"onto {format_bytes(held_bytes)} of gradients")
+        if bucket_bytes:
+            words.append(f"with {format_bytes(bucket_bytes)} of gradient buckets")
+        words += [f"autocast to {kind.dtype}" for kind in autocast_now()]
+        return ", ".join(words)
+
+    def _call_words(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
         tensors = {"": args, **{f"{name} ": (value,) for name, value in kwargs.items()}}
         words = [
             f"{name}{describe_tensor(value)}"
@@ -370,14 +386,18 @@ class Planner:
         model = self.model
         if model is not None:
             words.append("training mode" if model.training else "evaluation mode")
-        bucket_bytes = gradient_buckets_bytes()
-        if self.gradient_bytes > bucket_bytes:
-            held_bytes = self.gradient_bytes - bucket_bytes
-            words.append(f"onto {format_bytes(held_bytes)} of gradients")
-        if bucket_bytes:
-            words.append(f"with {format_bytes(bucket_bytes)} of gradient buckets")
-        words += [f"autocast to {kind.dtype}" for kind in autocast_now()]
-        return ", ".join(words)
+        return words
+
+    def step_facts(self, program: JointProgram) -> dict[str, str]:
+        """Return what is alike of a step in all processes that plan it together."""
+        args, kwargs = self.batch
+        autocast = [f"autocast to {kind.dtype}" for kind in program.autocast]
+        words = ", ".join([*self._call_words(args, kwargs), *autocast])
+        return {
+            "what the model is called with": words,
+            "the traced step": program.fingerprint[:12],
+            "gradients of earlier passes": "some" if self.gradient_bytes else "none",
+        }
 
     def choose_kernels(self, joint: fx.GraphModule, forward_output_count: int) -> None:
         """Fuse operators of a traced step, in place, if that is asked for."""
@@ -399,7 +419,7 @@ class Planner:
             if key not in self.plans:
                 plan = self._plan_of_larger(bare)
                 if plan is None:
-                    plan = self.make_plan(program)
+                    plan = self.with_allocator(self.make_plan(program), program)
                     self.planned_count += 1
                 self.plans[key] = plan
             else:
@@ -414,6 +434,16 @@ class Planner:
             replace(program, graph=plan.graph, platform=platform, loss=loss),
             plan.schedule,
         )
+
+    def with_allocator(self, plan: Plan, program: JointProgram) -> Plan:
+        """Return a plan that knows how the allocator of its device is set."""
+        platform = self.request.platform
+        if plan.platform.allocators:
+            return plan
+        if platform is None:
+            return with_allocator(plan, settings_on(program.device, os.environ))
+        home = self.home_in(platform, place_name(program.device))
+        return with_allocator(plan, platform.allocator_of(home))
 
     def _remember(self, call: TracedCall, program: JointProgram, plan: Plan) -> None:
         if not program.sizes:
@@ -606,33 +636,56 @@ class Planner:
                 request.progress,
                 known=request.platform,
             )
+        session = session_now()
+        if session is None or platform is not None:
+            return self._solve(program, graph, platform, budget)
+        return session.plan(
+            graph,
+            self.step_facts(program),
+            one_budget(budget, request.platform),
+            lambda graph, budget: self._solve(program, graph, None, budget),
+        )
+
+    def _solve(
+        self,
+        program: JointProgram,
+        graph: TrainingGraph,
+        platform: Platform | None,
+        budget: Budget | None,
+    ) -> Plan:
+        """Return a plan of a step with its costs, on the devices that are given."""
+        request = self.request
         settings = {"torch": torch.__version__, "costs": request.costs}
         if request.device is not None:
             settings |= {"device": request.device.name, "costs": "estimated"}
-        plan, known = None, equal_plan(graph, self.plans.values())
-        if request.in_flight > 1:
-            plan = plan_in_flight(
-                graph,
-                request.in_flight,
-                budget=one_budget(budget, request.platform),
-                fingerprint=program.fingerprint,
-                solver=request.solver,
-                time_limit=request.time_limit,
-                seed=request.seed,
-                progress=request.progress,
-                settings=settings,
-            )
-        elif known and isinstance(budget, int) and request.solver == "auto":
-            plan = replan(
-                graph,
-                budget,
-                known,
-                fingerprint=program.fingerprint,
-                limits=Limits.after(request.time_limit, request.seed),
-                settings=settings,
-            )
-        if plan is None:
-            plan = plan_graph(
+        known = equal_plan(graph, self.plans.values())
+        if request.in_flight > 1 or request.solver != "auto":
+            known = None
+
+        def make() -> Plan:
+            plan = None
+            if request.in_flight > 1:
+                plan = plan_in_flight(
+                    graph,
+                    request.in_flight,
+                    budget=one_budget(budget, request.platform),
+                    fingerprint=program.fingerprint,
+                    solver=request.solver,
+                    time_limit=request.time_limit,
+                    seed=request.seed,
+                    progress=request.progress,
+                    settings=settings,
+                )
+            elif known and isinstance(budget, int):
+                plan = replan(
+                    graph,
+                    budget,
+                    known,
+                    fingerprint=program.fingerprint,
+                    limits=Limits.after(request.time_limit, request.seed),
+                    settings=settings,
+                )
+            return plan or plan_graph(
                 graph,
                 budget=budget,
                 platform=platform,
@@ -646,6 +699,20 @@ class Planner:
                 has_assumed_loss=request.loss is None and program.loss is None,
                 settings=settings,
             )
+
+        call = PlanCall(
+            graph=graph,
+            budget=budget,
+            platform=platform,
+            fingerprint=program.fingerprint,
+            in_flight=request.in_flight,
+            settings=settings,
+            asked={
+                **request.solving,
+                "known": None if known is None else plan_digest(known),
+            },
+        )
+        plan = planned_once(call, make, request.progress)
         if request.kernels == "eager":
             return plan
         return replace(

@@ -27,6 +27,7 @@ from remat.core.errors import BudgetError, PlanWarning
 from remat.core.schedule import Schedule
 from remat.torch_compat.metadata import example_of
 from remat.torch_compat.names import CompileContext, preserve_rng_state
+from remat.training.callers import first_bucket_bytes
 from remat.training.step_backend import PlannedBackend, sources_of
 
 
@@ -193,6 +194,10 @@ class VariantBackend(PlannedBackend):
         finally:
             if not self.keeps_failure:
                 self.failure = None
+
+    def piece_bytes(self) -> int | None:
+        """Return the size of the first bucket in which gradients are exchanged now."""
+        return first_bucket_bytes()
 
     def choose_sizes(self, varying: VaryingSizes) -> Sizes:
         """Return the sizes for which a step is planned whose sizes vary."""

@@ -367,6 +367,7 @@ def verify(
         loss=request.loss,
         backward_in_autocast=request.backward_in_autocast,
         in_flight=request.in_flight,
+        group=None,
     )
     with unset_fake_temporarily(), step.restored():
         with unchanged(model, request.optimizer):

@@ -4,7 +4,6 @@ import pytest
 from studies.forward_graphs import (
     densenet161,
     published_file,
-    read_published,
     resnet50,
     resnet152,
 )
@@ -19,6 +18,7 @@ from remat.algorithms.lower_sets.choice import approximate_family
 from remat.algorithms.lower_sets.families import Family, all_lower_sets
 from remat.algorithms.lower_sets.formula import check_segmentation
 from remat.algorithms.lower_sets.forward_graph import ForwardGraph
+from remat.benchmark.published import read_forward
 from remat.core.liveness import insert_discards
 from remat.core.platform import single_device
 from remat.core.simulator import simulate
@@ -50,7 +50,7 @@ def test_published_peaks(network: str) -> None:
         file = published_file(network)
         if file is None:
             pytest.skip(f"cg_{network}.txt is not beside the repository")
-        graph = read_published(file)
+        graph = read_forward(file)
     found = chen_segmentation(graph, complete(graph))
     training = implied_training_graph(graph)
     schedule = canonical_schedule(graph, found.segment_of)

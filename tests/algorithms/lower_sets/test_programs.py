@@ -13,7 +13,6 @@ import pytest
 from studies.forward_graphs import (
     densenet161,
     published_file,
-    read_published,
     resnet50,
     resnet152,
     shared_folder,
@@ -53,6 +52,7 @@ from remat.algorithms.lower_sets.programs import (
     smallest_budget,
     sweep_lower_sets,
 )
+from remat.benchmark.published import read_forward
 from remat.core.errors import BudgetError
 from remat.core.platform import single_device
 from remat.core.simulator import simulate
@@ -244,7 +244,7 @@ def network(name: str) -> ForwardGraph:
     file = published_file(name)
     if file is None:
         pytest.skip(f"instances/lowersets/cg_{name}.txt is not beside the repository")
-    return read_published(file)
+    return read_forward(file)
 
 
 @pytest.mark.parametrize("name", REFERENCES)
@@ -282,7 +282,7 @@ def test_counts_of_a_published_graph_are_those_of_its_shape() -> None:
     file = published_file("resnet50")
     if file is None:
         pytest.skip("instances/lowersets/cg_resnet50.txt is not beside the repository")
-    published = read_published(file)
+    published = read_forward(file)
     assert sorted(published.memory_bytes) == sorted(shape.memory_bytes)
     assert sorted(published.cost) == sorted(shape.cost)
     assert len(published.edges) == len(shape.edges)

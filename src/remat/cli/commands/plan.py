@@ -1,6 +1,7 @@
 """``remat plan``: plan a training step or a graph file, and run nothing."""
 
 import argparse
+from typing import get_args
 
 from remat.cli.base import (
     WORKLOAD_HELP,
@@ -29,6 +30,7 @@ from remat.core.problem import Objective
 from remat.files.hardware import chosen_hardware, hardware_names
 from remat.files.serialisation import save_graph, save_schedule
 from remat.planning.one_device import plan_graph
+from remat.planning.plan import Account
 from remat.report.progress import progress_bar
 
 
@@ -52,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("bf16", "fp16"),
         help="with --device: plan the step under autocast to this type",
     )
+    parser.add_argument(
+        "--account",
+        choices=get_args(Account),
+        help="with --graph, whose bytes the budget counts (reserved, where the platform "
+        "says that its one device has a caching allocator, else live)",
+    )
     parser.add_argument("--output", metavar="FILE", help="write the plan here")
     parser.add_argument(
         "--save-graph", metavar="FILE", help="write the training graph here"
@@ -66,6 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> ExitCode:
     """Make the plan, print it, write what was asked for."""
     check_source(options)
+    if options.graph is None and options.account == "reserved":
+        msg = (
+            "--account reserved plans a --graph; of FACTORY, budgets count live bytes "
+            "(--save-graph writes its graph)"
+        )
+        raise UsageError(msg)
     budget, platform = chosen_budget(options.budget), chosen_platform(options)
     if options.device:
         devices = _chosen_devices(options)
@@ -96,6 +110,7 @@ def run(options: argparse.Namespace) -> ExitCode:
                 gap=options.gap,
                 seed=options.seed,
                 progress=progress,
+                account=options.account,
             )
     if options.json:
         print_json(plan.summary())
@@ -159,6 +174,7 @@ PLAN = Command(
         "remat plan train.py --device l4 --budget 60% --output plan.json",
         "remat plan train.py --budget cuda:0=6GiB --budget host=20GiB",
         "remat plan train.py --platform machine.json --budget a=6GiB --budget b=20GiB",
+        "remat plan --graph graph.json --platform card.json --budget 8GiB --account live",
     ),
     add_arguments=add_arguments,
     run=run,

@@ -1,0 +1,278 @@
+"""Gradients that leave a backward pass as they are ready, piece by piece.
+
+Autograd takes the gradients of a compiled step when all of its backward pass has run.
+``DistributedDataParallel`` exchanges a bucket of gradients as soon as they have been
+added up, so inside of it nothing would be exchanged before the end. Here the inputs of
+a step whose gradients are asked for go through gates: nodes of autograd that hand on
+the same tensors, one gate for a piece of all gradients. In backward the step itself
+hands on nothing; each gate runs the backward code up to where its piece is ready, and
+hands that on. Autograd runs the gate that was made last first, and adds gradients up
+before it runs the next. The code runs in the same order, so results are bitwise the
+same, and no gradient lives longer than before.
+"""
+
+import re
+import threading
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from remat.capture.autocast import autocast_again
+from remat.capture.joint_program import is_view
+from remat.core.errors import ExecutionError
+from remat.runtime.copies import copy_bytes
+from remat.runtime.undefined import place_of
+from remat.torch_compat.names import BoxedCodeGen
+
+_MOST_PIECES = 64
+"""A gate takes about as long as an operator of autograd: 24 us were measured."""
+
+Piece = tuple[int, ...]
+"""Positions of the gradients, among all that the backward code returns."""
+
+Code = Callable[[list[Any]], Generator[list[Any]]]
+
+
+@dataclass
+class _Passes:
+    """One forward pass, and the backward pass of it that runs."""
+
+    pieces: tuple[Piece, ...]
+    generator: Generator[list[Any]] | None = None
+    undefined: frozenset[int] = frozenset()
+    # By their numbers, those that are computed and not taken.
+    ready: dict[int, list[Any]] = field(default_factory=dict[int, list[Any]])
+    next_piece: int = 0
+
+    def begin(self, generator: Generator[list[Any]], undefined: frozenset[int]) -> None:
+        """Let gates run backward code from now on."""
+        self.generator = generator
+        self.undefined = undefined
+        self.ready.clear()
+        self.next_piece = 0
+
+    def take(self, number: int) -> list[Any]:
+        """Return the gradients of a piece, computed by now."""
+        pieces = self.pieces
+        # Not all are asked for where gradients of some inputs alone are taken.
+        while number not in self.ready and self.generator is not None:
+            found = next(self.generator)
+            for place, position in enumerate(pieces[self.next_piece]):
+                if position in self.undefined:
+                    found[place] = None
+            self.ready[self.next_piece] = found
+            self.next_piece += 1
+        if self.next_piece == len(pieces) and self.generator is not None:
+            for _ in self.generator:
+                pass
+            self.generator = None
+        return self.ready.pop(number)
+
+
+class _Gate(torch.autograd.Function):
+    """Hands on inputs, and in backward the gradients of one piece."""
+
+    @staticmethod
+    def forward(ctx: Any, passes: _Passes, number: int, *values: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.passes, ctx.number = passes, number
+        return tuple(value.detach() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Any) -> Any:
+        with torch.no_grad(), autocast_again(()):
+            found = ctx.passes.take(ctx.number)
+            # Autograd takes over a gradient that nobody else holds, and copies others.
+            gradients = (None, None, *found)
+            found.clear()
+            return gradients
+
+
+class EarlyGradients:
+    """Gates around one traced step, and its backward code in pieces."""
+
+    def __init__(self) -> None:
+        self._sizes_bytes: list[tuple[Piece, int]] = []
+        self._pieces: dict[int, tuple[Piece, ...]] = {}
+        self._module: fx.GraphModule | None = None
+        self._codes: dict[tuple[Piece, ...], Code] = {}
+        self._begun = threading.local()
+
+    def read(self, backward: fx.GraphModule) -> None:
+        """Look when which gradients are ready in a backward pass."""
+        self._pieces.clear()
+        self._sizes_bytes = _sizes_bytes(backward)
+
+    def read_code(self, backward: fx.GraphModule) -> None:
+        """Take the code of the backward pass, once there is one."""
+        self._module = backward
+        self._codes.clear()
+
+    def pieces(self, piece_bytes: int) -> tuple[Piece, ...]:
+        """Return all gradients in pieces of about so many bytes, as they are ready."""
+        if piece_bytes not in self._pieces:
+            self._pieces[piece_bytes] = _divided(self._sizes_bytes, piece_bytes)
+        return self._pieces[piece_bytes]
+
+    def gated(
+        self, values: tuple[Any, ...], piece_bytes: int
+    ) -> tuple[tuple[Any, ...], _Passes | None]:
+        """Return the inputs of a forward pass behind gates, and what the gates share.
+
+        Without gates, and ``None``, where all gradients are one piece, or one is of
+        what autograd does not differentiate.
+        """
+        pieces = self.pieces(piece_bytes)
+        asked = [position for piece in pieces for position in piece]
+        if len(pieces) < 2 or not all(_is_asked(values, each) for each in asked):
+            return values, None
+        passes, found = _Passes(pieces), list(values)
+        # What is made last runs first.
+        for number in reversed(range(len(pieces))):
+            piece = pieces[number]
+            gated: Any = _Gate.apply(passes, number, *(values[p] for p in piece))
+            for position, value in zip(piece, gated, strict=True):
+                found[position] = value
+        return tuple(found), passes
+
+    def watch(self, outputs: Sequence[Any], passes: _Passes) -> None:
+        """Let gates have the gradients when the backward pass of outputs begins."""
+
+        def begin(_gradients: Sequence[Any]) -> None:
+            self._begun.passes = passes
+
+        for output in outputs:
+            found = place_of(output)
+            if found is not None:
+                step, _ = found
+                step.register_prehook(begin)
+                return
+
+    def begins(self, values: list[Any], undefined: frozenset[int]) -> bool:
+        """Whether gates run the backward pass that begins now, on these values.
+
+        Parameters
+        ----------
+        values
+            What the backward code is called with; emptied if gates have it.
+        undefined
+            Positions of gradients that do not exist.
+        """
+        passes: _Passes | None = getattr(self._begun, "passes", None)
+        self._begun.passes = None
+        if passes is None or self._module is None:
+            return False
+        if passes.pieces not in self._codes:
+            self._codes[passes.pieces] = _in_pieces(self._module, passes.pieces)
+        passes.begin(self._codes[passes.pieces](list(values)), undefined)
+        values.clear()
+        return True
+
+
+def _is_asked(values: Sequence[Any], position: int) -> bool:
+    value = values[position] if position < len(values) else None
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _sizes_bytes(backward: fx.GraphModule) -> list[tuple[Piece, int]]:
+    """Return what is ready at once, with its bytes, in the order of the code."""
+    graph = backward.graph
+    if graph.find_nodes(op="call_function", target=copy_bytes):
+        return []
+    (output,) = graph.find_nodes(op="output")
+    positions: dict[fx.Node, list[int]] = {}
+    sizes_bytes: dict[fx.Node, int] = {}
+    for position, value in enumerate(output.args[0]):
+        if isinstance(value, fx.Node):
+            made = _views_of(value)[0]
+            positions.setdefault(made, []).append(position)
+            sizes_bytes[made] = max(sizes_bytes.get(made, 0), _size_bytes(value))
+    return [
+        (tuple(positions[node]), sizes_bytes[node])
+        for node in graph.nodes
+        if node in positions
+    ]
+
+
+def _views_of(value: fx.Node) -> list[fx.Node]:
+    """Return what a gradient is a view of, the views in between, and itself."""
+    found = [value]
+    while is_view(found[0]) and len(found[0].all_input_nodes) == 1:
+        found.insert(0, found[0].all_input_nodes[0])
+    return found
+
+
+def _size_bytes(value: fx.Node) -> int:
+    example = value.meta.get("val")
+    return example.nbytes if isinstance(example, torch.Tensor) else 0
+
+
+def _divided(ready: Sequence[tuple[Piece, int]], piece_bytes: int) -> tuple[Piece, ...]:
+    """Return gradients in pieces of at least so many bytes, but not too many pieces."""
+    least_bytes = max(piece_bytes, sum(size for _, size in ready) // _MOST_PIECES)
+    pieces: list[list[int]] = []
+    held_bytes = least_bytes
+    for positions, size_bytes in ready:
+        if held_bytes >= least_bytes:
+            pieces.append([])
+            held_bytes = 0
+        pieces[-1] += positions
+        held_bytes += size_bytes
+    return tuple(map(tuple, pieces))
+
+
+def _in_pieces(module: fx.GraphModule, pieces: Sequence[Piece]) -> Code:
+    """Return backward code that yields pieces, each when its last gradient is made.
+
+    Whoever takes a piece empties the list: nothing else holds the gradients then.
+    """
+    (output,) = module.graph.find_nodes(op="output")
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(module.graph, copies)
+    inputs = graph.find_nodes(op="placeholder")
+    for piece in pieces:
+        for position in piece:
+            # Views of what is returned are made when all is done.
+            chain = _views_of(output.args[0][position])
+            source, *views = [copies[node] for node in chain]
+            source = inputs[-1] if source.op == "placeholder" else source
+            for view in views:
+                source.append(view)
+                source = view
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    for piece in pieces:
+        made = [copies[output.args[0][position]] for position in piece]
+        last = max([*made, inputs[-1]], key=lambda node: order[node])
+        # After what was put behind the same node before.
+        while last.next.target in (_gathered, _yielded):
+            last = last.next
+        with graph.inserting_after(last):
+            gathered = graph.call_function(_gathered, tuple(made))
+        with graph.inserting_after(gathered):
+            graph.call_function(_yielded, (gathered,))
+    graph.output(None)
+    graph.set_codegen(BoxedCodeGen())
+    written = graph.python_code("self")
+    names = [n for n, value in written.globals.items() if value is _yielded]
+    pattern = rf"^(\s*)\w+ = {re.escape(names[0])}\((\w+)\)"
+    text, count = re.subn(pattern, r"\1yield \2", written.src, flags=re.MULTILINE)
+    if count != len(pieces):
+        msg = f"{len(pieces)} pieces, but {count} were found in the code"
+        raise ExecutionError(msg)
+    found: dict[str, Any] = dict(written.globals)
+    exec(compile(text, "<backward pass in pieces>", "exec"), found)  # noqa: S102
+    forward: Any = found["forward"]
+    return lambda values: forward(module, values)
+
+
+def _gathered(*gradients: Any) -> list[Any]:
+    """Return a list of what is ready."""
+    return list(gradients)
+
+
+def _yielded(piece: list[Any]) -> None:
+    """Stand for the place where a piece is handed on."""
