@@ -24,7 +24,7 @@ from remat.planning.portfolio import solve
 from remat.planning.smallest_budget import FLOOR_SOLVERS
 from remat.solvers.base import ProgressCallback, ignore_progress
 
-TIME_PERCENT = (60, 145)
+TIME_PERCENT = (85, 145)
 """Between which percents of predicted times published ones lie: docs/hardware.md."""
 
 _LARGEST_BATCH = 1 << 24
