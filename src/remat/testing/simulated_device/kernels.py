@@ -15,6 +15,7 @@ from remat.testing.simulated_device.faults import FAULTS
 from remat.testing.simulated_device.memory import DeviceMemory, on_host
 from remat.testing.simulated_device.random_numbers import GENERATOR
 from remat.testing.simulated_device.streams import DEFAULT, current_stream
+from remat.torch_compat.attributes import schema_of
 from remat.torch_compat.names import (
     DispatchKey,
     DispatchKeySet,
@@ -140,7 +141,9 @@ def _written(
     operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[int, Any]:
     """Return the results that are arguments which the operator writes."""
-    schema = operator._schema  # noqa: SLF001
+    schema = schema_of(operator)
+    if schema is None:
+        return {}
     found: dict[int, Any] = {}
     for position, result in enumerate(schema.returns):
         if result.alias_info is None or not result.alias_info.is_write:

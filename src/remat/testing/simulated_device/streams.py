@@ -86,19 +86,19 @@ class Event:
     def __init__(self, enable_timing: bool = False, **_options: Any) -> None:
         del enable_timing
         self._stream: Stream | None = None
-        self._happened_ns = 0
+        self.happened_ns = 0
 
     def record(self, stream: Stream | None = None) -> None:
         """Happen after what was issued to a stream, by default the current one."""
-        self._stream, self._happened_ns = stream or current_stream(), 0
+        self._stream, self.happened_ns = stream or current_stream(), 0
         self._stream.issue(self._happen)
 
     def _happen(self) -> None:
-        self._happened_ns = time.perf_counter_ns()
+        self.happened_ns = time.perf_counter_ns()
 
     def query(self) -> bool:
         """Return whether it has happened, or was never recorded."""
-        return self._stream is None or bool(self._happened_ns)
+        return self._stream is None or bool(self.happened_ns)
 
     def synchronize(self) -> None:
         """Let its stream come to it."""
@@ -111,7 +111,7 @@ class Event:
 
     def elapsed_time(self, end: "Event") -> float:
         """Return the milliseconds until another one."""
-        return (end._happened_ns - self._happened_ns) / 1e6  # noqa: SLF001 - its own kind
+        return (end.happened_ns - self.happened_ns) / 1e6
 
 
 _STREAMS: "weakref.WeakSet[Stream]" = weakref.WeakSet()
