@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed._functional_collectives  # noqa: F401 - registers operators
+from torch.distributed import _functional_collectives
 
 from remat.profile.collectives import LINK_BYTES_PER_S, collective_cost
 from remat.profile.operators import OperatorCall
 
+# Importing it has registered them.
+assert _functional_collectives
 EXCHANGES: Any = torch.ops._c10d_functional
 SENT = 4 * 1024**2
 

@@ -87,7 +87,7 @@ def test_blocks_are_made_where_a_recording_of_their_size_shows_one():
 
 
 def test_nodes_behind_regions_without_gradients_are_told_apart():
-    numbers = [
+    numbers: list[Any] = [
         next_node_number(),
         (torch.ones(1, requires_grad=True) * 2).grad_fn,
         next_node_number(),

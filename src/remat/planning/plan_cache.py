@@ -190,7 +190,16 @@ def step_digest(step: ComposedStep) -> str:
 
 
 _ROOMS = (
-    *("core", "native", "backends", "files", "bounds", "search", "algorithms"),
+    *(
+        "core",
+        "native",
+        "backends",
+        "files",
+        "memory",
+        "bounds",
+        "search",
+        "algorithms",
+    ),
     *("reductions", "solvers", "planning"),
 )
 """Those whose code an answer depends on."""

@@ -412,9 +412,9 @@ def _device(device: torch.device | str | None) -> torch.device:
             f"{place.type.upper()} device"
         )
         raise ProfileError(msg)
-    if place.index is None:
-        return torch.device(place.type, device_module(place).current_device())
-    return place
+    if ":" in str(place):
+        return place
+    return torch.device(place.type, device_module(place).current_device())
 
 
 def _time(step: Callable[[], object], device: torch.device) -> int:

@@ -18,7 +18,7 @@ order is proved to have no race.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -476,7 +476,7 @@ class _Pass:
         if self.is_elsewhere(device):
             kwargs = self.made_on(kwargs, device)
         if is_collective(target):
-            target, args = exchange, (target, *args)
+            target, args = exchange, cast("tuple[Any, ...]", (target, *args))
         new = self.graph.create_node(node.op, target, args, kwargs, name=node.name)
         new.meta = dict(node.meta)
         return new

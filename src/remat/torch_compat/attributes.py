@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -191,7 +191,7 @@ def storage_identity(tensor: torch.Tensor) -> int:
 
 def holder_count(tensor: torch.Tensor) -> int:
     """Return how many hold on to a tensor: Python as one, and code below of it."""
-    return tensor._use_count()
+    return cast("Any", tensor)._use_count()
 
 
 def storage_alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:

@@ -7,7 +7,7 @@ bits are the CPU's, and layouts those that torch's formulas give.
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -46,6 +46,9 @@ _WITH_SCRATCH = ("convolution", "_scaled_dot_product")
 _CASTS_DOWN = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "convolution")
 _CASTS_UP = ("_softmax", "_log_softmax", "native_layer_norm", "nll_loss_forward", "pow")
 """What autocast does with operators: to its type, or to single precision."""
+
+
+_AUTOCAST: Any = DispatchKeySet(cast("Any", DispatchKey).AutocastPrivateUse1)
 
 
 def is_on_device(value: object) -> bool:
@@ -94,7 +97,7 @@ def _result(operator: OpOverload, value: Any, own: torch.Tensor | None) -> Any:
     if own is None:
         return _on_device(operator, value)
     if own.shape != value.shape:
-        own.set_(_on_device(operator, value))
+        own.set_(cast("Any", _on_device(operator, value)))
     elif on_host(own).data_ptr() != value.data_ptr():
         on_host(own).copy_(value)
     return own
@@ -113,7 +116,7 @@ def resize(
     start, storage = tensor.storage_offset(), tensor.untyped_storage()
     needed = start + max(1, shaped.untyped_storage().nbytes() // tensor.dtype.itemsize)
     if needed * tensor.dtype.itemsize > storage.nbytes():
-        larger = MEMORY.tensor((needed,), (1,), tensor.dtype)
+        larger = MEMORY.tensor((int(needed),), (1,), tensor.dtype)
         held = storage.nbytes() // tensor.dtype.itemsize
         on_host(larger)[:held].copy_(
             on_host(tensor).as_strided((held,), (1,), storage_offset=0)
@@ -129,10 +132,10 @@ def _tensors(found: Any) -> Iterable[torch.Tensor]:
 
 def _on_device(operator: OpOverload, value: torch.Tensor) -> torch.Tensor:
     name = str(operator)
-    result = MEMORY.tensor(value.shape, value.stride(), value.dtype)
+    result = MEMORY.tensor(tuple(value.shape), value.stride(), value.dtype)
     if name.startswith(tuple(f"aten.{each}" for each in _WITH_SCRATCH)):
         # Given back at once: it counts in the peak.
-        MEMORY.tensor((value.numel(),), (1,), value.dtype)
+        MEMORY.tensor((int(value.numel()),), (1,), value.dtype)
     on_host(result).copy_(value)
     return result
 
@@ -203,7 +206,7 @@ def _autocast(operator: OpOverload, *, up: bool) -> Callable[..., Any]:
                 return value.to(dtype)
             return value
 
-        with exclude_dispatch_keys(DispatchKeySet(DispatchKey.AutocastPrivateUse1)):
+        with exclude_dispatch_keys(_AUTOCAST):
             return operator(*tree_map(cast, args), **tree_map(cast, kwargs))
 
     return run

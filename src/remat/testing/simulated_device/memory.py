@@ -13,6 +13,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 
@@ -76,7 +77,7 @@ class DeviceMemory:
         self._spare: defaultdict[int, list[ctypes.Array[ctypes.c_char]]] = defaultdict(
             list
         )
-        self._held: dict[int, tuple[object, ...]] = {}
+        self._held: dict[int, tuple[_Managed, ctypes.Array[ctypes.c_char], int]] = {}
         self._deleter = _Deleter(self._released)
         self._statistics = dict.fromkeys(
             (
@@ -159,7 +160,7 @@ class DeviceMemory:
             self._count("allocated", whole)
             return block
 
-    def _released(self, managed: "ctypes._Pointer[_Managed]") -> None:
+    def _released(self, managed: Any) -> None:
         with self._lock:
             address = ctypes.addressof(managed.contents)
             _, block, size_bytes = self._held.pop(address)
