@@ -9,7 +9,7 @@ are built from the networks' block structure, in the same units.
 
 import os
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
@@ -38,6 +38,7 @@ def published_file(network: str) -> Path | None:
     return file if file.is_file() else None
 
 
+@dataclass(slots=True)
 class _Images:
     """Writes down the forward graph of a convolutional network, value by value."""
 

@@ -65,7 +65,14 @@ from remat.planning.one_device import plan_graph
 from remat.planning.portfolio import solve_portfolio
 from remat.search.device_execution import ExecutionRule
 from remat.search.eviction import EvictionRule
-from remat.solvers import SOLVERS, DeviceSearch, GreedyEviction, StoreAll
+from remat.search.local_moves import MOST_EFFORT
+from remat.solvers import (
+    SOLVERS,
+    DeviceSearch,
+    GreedyEviction,
+    LocalSearch,
+    StoreAll,
+)
 from remat.solvers.checkmate_model import Rows
 from remat.solvers.greedy_eviction import Candidate
 from remat.solvers.lower_sets import LowerSetsEffort
@@ -762,6 +769,10 @@ def solver_cases() -> Iterator[CASES]:
             bad[field.name] = OPTIONS.get(field.name, usual)
         if make is GreedyEviction:
             bad["candidates"] = (*NO_LISTS, (), (1,), (None,))
+        if make is LocalSearch:
+            bad["starts"] = (*NO_LISTS, (1,), (None,))
+            bad["enough_ns"] = integers(0)
+            bad["effort"] = integers(0, MOST_EFFORT, optional=True)
         yield make, {}, bad
 
 

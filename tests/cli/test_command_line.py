@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,16 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def actions_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Yield the options of a command, and of the commands below it."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from actions_of(below)
+        else:
+            yield action
+
+
 class TestHelp:
     def test_no_words_give_help_and_a_usage_error(self, capsys) -> None:
         assert main([]) == 2
@@ -96,7 +107,9 @@ class TestHelp:
 
     @pytest.mark.parametrize("name", NAMES)
     def test_every_command_prints_json_on_request(self, name: str, capsys) -> None:
-        main([name, "--help"])
+        # What it does is said by a second word.
+        words = ["instances", "table"] if name == "instances" else [name]
+        main([*words, "--help"])
         assert "--json" in capsys.readouterr().out
 
     def test_every_solver_is_named(self, capsys) -> None:
@@ -397,6 +410,7 @@ class TestWrongUsage:
         words = {
             "show": ["plan.json"],
             "profile-platform": [],
+            "instances": ["show", "resnet50"],
         }.get(command.name, [SCRIPT])
         if command.name in {"plan", "fit"}:
             words = [*words, "--budget", "1MB"]
@@ -413,12 +427,12 @@ class TestWrongUsage:
             command.add_arguments(parser)
             written = {
                 action.option_strings[0]
-                for action in parser._actions
+                for action in actions_of(parser)
                 if action.metavar == "FILE"
                 and (action.help or "").startswith(("write ", "draw "))
             }
             assert written == {*command.writes, *command.draws}
-            assert written or command.name in {"verify", "check"}
+            assert written or command.name in {"verify", "check", "cache"}
 
     def test_two_results_cannot_share_a_file(self, files: Path, capsys) -> None:
         words = ["plan", "--graph", str(files / "graph.json"), "--budget", "80%"]

@@ -191,7 +191,10 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
     bounds = TimeBounds(graph, budget_bytes, limits=limits)
     near = partial(is_near, bounds, gap=gap)
     near_enough = max(gap, NEGLIGIBLE_GAP if time_limit is None else 0.0)
-    improver = partial(local_search_from, bounds, gap=near_enough)
+    # A search over all runs would take equal regions apart, and each needs a lowering.
+    improver = (
+        None if leading_solvers else partial(local_search_from, bounds, gap=near_enough)
+    )
     ask = partial(solve_alone, graph, budget_bytes)
     result = ask(asked, limits, progress, near, improver)
     if result.schedule is None and asked is leading_solvers:
@@ -491,11 +494,13 @@ def _improved(
     graph: TrainingGraph,
     budget_bytes: int,
     result: Result,
-    improver: Callable[[Result], Solver | None],
+    improver: Callable[[Result], Solver | None] | None,
     limits: Limits,
 ) -> Result:
     """Return the result of a search from one, if that is better."""
-    solver = None if limits.is_over or core() is None else improver(result)
+    if improver is None or limits.is_over or core() is None:
+        return result
+    solver = improver(result)
     if solver is None:
         return result
     problem = Problem(graph=graph, platform=_platform(graph, budget_bytes))

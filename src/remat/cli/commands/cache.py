@@ -67,7 +67,7 @@ CACHE = Command(
         "Show where plans and measured costs are kept, and how large they are, or remove "
         "them. Removing is always safe: they are made again. Needs no torch."
     ),
-    examples=("remat cache", "remat cache --clear plans"),
+    examples=("remat cache --json", "remat cache --clear plans"),
     add_arguments=add_arguments,
     run=run,
 )
