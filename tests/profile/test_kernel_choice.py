@@ -187,7 +187,8 @@ def test_what_runs_again_of_a_batch_norm_reduces_nothing(model: nn.Module) -> No
     with pytest.raises(BudgetError) as caught:
         remat.plan(model, X, budget="1 KiB", kernels="fused")
     floor = caught.value.required_bytes
-    plan = remat.plan(model, X, budget=floor, kernels="fused")
+    # At the smallest budget of all, statistics are made again as well.
+    plan = remat.plan(model, X, budget=int(1.05 * floor), kernels="fused")
     runs = plan.schedule.recompute_counts()
     again = {plan.graph.ops[op].name for op in runs}
     assert any("normalised" in name for name in again)

@@ -396,7 +396,7 @@ def again() -> Again:
 def test_blocks_run_again_as_a_whole_below_what_they_hand_over(again: Again) -> None:
     """Their draws are repeated, their statistics move once, each keeps its output."""
     model, plain, plan, kept_bytes = again
-    assert plan.peak_bytes < 0.9 * kept_bytes
+    assert plan.peak_bytes < 0.95 * kept_bytes
     for one, other in zip(
         trained(model, [LARGE, LARGE + 1]),
         trained(plain, [LARGE, LARGE + 1]),
