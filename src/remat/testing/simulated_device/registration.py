@@ -1,5 +1,6 @@
 """The simulated device as torch knows it."""
 
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -45,9 +46,9 @@ class _Module(ModuleType):
         """Return the number of the one in use."""
         return 0
 
-    def device(self, device: Any) -> Any:
+    def device(self, _device: Any) -> AbstractContextManager[None]:
         """Return a context in which a device is the current one: it always is."""
-        return torch.no_grad() if device is None else _Chosen()
+        return nullcontext()
 
     def get_device_name(self, _device: Any = None) -> str:
         """Return what it is called."""
@@ -86,11 +87,6 @@ class _Module(ModuleType):
     def empty_cache(self) -> None:
         """Give back what is not in use."""
         MEMORY.empty_cache()
-
-
-class _Chosen:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_exception: object) -> None: ...
 
 
 def register(capacity_bytes: int | None = None) -> None:
