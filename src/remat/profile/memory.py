@@ -32,6 +32,7 @@ from torch.autograd.profiler import record_function
 
 from remat.core.checks import checked_integer, checked_list, shown
 from remat.core.errors import ProfileError
+from remat.core.platform import COMMON_KINDS
 from remat.profile.allocations import (
     Allocation,
     AllocationRecorder,
@@ -401,8 +402,8 @@ def _device(device: torch.device | str | None) -> torch.device:
             f"device is {shown(device)}; it must be a device such as 'cpu' or 'cuda:0'"
         )
         raise ProfileError(msg) from error
-    if place.type == "meta":
-        msg = "memory can be measured on the CPU and on accelerators, not on 'meta'"
+    if place.type not in COMMON_KINDS:
+        msg = f"memory can be measured on cpu and cuda, not on {place.type!r}"
         raise ProfileError(msg)
     if not is_accelerator(place):
         return place

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from remat.core.platform import COMMON_KINDS
+
 HOST_TYPES = frozenset({"cpu", "meta"})
 """Types of device that have no module of this kind."""
 
@@ -50,17 +52,20 @@ def device_module(place: torch.device | str) -> Any:
 
 
 def accelerator_type() -> str:
-    """Return the type of this machine's accelerator; ``"cuda"`` where there is none."""
+    """Return the type of this machine's accelerator.
+
+    It is ``"cuda"`` where there is none, or one of a type that no plan is made for.
+    """
     found = torch.accelerator.current_accelerator(check_available=True)
-    return "cuda" if found is None else found.type
+    return found.type if found is not None and found.type in COMMON_KINDS else "cuda"
 
 
 def accelerator_in_use() -> str | None:
     """Return the type of the accelerator if tensors are on it, without waking it."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or not device_module(found).is_initialized():
+    found = accelerator_type()
+    if not device_count(found) or not device_module(found).is_initialized():
         return None
-    return found.type if memory_stats(found)["allocated_bytes.all.current"] else None
+    return found if memory_stats(found)["allocated_bytes.all.current"] else None
 
 
 def device_count(device_type: str) -> int:
