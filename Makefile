@@ -28,8 +28,8 @@ help: ## show this list
 demo: $(STAMPS)/demo ## train two real models plainly and within a budget
 	$(BIN)/python -m examples.demo $(DEMO_ARGS)
 
-test: $(STAMPS)/dev ## run the tests; PYTEST_ARGS="-k name" is passed on, TORCH=2.15.0 is installed
-	$(PYTEST) $(PARALLEL) $(PYTEST_ARGS)
+test: $(STAMPS)/dev ## run the tests; PYTEST_ARGS="-k name" is passed on, TORCH=2.15.0 is installed, THOROUGH=1 runs more cases
+	$(PYTEST) $(PARALLEL) $(if $(THOROUGH),--thorough) $(PYTEST_ARGS)
 
 # AREA names a folder or the beginning of files: solvers, test_units, cli/test_dev.
 check: $(STAMPS)/dev ## run the tests that are not in tests/slow.txt; AREA=solvers for tests/solvers*

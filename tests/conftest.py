@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,9 @@ pretty.for_type_by_name("remat.core.schedule", "Schedule", _print_fields)
 SLOW = Path(__file__).with_name("slow.txt")
 """Names the tests that `make check` leaves out, one a line."""
 
+THOROUGH = Path(__file__).with_name("thorough.txt")
+"""Names the cases that only `make test THOROUGH=1` runs, one a line."""
+
 _QUICK_S = 0.5
 
 _seconds: defaultdict[str, float] = defaultdict(float)
@@ -50,6 +53,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help=f"write to {SLOW.name} which of the tests take more than {_QUICK_S} s",
     )
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help=f"run the cases that {THOROUGH.name} names as well",
+    )
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -59,16 +67,22 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_terminal_summary(config: pytest.Config) -> None:
     if config.getoption("--write-slow"):
         slow = {name for name, seconds in _seconds.items() if seconds > _QUICK_S}
-        slow.update(slow_tests() - set(_seconds))
+        slow.update(names_in(SLOW) - set(_seconds))
         SLOW.write_text("\n".join([*sorted(slow), ""]), encoding="utf-8")
 
 
-def slow_tests() -> set[str]:
-    return set(SLOW.read_text(encoding="utf-8").splitlines())
+def names_in(file: Path) -> set[str]:
+    return set(file.read_text(encoding="utf-8").splitlines())
 
 
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    slow = slow_tests()
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    # Who names a test, or a case of it, wants all of what he names.
+    is_named = "::" in "".join(config.args) or config.option.keyword
+    if not config.getoption("--thorough") and not is_named:
+        leave_out_further_cases(config, items)
+    slow = names_in(SLOW)
     for item in items:
         if item.nodeid in slow:
             item.add_marker("slow")
@@ -86,6 +100,25 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
         )
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def leave_out_further_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take the named cases out of what is run; of each test another one stays."""
+    named = names_in(THOROUGH)
+    found = {item.nodeid for item in items}
+    kept = [item for item in items if item.nodeid not in named]
+    tested = {function_of(nodeid) for nodeid in found}
+    wrong = {name for name in named - found if function_of(name) in tested}
+    wrong |= tested - {function_of(item.nodeid) for item in kept}
+    if wrong:
+        msg = f"{THOROUGH.name}: no such case, or none left: {', '.join(sorted(wrong))}"
+        raise pytest.UsageError(msg)
+    config.hook.pytest_deselected(items=[i for i in items if i.nodeid in named])
+    items[:] = kept
+
+
+def function_of(nodeid: str) -> str:
+    return nodeid.partition("[")[0]
 
 
 @pytest.hookimpl(wrapper=True)

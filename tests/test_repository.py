@@ -278,8 +278,9 @@ class TestDocuments:
 class TestScripts:
     """The scripts that machines start."""
 
-    def test_every_test_that_is_left_out_exists(self) -> None:
-        for name in (ROOT / "tests/slow.txt").read_text(encoding="utf-8").splitlines():
+    @pytest.mark.parametrize("file", ["slow.txt", "thorough.txt"])
+    def test_every_test_that_is_left_out_exists(self, file: str) -> None:
+        for name in (ROOT / "tests" / file).read_text(encoding="utf-8").splitlines():
             path, *_, function = name.partition("[")[0].split("::")
             text = (ROOT / path).read_text(encoding="utf-8")
             # Pages and examples are tests of their own.

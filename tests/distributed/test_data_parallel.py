@@ -20,9 +20,9 @@ from tests.distributed.models import (
 from tests.distributed.processes import in_processes
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "whole": {"regions": "whole"},
+    "whole": {"regions": "whole", "costs": "estimated"},
     "blocks": {"regions": "blocks"},
-    "views": {"regions": "blocks"},
+    "views": {"regions": "blocks", "costs": "estimated"},
 }
 
 

@@ -25,7 +25,7 @@ from remat.core.simulator import simulate
 from tests.distributed.processes import in_processes
 
 WIDTH, HEADS, WORDS = 64, 8, 96
-STEPS = 10
+STEPS = 3
 REPEATS = 3
 """Of them the lowest peak counts: what threads of gloo add up in is let go of late."""
 

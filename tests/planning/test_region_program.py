@@ -99,7 +99,7 @@ def all_choices(step: ComposedStep) -> list[tuple[int, int]]:
 
 
 @given(st.one_of(stacks(), stacks(reads_output=True)))
-@settings(max_examples=80)
+@settings(max_examples=30)
 def test_the_best_choice_is_found(case: tuple[Parts, int]) -> None:
     parts, percent = case
     step = composed(parts)
@@ -185,7 +185,7 @@ def test_regions_without_backward_run_once() -> None:
 
 
 @given(stacks())
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_sums_of_bytes_are_what_the_judge_finds(case: tuple[Parts, int]) -> None:
     """Regions of a stack hold nothing together but blocks that both options hold."""
     step = composed(case[0])

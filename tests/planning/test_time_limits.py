@@ -286,7 +286,7 @@ def test_the_native_core_asks_for_the_deadline(
     assert next(ticks) < 1000
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def no_garbage_of_others() -> Iterator[None]:
     """Leave out of the collector's walks what the tests before have left behind.
 

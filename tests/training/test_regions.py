@@ -430,7 +430,7 @@ class Residual(Tagger):
         self.rest = nn.GRU(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self.features(x[:32])[:, None]
+        inner = self.features(x[:8])[:, None]
         outer, _ = self.rest(inner)
         return self.scores(inner + outer).pow(2).mean()
 
