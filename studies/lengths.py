@@ -45,11 +45,11 @@ _VOCABULARY = 200
 class Encoder(nn.Module):
     """``nn.TransformerEncoder`` with an embedding, dropout and a padding mask."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 4) -> None:
         super().__init__()
         self.embed = nn.Embedding(_VOCABULARY, 64)
         layer = nn.TransformerEncoderLayer(64, 2, 128, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
 
     def forward(self, ids: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
         inner = self.layers(self.embed(ids), src_key_padding_mask=padding)

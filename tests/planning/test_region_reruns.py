@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.planning.test_region_program import stack
+from tests.planning.test_region_program import stack, wide
 from tests.planning.test_regions import F1, F2, OUT, X, composed
 
 from remat.core.graph import Phase
@@ -180,3 +180,18 @@ def test_options_that_none_may_rerun_by_make_no_segment() -> None:
     search = RerunSearch(step, [front] * 3, schedule, trace)
     choice = search.choose(10**6)
     assert choice == RerunChoice((0, 0, 0))
+
+
+def test_regions_in_segments_run_by_the_quickest_order_that_fits() -> None:
+    """Of those that hold nothing but the input some have smaller peaks."""
+    parts = wide(7)
+    regions = [replace(region, outputs=frozenset({2})) for region in parts.regions]
+    search = search_of(composed(replace(parts, regions=regions)))
+    choice = search.choose(62)
+    assert choice is not None
+    _, trace = search.judged(choice)
+    assert trace.violation is None
+    assert trace.peak_bytes[0] <= 62
+    ways = [search.fronts[r].options[choice.options[r]] for r in choice.again]
+    assert {way.held_bytes for way in ways[1:]} == {4}
+    assert len({way.cost_ns for way in ways}) == 2

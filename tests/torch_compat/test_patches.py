@@ -1,5 +1,6 @@
 """Torch is changed by one thread at a time, and only while a step is traced."""
 
+import contextvars
 import copy
 import itertools
 import threading
@@ -11,7 +12,12 @@ from torch import nn
 
 import remat
 from remat.planning.plan import Kernels
-from remat.torch_compat.names import FakeTensorMode, MemoryFormatMeta, guards
+from remat.torch_compat.names import (
+    FakeTensorMode,
+    MemoryFormatMeta,
+    dynamo_config,
+    guards,
+)
 from remat.torch_compat.patches import (
     KEYS,
     Patch,
@@ -20,6 +26,7 @@ from remat.torch_compat.patches import (
     fake_results,
     patched,
     python_kernels,
+    tracer_settings,
     untimed_guards,
 )
 
@@ -324,3 +331,31 @@ def test_kernels_of_a_thread_are_not_those_of_others() -> None:
     assert state_of_torch() == before
     dispatched()
     assert len(seen) == 2
+
+
+def test_settings_of_the_tracer_come_back():
+    before = dynamo_config.recompile_limit
+    outer = tracer_settings(recompile_limit=before + 1)
+    inner = tracer_settings(recompile_limit=before + 2, optimize_ddp=False)
+    with outer, inner:
+        assert dynamo_config.recompile_limit == before + 2
+        assert not dynamo_config.optimize_ddp
+    assert dynamo_config.recompile_limit == before
+    assert dynamo_config.optimize_ddp
+    with pytest.raises(AttributeError), tracer_settings(no_such_setting=1):
+        pass
+
+
+@pytest.mark.parametrize("regions", ["whole", "breaks"])
+def test_calls_leave_nothing_in_the_context_of_their_thread(regions: str):
+    model = nn.Linear(2, 2)
+    x = torch.ones(3, 2)
+    remat.fit(model, x, budget="1 MiB", costs="estimated", regions=regions)
+    for _ in range(2):
+        model(x).sum().backward()
+        model.zero_grad()
+    before = len(contextvars.copy_context())
+    for _ in range(3):
+        model(x).sum().backward()
+        model.zero_grad()
+    assert len(contextvars.copy_context()) == before

@@ -12,7 +12,8 @@ from remat.capture.returned import ReturnedTensor
 from remat.capture.tracing import compiled_entry
 from remat.torch_compat.attributes import storage_identity, view_again, viewed
 from remat.torch_compat.metadata import example_of
-from remat.torch_compat.names import FakeTensorMode, dynamo_config
+from remat.torch_compat.names import FakeTensorMode
+from remat.torch_compat.patches import tracer_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ def fake_outputs(
         return run
 
     with (
-        dynamo_config.patch(replay_side_effects=False),
+        tracer_settings(replay_side_effects=False),
         torch.enable_grad(),
     ):
         value = compiled_entry(model, return_fakes)(*args, **kwargs)

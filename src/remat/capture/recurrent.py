@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from remat.torch_compat.attributes import composite_kernel, schema_of
+from remat.torch_compat.attributes import composite_kernel, modules_in, schema_of
 from remat.torch_compat.names import (
     BelowAutograd,
     UnsupportedOperatorException,
-    dynamo_config,
     no_dispatch,
     tree_map_only,
 )
-from remat.torch_compat.patches import ThreadKernels
+from remat.torch_compat.patches import ThreadKernels, tracer_settings
 
 _aten = torch.ops.aten
 
@@ -132,7 +131,7 @@ _KERNELS = ThreadKernels({_LSTM: _lstm} | {op: _refused(op) for op in _REFUSED})
 
 def recurrent_layers(model: nn.Module) -> AbstractContextManager[None]:
     """Let a model's call be traced into its recurrent modules, or be split at them."""
-    is_recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    is_recurrent = any(isinstance(module, nn.RNNBase) for module in modules_in(model))
     return _splitting() if is_recurrent else nullcontext()
 
 
@@ -140,7 +139,7 @@ def recurrent_layers(model: nn.Module) -> AbstractContextManager[None]:
 def _splitting() -> Generator[None]:
     before = _splits.set(True)
     try:
-        with dynamo_config.patch(allow_rnn=True), _KERNELS.seen():
+        with tracer_settings(allow_rnn=True), _KERNELS.seen():
             yield
     finally:
         _splits.reset(before)

@@ -51,7 +51,7 @@ from remat.torch_compat.names import (
     is_in_dispatch_mode,
     tree_leaves,
 )
-from remat.torch_compat.patches import alone, untimed_guards
+from remat.torch_compat.patches import alone, tracer_settings, untimed_guards
 from remat.torch_compat.sharding import (
     gathered_groups,
     is_gathered_around,
@@ -146,7 +146,7 @@ def traced_entry(model: nn.Module, compiled: Callable[..., Any]) -> Callable[...
     def entry(*args: Any, **kwargs: Any) -> Any:
         check_tracer()
         with (
-            dynamo_config.patch(ignore_logging_functions=_ignored_logs()),
+            tracer_settings(ignore_logging_functions=_ignored_logs()),
             default_stance(),
             untimed_guards(),
             recurrent_layers(model),

@@ -26,7 +26,7 @@ from remat.core.graph import TrainingGraph
 from remat.core.liveness import BOUNDARY, schedule_from_order, store_all_order
 from remat.core.platform import single_device
 from remat.core.problem import Limits, Problem, Proposal, Status, StopReason
-from remat.core.schedule import Boundary, Compute, Schedule
+from remat.core.schedule import Boundary, Compute, Discard, Schedule
 from remat.core.simulator import Trace, simulate
 from remat.planning.portfolio import solve_portfolio
 from remat.planning.regions import (
@@ -45,6 +45,9 @@ from remat.solvers.min_cut_retention import MinCutRetention
 _HELD_LEVELS = 12
 _BACKWARD_LEVELS = 2
 """How many limits a region is solved for: on what it holds, on its backward peak."""
+
+_HALVINGS = 6
+"""How often the backward peak is halved of what holds least."""
 
 _SOLVERS: tuple[Solver, ...] = (
     GreedyEviction(candidates=CANDIDATES[:3]),
@@ -150,6 +153,11 @@ class LoneRegion:
         self._resident_bytes = sum(s.size_bytes for s in storages if s.is_resident)
         # They come at the boundary.
         self._tangent_bytes = sum(storages[t].size_bytes for t in self._graph.tangents)
+        # Outputs that are there when its forward pass ends, and gone when others run.
+        count = self._graph.forward_count
+        read = {s for op in self._graph.ops[count:] for s in op.reads}
+        last = self._graph.ops[count - 1]
+        self._passing_bytes = sum(storages[s].size_bytes for s in {*last.reads} - read)
 
     def front(self, limits: Limits) -> RegionFront:
         """Return the ways to run it that are found; fewer where time is over."""
@@ -184,6 +192,24 @@ class LoneRegion:
                 held_bytes = least.held_bytes + span_bytes * level // _HELD_LEVELS
                 if held_bytes < most_bytes and not limits.is_over:
                     found += self._solved(held_bytes, most_bytes, limits)
+        return [*found, *self._halved(least, lowest, limits)]
+
+    def _halved(
+        self, least: RegionOption, lowest: int, limits: Limits
+    ) -> list[RegionOption]:
+        """Return ways that hold least, of smaller and smaller backward peaks."""
+        found: list[RegionOption] = []
+        fails, fits = lowest, least.backward_bytes
+        for _ in range(_HALVINGS):
+            most_bytes = (fails + fits) // 2
+            if limits.is_over or not least.held_bytes < most_bytes < fits:
+                break
+            solved = self._solved(least.held_bytes, most_bytes, limits)
+            found += solved
+            if solved:
+                fits = most_bytes
+            else:
+                fails = most_bytes
         return found
 
     @property
@@ -201,7 +227,7 @@ class LoneRegion:
         self, held_bytes: int, most_bytes: int, limits: Limits
     ) -> list[RegionOption]:
         """Return a way to run within both limits, if one is found."""
-        graph = self._loaded(most_bytes - held_bytes)
+        graph = self._loaded(max(0, most_bytes - held_bytes - self._passing_bytes))
         platform = single_device(self._resident_bytes + most_bytes, kind=self._kind)
         problem = Problem(graph=graph, platform=platform)
         result = solve_portfolio(problem, _SOLVERS, limits=limits)
@@ -250,7 +276,7 @@ class RegionProgram:
     **Guarantee** none on cost. Of the options that it is given the program picks the
     cheapest ones, as far as sums of bytes predict the peak; the peak is judged.
 
-    **Complexity** 24 searches and a bisection for each distinct region; then O(regions
+    **Complexity** 30 searches and a bisection for each distinct region; then O(regions
     x options) for each of at most 8 budgets, and a replay of the step.
 
     Parameters
@@ -432,6 +458,8 @@ class RegionSearch:
         # Where nothing runs, as many regions hold something as ran last.
         place, is_forward = 0, True
         for position, step in enumerate(schedule.steps):
+            if isinstance(step, Discard):
+                continue  # What is in use then is less than while the op before ran.
             used_bytes = trace.timeline_bytes[0][position]
             origin = self.step.origins[step.op] if isinstance(step, Compute) else None
             if isinstance(step, Boundary):

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from remat.core.errors import BudgetError
 from remat.core.platform import single_device
@@ -31,6 +32,7 @@ from remat.planning.region_program import (
     RegionFront,
     RegionProgram,
     RegionSearch,
+    Stage,
     cheapest,
 )
 from remat.planning.regions import ComposedStep, Rerun
@@ -57,8 +59,9 @@ class _Segment:
 
     Parameters
     ----------
-    option
-        The option of its front by which it runs then.
+    options
+        The options of its front by which it may run then, quickest first; all hold the
+        same.
     made_bytes
         Of what it makes again.
     rerun_bytes
@@ -67,10 +70,19 @@ class _Segment:
         Time of that.
     """
 
-    option: int
+    options: Numbers
     made_bytes: int
     rerun_bytes: int
     cost_ns: int
+
+
+def _quickest(
+    stage: Stage, segment: _Segment, used: Numbers, budget_bytes: int
+) -> tuple[NDArray[np.bool_], Numbers]:
+    """Return which states a region of a segment fits, and there its quickest option."""
+    running = stage.running_bytes[segment.options]
+    fits = used[:, None] + running[None, :] <= budget_bytes
+    return np.asarray(fits.any(axis=1)), segment.options[fits.argmax(axis=1)]
 
 
 @dataclass
@@ -132,13 +144,14 @@ class RerunSearch(RegionSearch):
         ]
         if not fitting:
             return None
-        number = min(fitting, key=lambda n: front.options[n].held_bytes)
+        least_bytes = min(front.options[n].held_bytes for n in fitting)
+        numbers = [n for n in fitting if front.options[n].held_bytes == least_bytes]
         storages, ops = self.step.graph.storages, self.step.graph.ops
         given = sum(storages[s].size_bytes for s in rerun.reads)
         return _Segment(
-            option=number,
+            options=np.array(numbers),
             made_bytes=sum(storages[s].size_bytes for s in rerun.storages),
-            rerun_bytes=max(0, front.options[number].forward_bytes - given),
+            rerun_bytes=max(0, front.options[numbers[0]].forward_bytes - given),
             cost_ns=sum(ops[op].cost_ns[0] or 0 for op in rerun.ops),
         )
 
@@ -179,7 +192,7 @@ class RerunSearch(RegionSearch):
         fits = np.nonzero(used + self.end_bytes <= budget_bytes)[0]
         if not len(fits):
             return None
-        return self._traced(merged, int(fits[np.argmin(cost[fits])]))
+        return self._traced(merged, int(fits[np.argmin(cost[fits])]), budget_bytes)
 
     def _extend(
         self,
@@ -218,9 +231,9 @@ class RerunSearch(RegionSearch):
             segment = self._segments[end]
             if segment is None:
                 return
-            inside = used + int(stage.running_bytes[segment.option]) <= budget_bytes
-            used = used[inside] + int(stage.held_bytes[segment.option])
-            cost = cost[inside] + int(stage.cost_ns[segment.option])
+            inside, option = _quickest(stage, segment, used, budget_bytes)
+            used = used[inside] + int(stage.held_bytes[segment.options[0]])
+            cost = cost[inside] + stage.cost_ns[option[inside]]
             number = number[inside]
             rerun_bytes = max(rerun_bytes, dropped_bytes + segment.rerun_bytes)
             dropped_bytes += segment.made_bytes
@@ -230,6 +243,7 @@ class RerunSearch(RegionSearch):
         self,
         merged: Sequence[tuple[Numbers, Numbers, Numbers, Numbers, Numbers] | None],
         state: int,
+        budget_bytes: int,
     ) -> RerunChoice:
         place = len(self.stages)
         options = [0] * place
@@ -241,12 +255,18 @@ class RerunSearch(RegionSearch):
             _, _, places, states, chosen = now
             before = int(places[state])
             options[place - 1] = int(chosen[state])
-            for region in range(before, place - 1):
-                segment = self._segments[region]
+            place, end, state = before, place, int(states[state])
+            start = merged[place]
+            if start is None:
+                break
+            used = start[0][state : state + 1]
+            for region in range(place, end - 1):
+                segment, stage = self._segments[region], self.stages[region]
                 if segment is not None:
-                    options[region] = segment.option
+                    _, option = _quickest(stage, segment, used, budget_bytes)
+                    options[region] = int(option[0])
+                    used = used + stage.held_bytes[option]
                     again.append(region)
-            place, state = before, int(states[state])
         return RerunChoice(tuple(options), tuple(sorted(again)))
 
     def least(self, known_bytes: int) -> tuple[Schedule, Trace] | None:
@@ -274,8 +294,8 @@ class RerunSearch(RegionSearch):
 class RerunProgram:
     """Picks plans of regions, some of which run forward again as a whole.
 
-    **Guarantee** none on cost. In a segment each region runs by the one of its orders
-    that holds least; a segment is run again once.
+    **Guarantee** none on cost. In a segment each region runs by the quickest one of
+    those orders that hold least; a segment is run again once.
 
     **Complexity** that of the program over regions, and O(regions x 64) steps of it for
     each budget that it is asked for.

@@ -22,6 +22,7 @@ from remat.torch_compat.names import (
     MemoryFormatMeta,
     OpOverload,
     compile_lock,
+    dynamo_config,
     exclude_dispatch_keys,
     guards,
     has_kernel_for_key,
@@ -48,6 +49,24 @@ def patched(*patches: Patch) -> Generator[None]:
         for patch in patches:
             undo.callback(patch())
         yield
+
+
+@contextmanager
+def tracer_settings(**changes: Any) -> Generator[None]:
+    """Give settings of the tracer, in this thread only, other values.
+
+    ``torch._dynamo.config.patch`` does the same, and each use of it leaves a variable
+    in the thread's context for good, which is no way to call a model.
+    """
+    before = {name: getattr(dynamo_config, name) for name in changes}
+    changed = {name: each for name, each in changes.items() if each != before[name]}
+    try:
+        for name, value in changed.items():
+            setattr(dynamo_config, name, value)
+        yield
+    finally:
+        for name in changed:
+            setattr(dynamo_config, name, before[name])
 
 
 class _UntimedGuards:

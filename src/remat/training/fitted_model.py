@@ -56,7 +56,7 @@ from remat.torch_compat.attributes import (
     uninstall_state,
 )
 from remat.torch_compat.attributes import plain_model as plain_model
-from remat.torch_compat.names import dynamo_config
+from remat.torch_compat.patches import tracer_settings
 from remat.torch_compat.process_groups import group_around
 from remat.torch_compat.sharding import local_part
 from remat.training.caller_state import unchanged
@@ -99,7 +99,7 @@ def _tracer_settings(*, is_whole: bool) -> AbstractContextManager[None]:
     random draws; in one graph the tracer draws from torch's generator instead. Inside
     of a ``DistributedDataParallel`` it splits no graph at the borders of buckets.
     """
-    return dynamo_config.patch(
+    return tracer_settings(
         optimize_ddp=False,
         use_numpy_random_stream=not is_whole,
         recompile_limit=_VARIANTS,

@@ -71,7 +71,7 @@ from remat.profile.optimizer_memory import (
     assumed_loss_bytes,
     optimizer_bytes,
 )
-from remat.torch_compat.attributes import storage_identity
+from remat.torch_compat.attributes import parameters_in, storage_identity
 from remat.torch_compat.names import tree_map, unset_fake_temporarily
 from remat.training.allocator_settings import settings_on
 from remat.training.callers import gradient_buckets_bytes
@@ -219,7 +219,7 @@ class Planner:
         """
         if self.assumed_gradient_bytes is not None:
             return self.assumed_gradient_bytes
-        known = [] if self.model is None else self.model.parameters()
+        known = [] if self.model is None else parameters_in(self.model)
         held_bytes = gradient_bytes([*tensors_in(inputs), *known])
         return held_bytes + gradient_buckets_bytes()
 
