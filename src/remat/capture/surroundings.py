@@ -58,7 +58,13 @@ class Surroundings:
 def tensors_in(items: Any) -> list[torch.Tensor]:
     """Return the tensors nested in ``items``."""
     if type(items) in (list, tuple):  # In a call of few microseconds the usual.
-        return [tensor for item in items for tensor in tensors_in(item)]
+        found: list[torch.Tensor] = []
+        for item in items:
+            if isinstance(item, torch.Tensor):
+                found.append(item)
+            else:
+                found += tensors_in(item)
+        return found
     if isinstance(items, torch.Tensor):
         return [items]
     return [leaf for leaf in tree_leaves(items) if isinstance(leaf, torch.Tensor)]

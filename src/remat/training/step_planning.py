@@ -21,7 +21,6 @@ from remat.capture.surroundings import (
     Surroundings,
     add_surroundings,
     captured_tensors,
-    existing_gradient,
     resident_bytes,
     tensors_in,
 )
@@ -73,6 +72,7 @@ from remat.profile.optimizer_memory import (
 )
 from remat.torch_compat.attributes import parameters_in, storage_identity
 from remat.torch_compat.names import tree_map, unset_fake_temporarily
+from remat.torch_compat.sharding import local_part
 from remat.training.allocator_settings import settings_on
 from remat.training.callers import gradient_buckets_bytes
 from remat.training.request import PlanRequest
@@ -106,8 +106,9 @@ def gradient_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the gradients that leaves among ``tensors`` hold now."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
-        gradient = existing_gradient(tensor)
-        if gradient is not None:
+        # At each call, for each parameter: few have a gradient when a step begins.
+        if tensor.is_leaf and tensor.grad is not None:
+            gradient = local_part(tensor.grad)
             size_bytes = gradient.untyped_storage().nbytes()
             sizes[storage_identity(gradient)] = size_bytes
     return sum(sizes.values())
