@@ -24,11 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import remat
-from remat.benchmark.library import Instance, load_instance, names, save_instance
 from remat.core.errors import BudgetError, RematError
 from remat.core.graph import TrainingGraph
 from remat.planning.one_device import plain_peak_bytes, plan_graph
 from remat.planning.smallest_budget import smallest_budget
+from remat.testing.instances.library import (
+    Instance,
+    load_instance,
+    names,
+    save_instance,
+)
 from studies.pages import fill_place
 
 PAGE = Path(__file__).parent.parent / "docs" / "instances.md"
@@ -224,7 +229,7 @@ def _version() -> str:
 
 def take(file: Path, who: str, name: str | None) -> int:
     """Enter somebody's schedule or plan; return 1 if it is better nowhere."""
-    from remat.benchmark.entries import entry_of  # noqa: PLC0415
+    from remat.testing.instances.entries import entry_of  # noqa: PLC0415
 
     entry = entry_of(file, name)
     instance = entry.instance

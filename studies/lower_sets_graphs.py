@@ -43,10 +43,10 @@ from remat.algorithms.lower_sets.programs import (
     sweep_lower_sets,
 )
 from remat.algorithms.lower_sets.recurrences import Found, solve_lower_sets
-from remat.benchmark.published import read_forward
 from remat.core.liveness import insert_discards
 from remat.core.platform import single_device
 from remat.core.simulator import simulate
+from remat.testing.instances.published import read_forward
 from studies.forward_graphs import (
     densenet161,
     published_file,

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from remat.benchmark.published import read_node_link
 from remat.core.bounds import cost_bound_ns, peak_bound_bytes
 from remat.core.graph import TrainingGraph
 from remat.core.platform import single_device
@@ -29,6 +28,7 @@ from remat.solvers.checkmate import Checkmate, CheckmateLpRounding
 from remat.solvers.checkmate_model import Rows
 from remat.solvers.moccasin import Moccasin
 from remat.solvers.store_all import StoreAll
+from remat.testing.instances.published import read_node_link
 
 STUDY = "milp_graphs"
 FOLDER_VARIABLE = "REMAT_MOCCASIN_GRAPHS"

@@ -52,7 +52,7 @@ class TestWheel:
     ) -> None:
         names = {name for name in wheel.namelist() if name.startswith("remat/")}
         devices = (ROOT / "src/remat/files/devices").glob("*.json")
-        instances = (ROOT / "src/remat/benchmark/data").glob("*.json.gz")
+        instances = (ROOT / "src/remat/testing/instances/data").glob("*.json.gz")
         modules = [*(ROOT / "src").rglob("*.py"), *devices, *instances]
         expected = {path.relative_to(ROOT / "src").as_posix() for path in modules}
         assert names == {*expected, "remat/py.typed"}

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from remat.benchmark import library
-from remat.benchmark.library import load_instance, save_instance
 from remat.cli import main
 from remat.core.schedule import Schedule
 from remat.files.serialisation import load_graph, save_schedule
+from remat.testing.instances import library
+from remat.testing.instances.library import load_instance, save_instance
 
 SMALL = "message-passing"
 INSTANCE = load_instance(SMALL)

@@ -1,8 +1,9 @@
 """The contract that every solver keeps, and exhaustive searches to compare with.
 
 :mod:`remat.testing.contract` holds the checks; graphs of a few ops and searches through
-all schedules are beside it. May import planning and what is below it, and never torch,
-but for :mod:`remat.testing.simulated_device`, which nothing here imports.
+all schedules are beside it, published training graphs and the best that is known of
+each in :mod:`remat.testing.instances`. May import planning and what is below it, and
+never torch, but for :mod:`remat.testing.simulated_device`, which nothing here imports.
 """
 
 from remat.testing.contract import SolverContract as SolverContract

@@ -18,10 +18,10 @@ from remat.algorithms.lower_sets.choice import approximate_family
 from remat.algorithms.lower_sets.families import Family, all_lower_sets
 from remat.algorithms.lower_sets.formula import check_segmentation
 from remat.algorithms.lower_sets.forward_graph import ForwardGraph
-from remat.benchmark.published import read_forward
 from remat.core.liveness import insert_discards
 from remat.core.platform import single_device
 from remat.core.simulator import simulate
+from remat.testing.instances.published import read_forward
 
 # Peaks in GB by the formula, and after a liveness pass, of the published program.
 PUBLISHED = {

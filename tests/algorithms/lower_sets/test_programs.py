@@ -52,10 +52,10 @@ from remat.algorithms.lower_sets.programs import (
     smallest_budget,
     sweep_lower_sets,
 )
-from remat.benchmark.published import read_forward
 from remat.core.errors import BudgetError
 from remat.core.platform import single_device
 from remat.core.simulator import simulate
+from remat.testing.instances.published import read_forward
 
 MOST_SEQUENCES = 2_000
 GRAPHS_PER_PART = 150

@@ -7,15 +7,15 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from remat.benchmark.entries import comparisons, entry_of
-from remat.benchmark.library import BestKnown, Instance, load_instance, names
-from remat.benchmark.published import read_published
 from remat.cli.base import Command, ExitCode, add_output, note, print_json, warn
 from remat.core.errors import CertificateError
 from remat.core.units import format_bytes, format_ns
 from remat.files.serialisation import save_graph
 from remat.planning.one_device import plain_peak_bytes
 from remat.report.tables import print_table
+from remat.testing.instances.entries import comparisons, entry_of
+from remat.testing.instances.library import BestKnown, Instance, load_instance, names
+from remat.testing.instances.published import read_published
 
 _RECORD = ("budget", "", "best known", "x once", "bound", "gap")
 

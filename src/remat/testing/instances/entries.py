@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from remat.benchmark.library import BestKnown, Instance, load_instance, names
 from remat.core.certificate import Certificate
 from remat.core.digests import graph_digest
 from remat.core.errors import UsageError
@@ -13,6 +12,7 @@ from remat.core.simulator import Trace
 from remat.files.documents import document_kind
 from remat.files.serialisation import load_schedule
 from remat.planning.plan import load_plan
+from remat.testing.instances.library import BestKnown, Instance, load_instance, names
 
 
 @dataclass(frozen=True, kw_only=True)

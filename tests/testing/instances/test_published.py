@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from remat.algorithms.lower_sets.forward_graph import ForwardGraph
-from remat.benchmark.published import read_published, with_backward
 from remat.core.errors import FileFormatError
 from remat.core.graph import Phase
 from remat.planning.one_device import plain_peak_bytes, plan_graph
+from remat.testing.instances.published import read_published, with_backward
 
 # The layout of both formats, with numbers of our own.
 NODES = {

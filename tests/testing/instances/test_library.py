@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from remat.benchmark import library
-from remat.benchmark.entries import comparisons, entry_of
-from remat.benchmark.library import Instance, load_instance, save_instance
 from remat.core.errors import CertificateError, FileFormatError, UsageError
 from remat.core.liveness import schedule_from_order, store_all_order
 from remat.core.schedule import Schedule
 from remat.files.serialisation import save_schedule
 from remat.planning.one_device import plan_graph
+from remat.testing.instances import library
+from remat.testing.instances.entries import comparisons, entry_of
+from remat.testing.instances.library import Instance, load_instance, save_instance
 
 SMALL = "message-passing"
 

@@ -224,7 +224,7 @@ class _BestKnown(msgspec.Struct, forbid_unknown_fields=True):
 
 def folder() -> Traversable:
     """Return the folder of the package with the instances."""
-    return files("remat.benchmark") / "data"
+    return files("remat.testing.instances") / "data"
 
 
 def names() -> list[str]:
