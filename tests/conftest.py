@@ -18,11 +18,13 @@ from hypothesis.vendor import pretty
 os.environ["REMAT_PLAN_CACHE_SIZE"] = "0"
 
 # A busy machine makes any example slow, and is no fault of the code under test.
-settings.register_profile(
-    "remat",
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+for _profile, _examples in (("remat", 50), ("remat thorough", 200)):
+    settings.register_profile(
+        _profile,
+        max_examples=_examples,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
 settings.load_profile("remat")
 
 
@@ -58,6 +60,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help=f"run the cases that {THOROUGH.name} names as well",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--thorough"):
+        settings.load_profile("remat thorough")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

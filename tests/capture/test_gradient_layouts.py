@@ -154,3 +154,32 @@ def test_gradients_are_taken_of_what_the_step_returns(
     assert [output.shape for output in found.value] == [
         part.shape for part in last_two(torch.zeros(4, COLUMNS))
     ]
+
+
+class Labelled(nn.Module):
+    """A segmenter whose logits lie channels last, and the gradients of these do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 16), nn.Conv2d(16, 5, 1)
+
+    def forward(self, image: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.body(image).permute(0, 3, 1, 2))
+        larger = functional.interpolate(logits, scale_factor=4.0, mode="bilinear")
+        return {"loss": functional.cross_entropy(larger, labels), "logits": logits}
+
+
+def test_gradients_that_the_loss_does_not_have_lay_nothing_out() -> None:
+    torch.manual_seed(0)
+    image, labels = torch.randn(2, 16, 16, 3), torch.randint(0, 5, (2, 64, 64))
+    before = torch.get_num_threads()
+    # With two, sums happen to be the same in either layout.
+    torch.set_num_threads(1)
+    try:
+        report = remat.verify(
+            Labelled(), (image, labels), budget="100%", costs="estimated", repeats=1
+        )
+    finally:
+        torch.set_num_threads(before)
+    assert report.is_exact
+    assert report.against_eager == ()

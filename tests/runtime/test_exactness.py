@@ -5,6 +5,8 @@ everything, and recompute everything that may be recomputed, each value right be
 each of its uses. The second reaches every way in which recomputation can go wrong.
 """
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from tests.modules import CASES, Case, make_case
@@ -20,6 +22,15 @@ from remat.core.simulator import simulate
 from remat.training.fitted_model import FittedModel
 from remat.training.request import PlanRequest
 from remat.training.verification import TrainingStep, compare, verify
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_threads() -> Iterator[None]:
+    """Compute as people do; other tests leave the cores to each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 def recompute_everything(graph: TrainingGraph, *, is_repeated: bool) -> Schedule:

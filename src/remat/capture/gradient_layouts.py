@@ -6,13 +6,21 @@ such as one of several heads that ``torch.split`` cuts out of the last layer, th
 strides have gaps: that block is almost as large as the whole tensor, once for every
 part. What a loss makes is dense, in eager PyTorch too; so here such a gradient is
 expected dense.
+
+Where a loss alone is differentiated, the gradients of other outputs, such as logits,
+are zeros that the step adds to what comes from the loss. A sum is laid out as the first
+of two tensors that differ, and kernels round otherwise in another layout; so the zeros
+come second.
 """
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
+from torch import fx
 
 from remat.capture.varying_sizes import surely_equal
+from remat.torch_compat.metadata import is_tangent, output_position
 from remat.torch_compat.names import (
     is_traceable_wrapper_subclass,
     suggest_memory_format,
@@ -57,3 +65,84 @@ def _format_of_gaps(output: torch.Tensor) -> torch.memory_format | None:
     if is_traceable_wrapper_subclass(output):
         return None
     return gradient_format(output)
+
+
+def add_zeros_last(joint: fx.GraphModule, loss: int | None) -> None:
+    """Let gradients that a loss does not have be the second ones of sums, in place.
+
+    Not where an operator behind the sum does not take it as it is laid out then.
+
+    Parameters
+    ----------
+    joint
+        A functional joint graph, annotated with fake tensors.
+    loss
+        The position among the outputs of the one that is differentiated; ``None`` if
+        all are.
+    """
+    tangents = [node for node in joint.graph.nodes if is_tangent(node)]
+    positions = [output_position(tangent) for tangent in tangents]
+    if loss is None or loss not in positions:
+        return
+    for tangent, position in zip(tangents, positions, strict=True):
+        if position != loss:
+            for node in list(tangent.users):
+                _swap(node, tangent)
+    joint.recompile()
+
+
+def _swap(node: fx.Node, tangent: fx.Node) -> None:
+    if node.target is not torch.ops.aten.add.Tensor or node.kwargs:
+        return
+    first, second = node.args
+    if first is not tangent or not isinstance(second, fx.Node):
+        return
+    one, other = tangent.meta["val"], second.meta["val"]
+    if one.dtype != other.dtype or _is_laid_out_as(one, other):
+        return
+    node.args = (second, first)
+    values = _values_from(node)
+    if values is None:
+        node.args = (first, second)
+        return
+    for changed, value in values.items():
+        changed.meta["val"] = value
+
+
+def _values_from(start: fx.Node) -> dict[fx.Node, Any] | None:
+    """Return what a node computes now, and those whose inputs are laid out otherwise.
+
+    ``None`` if one of them does not take its input so.
+    """
+    found: dict[fx.Node, Any] = {}
+
+    def value_of(node: fx.Node) -> Any:
+        return found.get(node, node.meta["val"])
+
+    node = start
+    while node.op != "output":
+        if node is start or any(source in found for source in node.all_input_nodes):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+            with start.args[0].meta["val"].fake_mode:
+                try:
+                    value = node.target(*args, **kwargs)
+                except RuntimeError:  # A view of what lies elsewhere now.
+                    return None
+            if node is start or not _are_alike(value, node.meta["val"]):
+                found[node] = value
+        node = node.next
+    return found
+
+
+def _are_alike(value: Any, other: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_are_alike(*pair) for pair in zip(value, other, strict=True))
+    if isinstance(value, torch.Tensor):
+        return _is_laid_out_as(value, other)
+    return True
+
+
+def _is_laid_out_as(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return surely_equal(one.shape, other.shape) and surely_equal(
+        one.stride(), other.stride()
+    )

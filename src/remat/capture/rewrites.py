@@ -8,7 +8,7 @@ from torch import fx
 from remat.capture.accelerator import accelerator_operators, is_accelerated
 from remat.capture.detached import drop_detaching
 from remat.capture.dropout import eager_dropout
-from remat.capture.gradient_layouts import dense_gradients
+from remat.capture.gradient_layouts import add_zeros_last, dense_gradients
 from remat.capture.norm_statistics import correct_statistics
 from remat.capture.real_layouts import real_layouts
 from remat.capture.recurrent import run_layers, whole_layers
@@ -30,9 +30,13 @@ def eager_tracing() -> Generator[None]:
         yield
 
 
-def rewrite(joint: fx.GraphModule) -> None:
-    """Make a traced step, in place, do what eager PyTorch does and no more."""
+def rewrite(joint: fx.GraphModule, loss: int | None) -> None:
+    """Make a traced step, in place, do what eager PyTorch does and no more.
+
+    ``loss`` is the position of the only output that is differentiated, if one is.
+    """
     run_layers(joint)
     drop_detaching(joint)
     join_gradient_pieces(joint)
+    add_zeros_last(joint, loss)
     correct_statistics(joint)

@@ -346,7 +346,7 @@ class PlannedBackend:
         inputs = inputs_of_parts(joint, inputs)
         defined.read(joint, forward_output_count)
         try:
-            rewrite(joint)
+            rewrite(joint, loss)
             tracing.close()
             varying = None if sizes is None else VaryingSizes(joint, sizes)
             if varying is not None:
