@@ -435,6 +435,72 @@ def test_what_is_made_again_is_made_for_each_backward_pass(
         assert torch.equal(one, other)
 
 
+class Moving(nn.Module):
+    """Blocks around which something is written in place, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.blocks = nn.ModuleList(Reading() for _ in range(9))
+        self.register_buffer("time", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            inner = block(x, self.time)
+            if self.how == "output of a block":
+                inner += x
+            x = inner
+        if self.how == "buffer, in place":
+            self.time += 0.5
+        elif self.how == "buffer, replaced":
+            self.time = self.time + 0.5
+        return x.sum(1).square().mean()
+
+
+class Reading(nn.Module):
+    """A block that keeps nothing but its input, and adds what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.layer(x)) + time
+
+
+def at_the_smallest(how: str) -> tuple[nn.Module, nn.Module, Plan]:
+    model, plain = pair(lambda: Moving(how))
+    options: dict[str, Any] = {"regions": "blocks", "costs": "estimated"}
+    with pytest.raises(BudgetError) as caught:
+        remat.plan(model, LARGE, budget=1, **options)
+    budget = caught.value.required_bytes
+    return model, plain, remat.fit(model, LARGE, budget=budget, **options)
+
+
+@pytest.mark.parametrize(
+    "how", ["output of a block", "buffer, in place", "buffer, replaced"]
+)
+def test_what_is_written_in_place_beside_blocks_is_not_made_again(how: str) -> None:
+    model, plain, _ = at_the_smallest(how)
+    found: list[list[torch.Tensor]] = []
+    for each in (model, plain):
+        each(LARGE).backward()
+        found.append([p.grad for p in each.parameters() if p.grad is not None])
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(
+            one, other, rtol=1e-5, atol=1e-6 * float(other.abs().max())
+        )
+
+
+def test_what_blocks_read_that_run_again_may_not_change_before_backward() -> None:
+    model, _, plan = at_the_smallest("never")
+    assert "run forward again" in str(plan) or plan.recomputed_op_count
+    loss = model(LARGE)
+    model.get_buffer("time").add_(0.5)
+    with pytest.raises(remat.RematError, match="was changed in place between"):
+        loss.backward()
+
+
 def test_blocks_in_checkpoints_of_their_own_run_as_they_are_and_it_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -17,7 +17,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
 from remat.capture.joint_program import JointProgram
-from remat.torch_compat.attributes import is_compiled_step, storage_identity
+from remat.torch_compat.attributes import (
+    is_compiled_step,
+    storage_identity,
+    version_of,
+)
 from remat.torch_compat.metadata import is_tangent
 from remat.torch_compat.names import next_node_number, profiler_enabled
 from remat.torch_compat.sharding import local_part
@@ -88,6 +92,9 @@ class Gathering:
         Per block that operators in no graph made, the region that was given it first.
     stay
         The blocks that the model keeps as attributes when it has returned.
+    changed
+        The blocks that were written in place after a region made them or was given
+        them, by another one or by code in between.
     """
 
     def __init__(
@@ -107,7 +114,10 @@ class Gathering:
         self.stay: set[int] = set()
         # While a reference to a storage exists, weak or not, no other has its identity.
         self._storages: dict[int, StorageWeakRef] = {}
-        self._known = {self.note(tensor) for tensor in resident}
+        self.changed: set[int] = set()
+        self._versions: dict[int, int] = {}
+        self._resident = list(resident)
+        self._known = {self.note(tensor) for tensor in self._resident}
         # Of others, what was there when a region ended last.
         self._seen_count = len(self._storages)
         self._live: dict[int, StorageWeakRef] = {}
@@ -163,6 +173,7 @@ class Gathering:
         for node, value in zip(inputs, values, strict=True):
             (storage,) = program.storages_of[node]
             seen.given[storage] = self.note_eager(value, index)
+            self._note_version(value)
         self.seen.append(seen)
 
     def take_returned(self) -> "dict[int, _Returned]":
@@ -210,6 +221,7 @@ class Gathering:
                 resident = seen.program.graph.storages
                 if len(storages) == 1 and not resident[storages[0]].is_resident:
                     seen.made[storages[0]] = self.note(value)
+                    self._note_version(value)
         self._known.update(seen.made.values())
         self._note_held(len(self.seen) - 1)
         _mark(f"{len(self.seen) - 1}, which ends")
@@ -230,9 +242,26 @@ class Gathering:
                 self.seen[-1].node = node
                 return
 
-    def end_step(self) -> None:
-        """Note what is there when the model has returned."""
+    def end_step(self, resident: Iterable[torch.Tensor]) -> None:
+        """Note what is there when the model has returned.
+
+        ``resident`` are parameters, buffers and the batch of now. What was one of these
+        and is no more counts as changed: nobody keeps it for backward.
+        """
         self._note_held(len(self.seen))
+        blocks = {self.note(tensor) for tensor in resident}
+        for tensor in self._resident:
+            block = self.note(tensor)
+            if block in self._versions:
+                self._note_version(tensor)
+                if block not in blocks:
+                    self.changed.add(block)
+        self._resident.clear()
+
+    def _note_version(self, tensor: torch.Tensor) -> None:
+        block, version = self.note(tensor), version_of(tensor)
+        if self._versions.setdefault(block, version) != version:
+            self.changed.add(block)
 
     def _note_held(self, last: int) -> None:
         new = islice(self._storages.items(), self._seen_count, None)

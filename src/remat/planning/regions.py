@@ -61,6 +61,9 @@ class Region:
         Pairs of the slot that an input's gradient goes to, and its storage.
     outputs
         The ops that run once for no other reason than that they make an output.
+    changed
+        Inputs and forward outputs, as storages of ``graph``, that something else in the
+        forward pass writes in place: what is computed again would see other values.
     """
 
     graph: TrainingGraph
@@ -69,6 +72,7 @@ class Region:
     slots: Mapping[int, Slot] = field(default_factory=dict[int, int])
     gradients: Sequence[tuple[Slot, int]] = ()
     outputs: frozenset[int] = frozenset()
+    changed: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,10 +367,14 @@ class ComposedStep:
         for index, (region, mapped) in enumerate(
             zip(self.regions, self.storages, strict=True)
         ):
-            made = [n for n in region.made if mapped[n] in reads - kept]
+            made = [
+                n
+                for n in region.made
+                if mapped[n] in reads - kept and n not in region.changed
+            ]
             fixed = frozenset(n for n, s in mapped.items() if s in kept)
             ops, given = _closure(region, made, fixed)
-            if ops:
+            if ops and region.changed.isdisjoint(given):
                 numbers = [self._numbers[index, op] for op in ops]
                 found[index] = Rerun(
                     region=index,

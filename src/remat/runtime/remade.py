@@ -4,21 +4,36 @@ Where the plan says so, a graph saves for its backward pass an empty tensor in t
 of what another graph handed to it. When backward comes to it, the graphs that made it
 run forward again. What they start from is alive, as their own backward passes keep it,
 so here it is only referred to: nothing lives longer for this.
+
+A block that is written in place holds another value from then on. So values are known
+by their block and by how often it had been written.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.core.errors import ExecutionError
-from remat.torch_compat.attributes import storage_alive, storage_identity
+from remat.torch_compat.attributes import (
+    storage_alive,
+    storage_identity,
+    version_of,
+)
 from remat.torch_compat.names import top_saved_tensors_hooks
 
 _LINK = "_remat_remade"
+
+_ValueKey: TypeAlias = tuple[int, int]
+"""The identity of a block, and how often it had been written in place."""
+
+
+def _key_of(tensor: torch.Tensor) -> _ValueKey:
+    return storage_identity(tensor), version_of(tensor)
 
 
 @dataclass(frozen=True)
@@ -51,15 +66,33 @@ class Given:
     """What a graph starts from, kept by others."""
 
     storage: StorageWeakRef
-    identity: int
+    key: _ValueKey
     view: _View
+    # Parameters, buffers and the batch: no backward pass looks whether they changed.
+    leaf: "weakref.ref[torch.Tensor] | None"
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Given":
-        """Return a reference to a tensor that does not keep it."""
-        identity = storage_identity(tensor)
+    def of(cls, tensor: torch.Tensor, *, is_read: bool = True) -> "Given":
+        """Return a reference to a tensor that does not keep it.
+
+        Where it is not read, as a batch norm's statistics are not in training, it may
+        change.
+        """
         storage = StorageWeakRef(tensor.untyped_storage())
-        return cls(storage, identity, _View.of(tensor))
+        leaf = weakref.ref(tensor) if is_read and tensor.is_leaf else None
+        return cls(storage, _key_of(tensor), _View.of(tensor), leaf)
+
+    def check_unchanged(self) -> None:
+        """Raise an error if the value was written in place since."""
+        tensor = None if self.leaf is None else self.leaf()
+        if tensor is not None and _key_of(tensor) != self.key:
+            msg = (
+                f"a tensor of shape {list(self.view.shape)} was changed in place between "
+                "forward and backward, and a block that reads it runs again in this "
+                "plan: its gradients would be wrong. Change it after backward, or raise "
+                "the budget until no block runs again"
+            )
+            raise ExecutionError(msg)
 
 
 @dataclass(frozen=True)
@@ -69,7 +102,7 @@ class _Maker:
     run: Callable[[list[Any]], Sequence[torch.Tensor]]
     given: tuple[Given, ...]
     made: tuple[StorageWeakRef, ...]
-    identities: tuple[int, ...]
+    keys: tuple[_ValueKey, ...]
 
 
 class RemadeValues:
@@ -79,11 +112,11 @@ class RemadeValues:
     """
 
     def __init__(self) -> None:
-        # By the block's identity, which stays its own as long as it is referred to.
-        self._makers: dict[int, _Maker] = {}
-        self._live: dict[int, torch.UntypedStorage] = {}
-        self._reader_counts: Counter[int] = Counter()
-        self._left: Counter[int] = Counter()
+        # A block's identity stays its own as long as it is referred to.
+        self._makers: dict[_ValueKey, _Maker] = {}
+        self._live: dict[_ValueKey, torch.UntypedStorage] = {}
+        self._reader_counts: Counter[_ValueKey] = Counter()
+        self._left: Counter[_ValueKey] = Counter()
 
     def note_maker(
         self,
@@ -102,47 +135,47 @@ class RemadeValues:
         made
             The tensors that the graph made first.
         """
-        identities = tuple(map(storage_identity, made))
+        keys = tuple(map(_key_of, made))
         references = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in made)
-        maker = _Maker(run, tuple(given), references, identities)
-        self._makers.update(dict.fromkeys(identities, maker))
+        maker = _Maker(run, tuple(given), references, keys)
+        self._makers.update(dict.fromkeys(keys, maker))
 
     def dropped(self, value: torch.Tensor) -> torch.Tensor:
         """Return what to save for a value, itself if nobody makes it again."""
         is_tracing_ignored = False
-        identity = storage_identity(value)
+        key = _key_of(value)
         # Other hooks save something of their own in the place of this.
         hooks: Any = top_saved_tensors_hooks(is_tracing_ignored)
-        if identity not in self._makers or hooks is not None:
+        if key not in self._makers or hooks is not None:
             return value
-        self._reader_counts[identity] += 1
+        self._reader_counts[key] += 1
         link = torch.empty(0, dtype=value.dtype, device=value.device)
-        setattr(link, _LINK, (self, identity, _View.of(value)))
+        setattr(link, _LINK, (self, key, _View.of(value)))
         return link
 
-    def taken(self, identity: int, view: _View) -> torch.Tensor:
+    def taken(self, key: _ValueKey, view: _View) -> torch.Tensor:
         """Return a value, made again if it is not there; let go by its last reader."""
-        if identity not in self._live:
-            self._make(identity)
-        storage = self._live[identity]
-        self._left[identity] -= 1
-        if self._left[identity] <= 0:
-            del self._live[identity]
+        if key not in self._live:
+            self._make(key)
+        storage = self._live[key]
+        self._left[key] -= 1
+        if self._left[key] <= 0:
+            del self._live[key]
         return view.into(storage)
 
-    def _make(self, identity: int) -> None:
+    def _make(self, key: _ValueKey) -> None:
         """Run graphs forward again, from the last one back whose inputs are there."""
-        waiting = [identity]
+        waiting = [key]
         while waiting:
             maker = self._makers[waiting[-1]]
             if waiting[-1] in self._live:
                 waiting.pop()
                 continue
             missing = [
-                each.identity
+                each.key
                 for each in maker.given
-                if each.identity in self._makers
-                and each.identity not in self._live
+                if each.key in self._makers
+                and each.key not in self._live
                 and each.storage.expired()
             ]
             if missing:
@@ -150,15 +183,16 @@ class RemadeValues:
                 continue
             with torch.no_grad():
                 made = maker.run([self._value(each) for each in maker.given])
-            for key, value in zip(maker.identities, made, strict=True):
+            for made_key, value in zip(maker.keys, made, strict=True):
                 # What nobody saved an empty tensor for is still where it was.
-                if self._reader_counts[key]:
-                    self._live[key] = value.untyped_storage()
-                    self._left[key] = self._reader_counts[key]
+                if self._reader_counts[made_key]:
+                    self._live[made_key] = value.untyped_storage()
+                    self._left[made_key] = self._reader_counts[made_key]
             waiting.pop()
 
     def _value(self, given: Given) -> torch.Tensor:
-        storage = self._live.get(given.identity)
+        given.check_unchanged()
+        storage = self._live.get(given.key)
         if storage is None:
             storage = storage_alive(given.storage)
         if storage is None:
@@ -174,5 +208,5 @@ def remade(value: Any) -> Any:
     link = getattr(value, _LINK, None)
     if link is None:
         return value
-    values, identity, view = link
-    return values.taken(identity, view)
+    values, key, view = link
+    return values.taken(key, view)

@@ -211,6 +211,15 @@ def storage_identity(tensor: torch.Tensor) -> int:
     return local_part(tensor).untyped_storage()._cdata
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a block was written in place, as far as autograd sees it.
+
+    Tensors of inference mode have no count.
+    """
+    tensor = local_part(tensor)
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def holder_count(tensor: torch.Tensor) -> int:
     """Return how many hold on to a tensor: Python as one, and code below of it."""
     return cast("Any", tensor)._use_count()

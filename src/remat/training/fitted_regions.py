@@ -229,15 +229,9 @@ class FittedRegions(FittedModel):
         before: Gathering | None = None,
     ) -> tuple[Gathering, Any, bool]:
         with kept(self.model) as found:
-            resident = [
-                *self.model.parameters(),
-                *self.model.buffers(),
-                *plain_tensors(self.model),
-                *tensors_in((args, dict(kwargs))),
-            ]
             planner = self.planner
             gathering = planner.gathering = Gathering(
-                resident,
+                self._residents(args, kwargs),
                 before=before,
                 # A step needs as many for gradients, whatever its plan.
                 keeps_bytes=sum(
@@ -256,9 +250,20 @@ class FittedRegions(FittedModel):
                 if is_of_example and not isinstance(error, (RematError, *TRACE_ERRORS)):
                     raise example_error(error) from error
                 raise
-            gathering.end_step()
+            gathering.end_step(self._residents(args, kwargs))
             gathering.stay.update(map(gathering.note, plain_tensors(self.model)))
         return gathering, outputs, not found.has_new_hooks
+
+    def _residents(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[torch.Tensor]:
+        """Return what is there during the whole step, as it is now."""
+        return [
+            *self.model.parameters(),
+            *self.model.buffers(),
+            *plain_tensors(self.model),
+            *tensors_in((args, dict(kwargs))),
+        ]
 
     def _forget(self, error: BaseException) -> None:
         """Forget what was traced, as the tracer leaves out code that has raised.

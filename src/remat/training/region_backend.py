@@ -47,11 +47,14 @@ class _RunAgain:
         what forward saves for backward, the position there: negative from -1 on.
     made
         Positions of what it makes among the outputs of forward.
+    unread
+        Those among ``given`` that operators take and what is made does not depend on.
     """
 
     run: Callable[[list[Any]], Any]
     given: tuple[int, ...]
     made: tuple[int, ...]
+    unread: frozenset[int]
 
 
 _DROPPED = "remat_dropped"
@@ -179,7 +182,9 @@ class RegionBackend(PlannedBackend):
     def _run_again(
         self, program: JointProgram, order: RegionOrder, saved: Sequence[str]
     ) -> _RunAgain:
-        writes = [s for op in order.again for s in program.graph.ops[op].writes]
+        ops = [program.graph.ops[op] for op in order.again]
+        writes = [s for op in ops for s in op.writes]
+        reads = {s for op in ops for s in op.reads}
         made = [storage for storage in writes if storage in order.remade]
         module, given = lower_again(program, order.again, made)
         inputs: dict[int, int] = {}
@@ -201,6 +206,9 @@ class RegionBackend(PlannedBackend):
                 for storage in given
             ),
             made=tuple(outputs[storage] for storage in made),
+            unread=frozenset(
+                inputs[storage] for storage in {*given} - reads if storage in inputs
+            ),
         )
 
     def check_may_run(self) -> None:
@@ -228,7 +236,11 @@ class RegionBackend(PlannedBackend):
                 return forward(arguments)
             # No reference may keep what forward lets go.
             known = [] if again is None else again.given
-            given = {place: Given.of(arguments[place]) for place in known if place >= 0}
+            given = {
+                place: Given.of(arguments[place], is_read=place not in again.unread)
+                for place in known
+                if again is not None and place >= 0
+            }
             values = list(forward(arguments))
             if again is not None:
                 given |= {

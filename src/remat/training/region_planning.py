@@ -4,7 +4,7 @@ import hashlib
 import math
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -456,7 +456,10 @@ class RegionPlanner(Planner):
         return _SeenStep(
             gathering=gathering,
             backward=backward,
-            regions=[self._region(seen, backward) for seen in gathering.seen],
+            regions=[
+                self._region(seen, backward, gathering.changed)
+                for seen in gathering.seen
+            ],
             between=between,
             held=held,
             gathered=gathered,
@@ -483,7 +486,9 @@ class RegionPlanner(Planner):
             stay=frozenset(sharding.stay),
         )
 
-    def _region(self, seen: SeenRegion, backward: BackwardOrder) -> Region:
+    def _region(
+        self, seen: SeenRegion, backward: BackwardOrder, changed: Set[int]
+    ) -> Region:
         program, node = seen.program, seen.node
         slots: dict[int, int] = {}
         gradients: list[tuple[int, int]] = []
@@ -498,10 +503,12 @@ class RegionPlanner(Planner):
                 if following is not None and isinstance(value, fx.Node):
                     found = program.storages_of[value]
                     gradients += [(backward.slot(following, number), s) for s in found]
+        blocks = {**seen.given, **seen.made}
         return Region(
             graph=self._costed(program),
             given=seen.given,
             made=seen.made,
+            changed=frozenset(n for n, block in blocks.items() if block in changed),
             slots=slots,
             gradients=gradients,
             outputs=frozenset(
@@ -782,6 +789,9 @@ def _fingerprint(gathering: Gathering, composed: ComposedStep) -> str:
     for seen, mapped in zip(gathering.seen, composed.storages, strict=True):
         links = sorted(mapped[storage] for storage in seen.given)
         digest.update(f"{seen.program.fingerprint}|{links}\n".encode())
+    for index, region in enumerate(composed.regions):
+        if region.changed:
+            digest.update(f"{index} changed {sorted(region.changed)}\n".encode())
     for op, origin in zip(composed.graph.ops, composed.origins, strict=True):
         if origin is None:
             digest.update(f"{op.name}|{op.reads}|{op.writes}\n".encode())
