@@ -17,13 +17,14 @@ def nothing_left_alone() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("nothing_left_alone")
-def test_what_is_there_is_left_alone_inside_alone_and_once() -> None:
+def test_what_is_there_is_left_alone_until_the_outermost_ends() -> None:
     old = [object()]
     with old_objects_left_alone():
         assert not any(item is old for item in gc.get_objects())
         new = [object()]
+        assert any(item is new for item in gc.get_objects())
         with old_objects_left_alone():
-            assert any(item is new for item in gc.get_objects())
+            assert not any(item is new for item in gc.get_objects())
         assert gc.get_freeze_count()
     assert not gc.get_freeze_count()
     assert any(item is old for item in gc.get_objects())
