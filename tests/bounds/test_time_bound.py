@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from tests.instances import INSTANCES
 from tests.strategies import graphs, optimum
 
+from remat.bounds import time_bound
 from remat.bounds.instance import instance_of
-from remat.bounds.moment_program import default_chain
-from remat.bounds.time_bound import TimeBounds, spread_moments
+from remat.bounds.moment_program import MomentProgram, default_chain
+from remat.bounds.time_bound import TimeBounds, solved, spread_moments
 from remat.core.graph import TrainingGraph
 from remat.core.platform import single_device
 from remat.core.problem import Limits
@@ -63,6 +64,24 @@ def test_the_second_program_is_solved_only_where_the_first_is_not_enough():
     assert bounds.prove(EVERYTHING) > first
     assert len(bounds.certificate.moments) > 1
     assert bounds.prove(EVERYTHING) == bounds.best_ns
+
+
+def test_of_a_step_too_long_for_more_moments_one_program_is_solved(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    graph = INSTANCES["unet"]().graph
+    sizes: list[int] = []
+
+    def noted(program: MomentProgram, time_limit_s: float | None = None):
+        sizes.append(len(program.nodes))
+        return solved(program, time_limit_s)
+
+    monkeypatch.setattr(time_bound, "solved", noted)
+    for most in (time_bound._MOST_NODES, len(graph.ops)):
+        monkeypatch.setattr(time_bound, "_MOST_NODES", most)
+        TimeBounds(graph, plain_peak_bytes(graph) // 2).prove(EVERYTHING)
+    # The boundary and the end; then with moments of backward; and in the longer step.
+    assert sizes == [2, 6, 2]
 
 
 def test_the_same_question_gets_the_same_certificate():

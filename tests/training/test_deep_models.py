@@ -249,6 +249,33 @@ def test_for_planning_no_more_is_kept_than_gradients_take_and_random_draws_are_m
     assert run_again == expected
 
 
+class AttentiveBlock(nn.Module):
+    """A block of an operator that may draw random numbers."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.inner(x).view(1, 2, -1, WIDTH // 2)
+        mixed = nn.functional.scaled_dot_product_attention(
+            heads, heads, heads, dropout_p=self.dropout
+        )
+        return x + mixed.reshape(x.shape)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_blocks_that_may_draw_run_again_for_planning_if_they_do(
+    run_again: list[bool], dropout: float
+) -> None:
+    model = Deep()
+    model.blocks = nn.ModuleList(AttentiveBlock(dropout) for _ in range(24))
+    plan = remat.plan(model, X[:8], budget="100%", **QUICK)
+    assert any(op.is_ordered for op in plan.graph.ops)
+    assert run_again == [True] * 24 + [dropout > 0] * 24
+
+
 class Checkpointed(Deep):
     """Blocks inside of checkpoints, which can be turned on."""
 

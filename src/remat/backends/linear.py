@@ -79,10 +79,15 @@ def row_multipliers(
     )
     parameters.glop.use_dual_simplex = True
     parameters.glop.max_deterministic_time = effort
+    nothing = mathopt.VariableFilter(filtered_items=())
     result = mathopt.solve(
         mathopt.Model.from_model_proto(proto),
         mathopt.SolverType.GLOP,
         params=parameters,
+        # What is not asked for takes as long to read as the program to be solved.
+        model_params=mathopt.ModelSolveParameters(
+            variable_values_filter=nothing, reduced_costs_filter=nothing
+        ),
     )
     found = next((s.dual_solution for s in result.solutions if s.dual_solution), None)
     if found is None:

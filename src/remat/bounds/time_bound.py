@@ -99,9 +99,14 @@ class TimeBounds:
         if memory_bytes < 0:
             return
         boundary = (instance.boundary,)
-        choices = [lambda: boundary, lambda: spread_moments(instance)]
-        for choose in choices[:1] if self._is_quick else choices:
-            found = self._solved(instance, memory_bytes, choose)
+        found = self._solved(instance, memory_bytes, lambda: boundary)
+        if found is not None:
+            yield found
+        # Of a step that is too long for more moments it is the same program.
+        if not self._is_quick and _most_later_moments(instance):
+            found = self._solved(
+                instance, memory_bytes, lambda: spread_moments(instance)
+            )
             if found is not None:
                 yield found
 
@@ -200,10 +205,15 @@ def spread_moments(instance: Instance) -> tuple[int, ...]:
     boundary = chain.index(instance.boundary)
     later = chain[boundary + 1 :]
     cuts = [0, *(max(1, math.ceil(len(later) * share)) for share in _SHARES)]
-    most = _MOST_NODES // len(instance.order)
+    most = _most_later_moments(instance)
     moments = [instance.boundary]
     for start, stop in pairwise(cuts):
         part = later[start:stop]
         if part and len(moments) <= most:
             moments.append(max(part, key=instance.needed_bytes))
     return tuple(moments)
+
+
+def _most_later_moments(instance: Instance) -> int:
+    """Return how many moments in backward a program of this step may have."""
+    return _MOST_NODES // len(instance.order)

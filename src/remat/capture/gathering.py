@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
 from remat.capture.joint_program import JointProgram
+from remat.torch_compat.accelerators import note_random_state
 from remat.torch_compat.attributes import (
     is_compiled_step,
     storage_identity,
@@ -121,6 +122,8 @@ class Gathering:
         # Of others, what was there when a region ended last.
         self._seen_count = len(self._storages)
         self._live: dict[int, StorageWeakRef] = {}
+        # Of the generators that the region that runs now may draw from.
+        self._random_states: list[torch.Tensor] = []
 
     def note(self, tensor: torch.Tensor) -> int:
         """Return the number of a tensor's block."""
@@ -175,6 +178,8 @@ class Gathering:
             seen.given[storage] = self.note_eager(value, index)
             self._note_version(value)
         self.seen.append(seen)
+        if self._is_kept:
+            self._random_states = _random_states(program)
 
     def take_returned(self) -> "dict[int, _Returned]":
         """Return what regions returned, as far as it is kept, and keep it no more."""
@@ -200,7 +205,8 @@ class Gathering:
             sizes == [tensor.nbytes for tensor in tensors]
             and len(blocks) == len(tensors)
             and blocks.isdisjoint(seen.given.values())
-            and not seen.program.random_states
+            # Attention may draw, and does not where it drops nothing out.
+            and all(map(torch.equal, self._random_states, _random_states(seen.program)))
             and sum(sizes) <= self._keeps_bytes
         ):
             self._keeps_bytes -= sum(sizes)
@@ -271,6 +277,13 @@ class Gathering:
             b: storage for b, storage in live.items() if not storage.expired()
         }
         self.held.update(dict.fromkeys(self._live, last))
+
+
+def _random_states(program: JointProgram) -> list[torch.Tensor]:
+    """Return the states of the generators that a region may draw from."""
+    if not program.random_states:
+        return []
+    return [note_random_state("cpu"), note_random_state(program.device)]
 
 
 def _copies(values: Sequence[Any]) -> list[Any]:

@@ -170,6 +170,9 @@ def plan_digest(plan: Plan) -> str:
 
 def step_digest(step: ComposedStep) -> str:
     """Return a digest of how a step is put together, without its residents' numbers."""
+    # Equal regions share a graph.
+    graphs = {id(region.graph): region.graph for region in step.regions}
+    digests = {key: graph_digest(g, with_names=True) for key, g in graphs.items()}
     return digest(
         [
             graph_digest(step.graph, with_names=True),
@@ -177,7 +180,7 @@ def step_digest(step: ComposedStep) -> str:
             [sorted(mapped.items()) for mapped in step.storages],
             [
                 [
-                    graph_digest(region.graph, with_names=True),
+                    digests[id(region.graph)],
                     sorted(region.given),
                     sorted(region.made),
                     sorted(region.slots),

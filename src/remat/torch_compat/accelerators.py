@@ -113,10 +113,10 @@ def forked_random_state(devices: Iterable[torch.device]) -> Generator[None]:
         yield
 
 
-def note_random_state(device_type: str) -> torch.Tensor:
-    """Return a copy of the default generator's state on the current device."""
-    if is_accelerator(device_type):
-        return device_module(device_type).get_rng_state()
+def note_random_state(place: torch.device | str) -> torch.Tensor:
+    """Return a copy of the state of a device's default generator."""
+    if is_accelerator(place):
+        return device_module(place).get_rng_state(place)
     return torch.get_rng_state()
 
 

@@ -37,6 +37,7 @@ from remat.capture.varying_sizes import (
     VaryingSizes,
 )
 from remat.core.errors import CaptureError, ExecutionError, PlanWarning, RematError
+from remat.core.garbage import old_objects_left_alone
 from remat.core.graph import Role
 from remat.core.platform import Platform
 from remat.core.schedule import Schedule
@@ -425,7 +426,7 @@ class FittedModel:
         self.planner.assumed_gradient_bytes = gradient_bytes
         self.planner.latest = None
         try:
-            with torch.enable_grad(), quiet_tracer():
+            with torch.enable_grad(), quiet_tracer(), old_objects_left_alone():
                 yield
         except StoppedBeforeRunningError:
             pass

@@ -16,6 +16,7 @@ from remat.capture.gathering import MARK, Gathering
 from remat.capture.surroundings import plain_tensors, tensors_in
 from remat.capture.tracing import TRACE_ERRORS, example_error, traced_entry
 from remat.core.errors import BudgetError, CaptureError, RematError
+from remat.core.garbage import old_objects_left_alone
 from remat.planning.plan import Plan
 from remat.profile.allocations import AllocationRecorder, Recording
 from remat.profile.gathered_parameters import check_groups
@@ -143,7 +144,9 @@ class FittedRegions(FittedModel):
                 planner.gathering, planner.batch = gathering, (args, kwargs)
                 planner.backward_autocast = self.backend.backward_autocast_now()
                 self._tell_of_blocks(gathering)
-                step = planner.plan_seen(outputs, recording)
+                # A trace makes as many objects as the planning of its step.
+                with old_objects_left_alone():
+                    step = planner.plan_seen(outputs, recording)
             finally:
                 planner.gathering, planner.batch = None, ()
             self._steps_by_kind[self._kind] = step

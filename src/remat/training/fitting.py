@@ -10,6 +10,7 @@ from torch import nn
 from remat.capture.accelerator import traced_for
 from remat.capture.tracing import check_tracer
 from remat.core.errors import CaptureError
+from remat.core.garbage import old_objects_left_alone
 from remat.planning.plan import Plan
 from remat.planning.several_devices import Budget
 from remat.torch_compat.names import unset_fake_temporarily
@@ -241,7 +242,11 @@ def fit_in_loop(
     check_model(model)
     check_tracer()
     model = plain_model(model)
-    with unset_fake_temporarily(), unchanged(model, request.optimizer):
+    with (
+        old_objects_left_alone(),
+        unset_fake_temporarily(),
+        unchanged(model, request.optimizer),
+    ):
         fitted = fitted_for(model, request, is_only_planned=not is_installed)
         fitted.count(loop)
         result = fitted.plan_now(positional(args), kwargs, accumulate=accumulate)

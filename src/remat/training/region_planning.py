@@ -150,6 +150,12 @@ class _SeenStep:
     held: Mapping[int, int]
     gathered: frozenset[int]
     choice: ChosenToKeep
+    # The step that was composed last, by the groups that stay whole in it.
+    composed: dict[frozenset[GatheredGroup], tuple[JointProgram, ComposedStep]] = field(
+        default_factory=dict[
+            frozenset[GatheredGroup], tuple[JointProgram, ComposedStep]
+        ]
+    )
 
     def last_kept(self) -> list[frozenset[GatheredGroup]]:
         """Return the last groups, from none to all of which either may be chosen."""
@@ -399,6 +405,15 @@ class RegionPlanner(Planner):
 
         In it these gathered parameters stay whole between their passes.
         """
+        if kept not in seen.composed:
+            seen.composed.clear()
+            seen.composed[kept] = self._composition(seen, kept)
+        program, self._composed = seen.composed[kept]
+        return program
+
+    def _composition(
+        self, seen: _SeenStep, kept: frozenset[GatheredGroup]
+    ) -> tuple[JointProgram, ComposedStep]:
         name = "step" if self.model is None else type(self.model).__name__
         gathering = seen.gathering
         parts = self._parts(seen, kept)
@@ -423,8 +438,7 @@ class RegionPlanner(Planner):
             loss=0 if is_loss(loss_in(self._outputs)) else None,
         )
         program = add_surroundings(program, self.surroundings(program))
-        self._composed = composed.surrounded(program.graph)
-        return program
+        return program, composed.surrounded(program.graph)
 
     def _seen_step(self, gathering: Gathering, recording: Recording) -> _SeenStep:
         with (

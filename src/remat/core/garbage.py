@@ -1,0 +1,33 @@
+"""The garbage collector while planning, which makes very many objects that stay."""
+
+import gc
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+
+_lock = threading.Lock()
+_inside = [0]
+"""How often what is there is left alone now, in all threads."""
+
+
+@contextmanager
+def old_objects_left_alone() -> Generator[None]:
+    """Let the garbage collector look only at objects that are made inside.
+
+    Its full walks go through all that a process has imported, a quarter of a second
+    with torch, and the objects of a deep step bring about several. Where others leave
+    objects alone already, that stays as it is.
+    """
+    with _lock:
+        is_theirs = not _inside[0] and gc.get_freeze_count() > 0
+        if not is_theirs:
+            gc.freeze()
+            _inside[0] += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            if not is_theirs:
+                _inside[0] -= 1
+                if not _inside[0]:
+                    gc.unfreeze()
