@@ -100,7 +100,7 @@ def chosen(rank: int) -> dict[str, Any]:
     high_bytes = smallest(peak_bytes(whole, ids, optimizer_of(whole)))
     found: dict[str, Any] = {}
     for name, budget in (
-        ("some", (low_bytes + high_bytes) // 2),
+        ("some", (3 * low_bytes + high_bytes) // 4),
         ("all", high_bytes + 4096),
     ):
         model = sharded(language())

@@ -97,11 +97,13 @@ def _swap(node: fx.Node, tangent: fx.Node) -> None:
     first, second = node.args
     if first is not tangent or not isinstance(second, fx.Node):
         return
-    one, other = tangent.meta["val"], second.meta["val"]
+    one, other = tangent.meta.get("val"), second.meta.get("val")
+    if one is None or other is None:
+        return
     if one.dtype != other.dtype or _is_laid_out_as(one, other):
         return
     node.args = (second, first)
-    values = _values_from(node)
+    values = _values_from(node, one.fake_mode)
     if values is None:
         node.args = (first, second)
         return
@@ -109,7 +111,7 @@ def _swap(node: fx.Node, tangent: fx.Node) -> None:
         changed.meta["val"] = value
 
 
-def _values_from(start: fx.Node) -> dict[fx.Node, Any] | None:
+def _values_from(start: fx.Node, mode: Any) -> dict[fx.Node, Any] | None:
     """Return what a node computes now, and those whose inputs are laid out otherwise.
 
     ``None`` if one of them does not take its input so.
@@ -117,18 +119,21 @@ def _values_from(start: fx.Node) -> dict[fx.Node, Any] | None:
     found: dict[fx.Node, Any] = {}
 
     def value_of(node: fx.Node) -> Any:
-        return found.get(node, node.meta["val"])
+        return found.get(node, node.meta.get("val"))
 
     node = start
     while node.op != "output":
         if node is start or any(source in found for source in node.all_input_nodes):
             args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
-            with start.args[0].meta["val"].fake_mode:
+            operator: Any = node.target
+            if any(value_of(source) is None for source in node.all_input_nodes):
+                return None
+            with mode:
                 try:
-                    value = node.target(*args, **kwargs)
+                    value = operator(*args, **kwargs)
                 except RuntimeError:  # A view of what lies elsewhere now.
                     return None
-            if node is start or not _are_alike(value, node.meta["val"]):
+            if node is start or not _are_alike(value, node.meta.get("val")):
                 found[node] = value
         node = node.next
     return found
