@@ -140,10 +140,10 @@ def _values_from(start: fx.Node, mode: Any) -> dict[fx.Node, Any] | None:
 
 
 def _are_alike(value: Any, other: Any) -> bool:
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)) and isinstance(other, (list, tuple)):
         return all(_are_alike(*pair) for pair in zip(value, other, strict=True))
     if isinstance(value, torch.Tensor):
-        return _is_laid_out_as(value, other)
+        return isinstance(other, torch.Tensor) and _is_laid_out_as(value, other)
     return True
 
 
