@@ -128,6 +128,40 @@ def test_a_blocks_own_output_may_be_the_models() -> None:
     assert 0 <= report.prediction_error < 0.01
 
 
+class WithAuxiliary(nn.Module):
+    """A loss, an auxiliary one behind blocks of its own, and rows and columns of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.more = nn.ModuleList(Block() for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        for block in self.blocks:
+            x = block(x)
+        more = x
+        for block in self.more:
+            more = block(more)
+        return x.square().mean(), more.square().mean(), more.t(), more.view(-1)
+
+
+DESCRIBED: dict[str, Callable[[Any], torch.Tensor]] = {
+    "both": lambda outputs: outputs[0] + 0.1 * outputs[1],
+    "a view": lambda outputs: outputs[0] + outputs[3].abs().mean(),
+}
+
+
+@pytest.mark.parametrize("taken", DESCRIBED)
+def test_backward_begins_where_the_described_loss_does(taken: str) -> None:
+    how: dict[str, Any] = {"loss": DESCRIBED[taken], "regions": ["blocks.*", "more.*"]}
+    report = remat.verify(
+        WithAuxiliary(), X, budget="75%", costs="estimated", repeats=1, **how
+    )
+    assert report.is_exact
+    assert report.is_within_budget
+    assert 0 <= report.prediction_error < 0.01
+
+
 def test_a_budget_that_is_too_small_names_one_that_works() -> None:
     model = Stack()
     with pytest.raises(BudgetError) as caught:

@@ -426,16 +426,25 @@ class RegionPlanner(Planner):
         self._composed = composed.surrounded(program.graph)
         return program
 
+    def _begins_backward(self) -> list[torch.Tensor]:
+        """Return the outputs of which the caller's loss is computed, or is one."""
+        outputs = tensors_in(self._outputs)
+        if self.loss is not None and self.model is not None:
+            fakes = self.example_outputs(self.model, self.batch)
+            taken = self.memory_of_loss(self.loss, fakes).taken
+            return [outputs[position] for position in sorted(taken)]
+        loss = loss_in(self._outputs)
+        return [loss] if is_loss(loss) else outputs
+
     def _seen_step(self, gathering: Gathering, recording: Recording) -> _SeenStep:
+        begin = self._begins_backward()
         with (
             torch.enable_grad(),
             autocast_again(self.backward_autocast),
             gathering_alone(self.groups),
         ):
             gathered = leave_out(gathering, self.groups)
-            backward = backward_order(
-                gathering, self._outputs, partial(held_for, self.groups)
-            )
+            backward = backward_order(gathering, begin, partial(held_for, self.groups))
         if not any(isinstance(each, int) for each in backward.order):
             msg = (
                 f"the model does not train: no tensor in the {type(self._outputs).__name__} "
@@ -629,7 +638,8 @@ class RegionPlanner(Planner):
     def example_outputs(self, model: nn.Module, batch: Any) -> FakeOutputs:  # noqa: ARG002
         """Return what the gathered forward pass returned, made of fake tensors."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        made, bases = fakes_like(tensors_in(self._outputs), mode)
+        with torch.enable_grad():
+            made, bases = fakes_like(tensors_in(self._outputs), mode)
         remaining = iter(made)
         value = tree_map(
             lambda leaf: next(remaining) if isinstance(leaf, torch.Tensor) else leaf,
