@@ -3,6 +3,7 @@
 import copy
 import gc
 import logging
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import remat
 from remat.core.errors import BudgetError, CaptureError
 from remat.planning.plan import Plan
+from remat.training import region_planning
 from remat.training.blocks import blocks_of
 from remat.training.fitted_model import fitted_on
 from remat.training.fitted_regions import FittedRegions
@@ -448,6 +450,31 @@ def test_blocks_run_again_as_a_whole_below_what_they_hand_over(again: Again) -> 
     measured = remat.measure(step, repeats=0, resident=[model, LARGE])
     model.zero_grad()
     assert 0.99 * plan.peak_bytes < measured.peak_bytes <= plan.peak_bytes
+
+
+def test_all_searches_for_a_step_share_one_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each takes all that it is given, those of regions and of what runs again."""
+    taken_s: list[float] = []
+
+    def using_it_up(search: Callable[..., Plan]) -> Callable[..., Plan]:
+        def found(*args: Any, **options: Any) -> Plan:
+            limits = options.get("limits")
+            given_s = options["time_limit"] if limits is None else limits.remaining_s
+            taken_s.append(given_s)
+            time.sleep(given_s)
+            return search(*args, **options)
+
+        return found
+
+    for name in ("plan_graph", "plan_with_reruns"):
+        searching = using_it_up(getattr(region_planning, name))
+        monkeypatch.setattr(region_planning, name, searching)
+    with pytest.raises(BudgetError):
+        remat.plan(Through(), LARGE, budget=1, time_limit=0.5, **BLOCKS)
+    assert len(taken_s) > 2
+    assert 0.3 < sum(taken_s) < 0.51
 
 
 @pytest.mark.parametrize("others", [False, True])

@@ -73,6 +73,12 @@ _HOW = {
     "breaks": ": what the tracer splits it into",
 }
 
+_SOLVING_SHARE = 2 / 3
+"""How much of the time that is left one search may take: others may have to follow."""
+
+_LEAST_S = 0.001
+"""What a search is given after the end, as none may be given no time."""
+
 FRUGAL = 0
 """Number of the order that keeps nothing, in which graphs run that have no plan."""
 
@@ -201,6 +207,8 @@ class RegionPlanner(Planner):
         self._decided: frozenset[GatheredGroup] | None = None
         # What the backward pass of the step that is planned is called under.
         self.backward_autocast: tuple[Autocast, ...] = ()
+        # What of the time limit it took to decide what stays gathered.
+        self._decided_in_s = 0.0
 
     # --- planning ----------------------------------------------------------------
 
@@ -262,6 +270,7 @@ class RegionPlanner(Planner):
             self.plans[key] = plan
             return plan, kept
         request, is_decided = self.request, True
+        self._decided_in_s = 0.0
         try:
             if request.given_plan is not None:
                 kept = self._kept_in(request.given_plan, seen)
@@ -299,13 +308,22 @@ class RegionPlanner(Planner):
         groups = seen.choice.groups
 
         def chosen() -> list[int]:
-            kept = self._quickest(seen)
+            began_s = time.monotonic()
+            kept = self._quickest(seen, self._limits().share(_SOLVING_SHARE))
+            self._decided_in_s = time.monotonic() - began_s
             return [number for number, group in enumerate(groups) if group in kept]
 
         session = session_now()
         facts = {"weights that may stay gathered": f"{len(groups)} groups"}
         numbers = chosen() if session is None else session.choose(facts, chosen)
         return frozenset(groups[number] for number in numbers)
+
+    def _limits(self) -> Limits:
+        """Return limits that end when what is left of the time limit is over."""
+        limit_s = self.request.time_limit
+        if limit_s is not None:
+            limit_s = max(0.0, limit_s - self._decided_in_s)
+        return Limits.after(limit_s, self.request.seed)
 
     def _kept_in(self, given: Plan, seen: _SeenStep) -> frozenset[GatheredGroup]:
         """Return which gathered parameters stay whole in a given plan, if it fits."""
@@ -315,7 +333,7 @@ class RegionPlanner(Planner):
                 return kept
         return as_set
 
-    def _quickest(self, seen: _SeenStep) -> frozenset[GatheredGroup]:
+    def _quickest(self, seen: _SeenStep, limits: Limits) -> frozenset[GatheredGroup]:
         """Return which gathered parameters stay whole in the quickest step found.
 
         Of parameters of one size, it is those of the last modules that are kept: they
@@ -334,7 +352,7 @@ class RegionPlanner(Planner):
 
         def cost_of(kept: frozenset[GatheredGroup]) -> float:
             if kept not in costs:
-                costs[kept] = self._least_cost(seen, kept, budget_bytes)
+                costs[kept] = self._least_cost(seen, kept, budget_bytes, limits)
             return costs[kept]
 
         least, most = 0, len(candidates) - 1
@@ -350,15 +368,19 @@ class RegionPlanner(Planner):
         return best if cost_of(best) < math.inf else candidates[0]
 
     def _least_cost(
-        self, seen: _SeenStep, kept: frozenset[GatheredGroup], budget_bytes: int
+        self,
+        seen: _SeenStep,
+        kept: frozenset[GatheredGroup],
+        budget_bytes: int,
+        limits: Limits,
     ) -> float:
         """Return the time of the quickest step that the program of regions finds."""
-        graph, request = self._compose(seen, kept).graph, self.request
+        graph = self._compose(seen, kept).graph
         platform = single_device(budget_bytes, kind=graph.device_kinds[0])
         found = RegionProgram(step=self._composed, fronts=self._fronts).solve(
             Problem(graph=graph, platform=platform),
-            Limits.after(request.time_limit, request.seed),
-            request.progress,
+            limits,
+            self.request.progress,
         )
         if found.schedule is None:
             return math.inf
@@ -577,7 +599,7 @@ class RegionPlanner(Planner):
         self, program: JointProgram, graph: TrainingGraph, budget: int | str
     ) -> Plan:
         """Return a plan of a step of several graphs with its costs."""
-        request = self.request
+        request, limits = self.request, self._limits()
         composed = replace(self._composed, graph=graph)
         own = RegionProgram(step=composed, fronts=self._fronts)
         leading = own if own.repeats else None
@@ -589,13 +611,14 @@ class RegionPlanner(Planner):
         }
 
         def solve(budget: Budget | None) -> Plan:
+            left_s = limits.share(_SOLVING_SHARE).remaining_s
             return plan_graph(
                 graph,
                 budget=budget,
                 fingerprint=program.fingerprint,
                 solver=request.solver,
                 objective=Objective(request.objective),
-                time_limit=request.time_limit,
+                time_limit=None if left_s is None else max(_LEAST_S, left_s),
                 gap=request.gap,
                 seed=request.seed,
                 progress=request.progress,
@@ -631,7 +654,7 @@ class RegionPlanner(Planner):
                 error,
                 fingerprint=program.fingerprint,
                 settings=settings,
-                limits=Limits.after(request.time_limit, request.seed),
+                limits=limits,
                 progress=request.progress,
             )
 
