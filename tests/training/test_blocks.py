@@ -452,6 +452,26 @@ def test_blocks_run_again_as_a_whole_below_what_they_hand_over(again: Again) -> 
     assert 0.99 * plan.peak_bytes < measured.peak_bytes <= plan.peak_bytes
 
 
+def test_backward_runs_also_when_the_model_is_gone(again: Again) -> None:
+    found: list[torch.Tensor] = []
+    for is_fitted in (True, False):
+        model, x = copy.deepcopy(again.plain), LARGE.clone().requires_grad_()
+        if is_fitted:
+            try:
+                remat.fit(model, x, budget=again.plan.budget_bytes, **BLOCKS)
+            except BudgetError as error:  # The input's gradient takes more.
+                remat.fit(model, x, budget=error.required_bytes, **BLOCKS)
+        torch.manual_seed(3)
+        loss, known = model(x), weakref.ref(model)
+        del model
+        gc.collect()
+        assert known() is None
+        loss.backward()
+        assert x.grad is not None
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
 def test_all_searches_for_a_step_share_one_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
