@@ -505,6 +505,24 @@ def test_the_budget_that_an_error_names_works(
         assert plan.budget_bytes == budget
 
 
+def test_an_error_is_of_the_budget_asked_for_where_a_second_search_finds_less() -> None:
+    step = composed(chain([[4, 1, 10, 4]] * 3, [1, 2, 3]))
+    solve, asked = solver_of(step, []), list[Budget | None]()
+
+    def in_less_time(budget: Budget | None) -> Plan:
+        asked.append(budget)
+        if len(asked) == 2:
+            assert isinstance(budget, int)
+            msg = "time is over"
+            raise BudgetError(msg, budget_bytes=budget, required_bytes=budget + 1)
+        return solve(budget)
+
+    with pytest.raises(BudgetError) as caught:
+        plan_regions(step, in_less_time, 1)
+    assert len(asked) == 3
+    assert caught.value.budget_bytes == 1
+
+
 def test_the_frugal_order_keeps_what_it_must() -> None:
     (region,) = chain([[4, 1, 10, 6]], [1]).regions
     assert frugal_order(region.graph) == [F1, F2, BOUNDARY, F1, B2, B1]

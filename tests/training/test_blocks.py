@@ -3,6 +3,7 @@
 import copy
 import gc
 import logging
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import remat
 from remat.core.errors import BudgetError, CaptureError
 from remat.planning.plan import Plan
+from remat.training import region_planning
 from remat.training.blocks import blocks_of
 from remat.training.fitted_model import fitted_on
 from remat.training.fitted_regions import FittedRegions
@@ -122,6 +124,41 @@ def test_a_blocks_own_output_may_be_the_models() -> None:
     x = X.view(16, 16, WIDTH)
     report = remat.verify(
         model, x, budget="65%", loss=lambda y: y.square().mean(), repeats=1, **BLOCKS
+    )
+    assert report.is_exact
+    assert report.is_within_budget
+    assert 0 <= report.prediction_error < 0.01
+
+
+class WithAuxiliary(nn.Module):
+    """A loss, an auxiliary one behind blocks of its own, and rows and columns of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.more = nn.ModuleList(Block() for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        for block in self.blocks:
+            x = block(x)
+        more = x
+        for block in self.more:
+            more = block(more)
+        return x.square().mean(), more.square().mean(), more.t(), more.view(-1)
+
+
+DESCRIBED: dict[str, Callable[[Any], torch.Tensor]] = {
+    "both": lambda outputs: outputs[0] + 0.1 * outputs[1],
+    "the second": lambda outputs: outputs[1],
+    "a view": lambda outputs: outputs[0] + outputs[3].abs().mean(),
+}
+
+
+@pytest.mark.parametrize("taken", DESCRIBED)
+def test_backward_begins_where_the_described_loss_does(taken: str) -> None:
+    how: dict[str, Any] = {"loss": DESCRIBED[taken], "regions": ["blocks.*", "more.*"]}
+    report = remat.verify(
+        WithAuxiliary(), X, budget="75%", costs="estimated", repeats=1, **how
     )
     assert report.is_exact
     assert report.is_within_budget
@@ -413,6 +450,51 @@ def test_blocks_run_again_as_a_whole_below_what_they_hand_over(again: Again) -> 
     measured = remat.measure(step, repeats=0, resident=[model, LARGE])
     model.zero_grad()
     assert 0.99 * plan.peak_bytes < measured.peak_bytes <= plan.peak_bytes
+
+
+def test_backward_runs_also_when_the_model_is_gone(again: Again) -> None:
+    found: list[torch.Tensor] = []
+    for is_fitted in (True, False):
+        model, x = copy.deepcopy(again.plain), LARGE.clone().requires_grad_()
+        if is_fitted:
+            try:
+                remat.fit(model, x, budget=again.plan.budget_bytes, **BLOCKS)
+            except BudgetError as error:  # The input's gradient takes more.
+                remat.fit(model, x, budget=error.required_bytes, **BLOCKS)
+        torch.manual_seed(3)
+        loss, known = model(x), weakref.ref(model)
+        del model
+        gc.collect()
+        assert known() is None
+        loss.backward()
+        assert x.grad is not None
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+def test_all_searches_for_a_step_share_one_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each takes all that it is given, those of regions and of what runs again."""
+    taken_s: list[float] = []
+
+    def using_it_up(search: Callable[..., Plan]) -> Callable[..., Plan]:
+        def found(*args: Any, **options: Any) -> Plan:
+            limits = options.get("limits")
+            given_s = options["time_limit"] if limits is None else limits.remaining_s
+            taken_s.append(given_s)
+            time.sleep(given_s)
+            return search(*args, **options)
+
+        return found
+
+    for name in ("plan_graph", "plan_with_reruns"):
+        searching = using_it_up(getattr(region_planning, name))
+        monkeypatch.setattr(region_planning, name, searching)
+    with pytest.raises(BudgetError):
+        remat.plan(Through(), LARGE, budget=1, time_limit=0.5, **BLOCKS)
+    assert len(taken_s) > 2
+    assert 0.3 < sum(taken_s) < 0.51
 
 
 @pytest.mark.parametrize("others", [False, True])

@@ -1044,7 +1044,7 @@ def plan_regions(
     try:
         plan = solve(budget)
     except BudgetError as error:
-        raise _true_error(step, error, solve(error.required_bytes)) from None
+        raise _true_error(step, error, solve) from None
     budget_bytes = asked_bytes = plan.budget_bytes or 0
     for _ in range(_ATTEMPTS):
         found = _by_regions(step, plan, budget_bytes)
@@ -1056,7 +1056,7 @@ def plan_regions(
             plan = solve(asked_bytes)
         except BudgetError:
             break
-    found = _by_regions(step, _smallest_plan(solve), budget_bytes)
+    found = _by_regions(step, _smallest_plan(solve, 1), budget_bytes)
     if isinstance(found, Plan):
         return replace(found, status=Status.FEASIBLE)
     raise _budget_error(step, budget_bytes, found)
@@ -1080,12 +1080,18 @@ def _by_regions(step: ComposedStep, plan: Plan, budget_bytes: int) -> Plan | int
     return replace(plan, schedule=schedule, _judged=trace)
 
 
-def _smallest_plan(solve: Callable[[Budget | None], Plan]) -> Plan:
-    """Return the plan for the smallest budget for which solvers know one."""
-    try:
-        return solve(1)
-    except BudgetError as error:
-        return solve(error.required_bytes)
+def _smallest_plan(solve: Callable[[Budget | None], Plan], least_bytes: int) -> Plan:
+    """Return the plan for the smallest budget, of this or more, of which one is known.
+
+    With less time solvers may know of a larger one than before.
+    """
+    while True:
+        try:
+            return solve(least_bytes)
+        except BudgetError as error:
+            if error.required_bytes <= least_bytes:
+                raise
+            least_bytes = error.required_bytes
 
 
 def _platform(step: ComposedStep, budget_bytes: int | None) -> Platform:
@@ -1096,11 +1102,14 @@ def _judged(step: ComposedStep, schedule: Schedule, budget_bytes: int | None) ->
     return simulate(step.graph, _platform(step, budget_bytes), schedule)
 
 
-def _true_error(step: ComposedStep, error: BudgetError, known: Plan) -> BudgetError:
-    """Return an error whose smallest known budget works for whole regions too.
-
-    ``known`` is the plan for the budget that ``error`` names.
-    """
+def _true_error(
+    step: ComposedStep, error: BudgetError, solve: Callable[[Budget | None], Plan]
+) -> BudgetError:
+    """Return an error whose smallest known budget works for whole regions too."""
+    try:
+        known = _smallest_plan(solve, error.required_bytes)
+    except BudgetError:
+        return error
     trace = _judged(step, step.by_regions(known.schedule), None)
     if trace.peak_bytes[0] <= error.required_bytes:
         return error

@@ -16,8 +16,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from remat.capture.gathering import Gathering
-from remat.capture.returned import is_loss, loss_in
-from remat.capture.surroundings import existing_gradient, tensors_in
+from remat.capture.surroundings import existing_gradient
 from remat.core.errors import CaptureError
 from remat.planning.regions import EagerBackward, EagerForward, Slot
 from remat.profile.allocations import Recording
@@ -75,11 +74,12 @@ class BackwardOrder:
 
 
 def backward_order(
-    gathering: Gathering, outputs: Any, around: Around = nullcontext
+    gathering: Gathering, outputs: Sequence[torch.Tensor], around: Around = nullcontext
 ) -> BackwardOrder:
-    """Return how autograd goes from what the model returned, and measure eager nodes.
+    """Return how autograd goes from outputs of the model, and measure eager nodes.
 
-    Each runs in the context that ``around`` returns for the tensors that it keeps.
+    These get a gradient from the caller. Each node runs in the context that ``around``
+    returns for the tensors that it keeps.
 
     Raises
     ------
@@ -195,7 +195,9 @@ def _growths(
 
 
 class _Backward:
-    def __init__(self, gathering: Gathering, outputs: Any, around: Around) -> None:
+    def __init__(
+        self, gathering: Gathering, outputs: Sequence[torch.Tensor], around: Around
+    ) -> None:
         self.gathering = gathering
         self.around = around
         self.found = BackwardOrder()
@@ -427,16 +429,14 @@ def _from_the_last(waiting: Mapping[Any, int]) -> list[Any]:
     return order
 
 
-def _roots(outputs: Any) -> list[tuple[Any, int]]:
+def _roots(outputs: Sequence[torch.Tensor]) -> list[tuple[Any, int]]:
     """Return the nodes and outputs where the caller's backward pass begins."""
-    loss = loss_in(outputs)
-    tensors = [loss] if is_loss(loss) else tensors_in(outputs)
     # Views that are returned are made again behind what they view.
-    bases = [viewed(tensor) for tensor in tensors]
+    bases = [viewed(tensor) for tensor in outputs]
     # What a region computes without gradients, such as a sum, may be a view inside.
     found = [
         t if b is None or b.grad_fn is None else b
-        for t, b in zip(tensors, bases, strict=True)
+        for t, b in zip(outputs, bases, strict=True)
     ]
     return list(
         dict.fromkeys((t.grad_fn, t.output_nr) for t in found if t.grad_fn is not None)

@@ -26,7 +26,7 @@ from remat.profile.optimizer_copy import (
     period_of,
     stepping_optimizer,
 )
-from remat.torch_compat.attributes import storage_identity
+from remat.torch_compat.attributes import storage_identity, viewed
 from remat.torch_compat.names import (
     FakeTensor,
     FakeTensorMode,
@@ -246,11 +246,14 @@ class LossMemory:
     read
         The real tensors that the loss reads, one for each storage: targets, weights,
         parameters of its own. They are there during the whole step.
+    taken
+        Positions, among the tensors of the outputs, of those that get a gradient.
     """
 
     peak_bytes: int
     held_bytes: int
     read: tuple[torch.Tensor, ...] = field(default=(), compare=False, repr=False)
+    taken: frozenset[int] = field(default=frozenset(), compare=False)
 
 
 def assumed_loss_bytes(outputs: Iterable[torch.Tensor]) -> LossMemory:
@@ -314,8 +317,8 @@ def loss_bytes(
     Returns
     -------
     LossMemory
-        Peak while the loss and its gradients are computed, what stays afterwards, and
-        the real tensors that are read.
+        Peak while the loss and its gradients are computed, what stays afterwards, the
+        real tensors that are read, and which outputs get a gradient.
 
     Raises
     ------
@@ -343,6 +346,7 @@ def loss_bytes(
             counter.ignore([list(outputs.tensors), list(outputs.leaves), fake_args])
             with counter:
                 loss = _scalar(loss_fn(outputs.value, *fake_args))
+                taken = _taken(loss, outputs.tensors)
                 own_gradients = _gradients(loss, outputs.leaves)
                 held_bytes = counter.size_bytes(loss) + sum(
                     {
@@ -365,6 +369,7 @@ def loss_bytes(
         peak_bytes=counter.peak_bytes,
         held_bytes=held_bytes,
         read=counter.real_tensors(),
+        taken=taken,
     )
 
 
@@ -420,6 +425,13 @@ def _gradients(
         for leaf, gradient in zip(leaves, gradients, strict=True)
         if id(leaf) not in known
     ]
+
+
+def _taken(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> frozenset[int]:
+    """Return the positions of the outputs from which a loss was computed."""
+    behind = {id(leaf) for leaf in _leaves_behind(loss)}
+    sources = [output if output.is_leaf else viewed(output) for output in outputs]
+    return frozenset(n for n, source in enumerate(sources) if id(source) in behind)
 
 
 def _leaves_behind(value: torch.Tensor) -> list[torch.Tensor]:

@@ -56,15 +56,17 @@ class PassesInFlight:
 
         Outputs in objects that hide them are not followed.
         """
-        nodes = (tensor.grad_fn for tensor in tensors_in(outputs))
-        node = next((node for node in nodes if node is not None), None)
-        if node is None or plan.has_several_devices:
+        # Of several graphs, outputs have nodes of their own.
+        made_by = {tensor.grad_fn for tensor in tensors_in(outputs)}
+        nodes = [node for node in made_by if node is not None]
+        if not nodes or plan.has_several_devices:
             return
         self._check(plan)
         begun = _Pass(self._saved_bytes(plan))
         passes = self._passes
         passes.add(begun)
-        node.register_prehook(lambda _gradients: passes.discard(begun))
+        for node in nodes:
+            node.register_prehook(lambda _gradients: passes.discard(begun))
 
     def _check(self, plan: Plan) -> None:
         """Warn if what other passes have saved does not fit beside a pass."""

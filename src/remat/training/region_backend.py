@@ -267,7 +267,9 @@ class RegionBackend(PlannedBackend):
         dropped = _dropped_inputs(module)
 
         def run(arguments: list[Any]) -> Any:
-            if self.planner.gathering is not None:
+            # Autograd may go backward when the model, and its planner, are gone.
+            planner = self._planner()
+            if planner is not None and planner.gathering is not None:
                 raise CaptureError(GRADIENT_INSIDE)
             for place in dropped:
                 arguments[place] = remade(arguments[place])

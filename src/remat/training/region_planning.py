@@ -73,6 +73,12 @@ _HOW = {
     "breaks": ": what the tracer splits it into",
 }
 
+_SOLVING_SHARE = 2 / 3
+"""How much of the time that is left one search may take: others may have to follow."""
+
+_LEAST_S = 0.001
+"""What a search is given after the end, as none may be given no time."""
+
 FRUGAL = 0
 """Number of the order that keeps nothing, in which graphs run that have no plan."""
 
@@ -207,6 +213,8 @@ class RegionPlanner(Planner):
         self._decided: frozenset[GatheredGroup] | None = None
         # What the backward pass of the step that is planned is called under.
         self.backward_autocast: tuple[Autocast, ...] = ()
+        # What of the time limit it took to decide what stays gathered.
+        self._decided_in_s = 0.0
 
     # --- planning ----------------------------------------------------------------
 
@@ -268,6 +276,7 @@ class RegionPlanner(Planner):
             self.plans[key] = plan
             return plan, kept
         request, is_decided = self.request, True
+        self._decided_in_s = 0.0
         try:
             if request.given_plan is not None:
                 kept = self._kept_in(request.given_plan, seen)
@@ -305,13 +314,22 @@ class RegionPlanner(Planner):
         groups = seen.choice.groups
 
         def chosen() -> list[int]:
-            kept = self._quickest(seen)
+            began_s = time.monotonic()
+            kept = self._quickest(seen, self._limits().share(_SOLVING_SHARE))
+            self._decided_in_s = time.monotonic() - began_s
             return [number for number, group in enumerate(groups) if group in kept]
 
         session = session_now()
         facts = {"weights that may stay gathered": f"{len(groups)} groups"}
         numbers = chosen() if session is None else session.choose(facts, chosen)
         return frozenset(groups[number] for number in numbers)
+
+    def _limits(self) -> Limits:
+        """Return limits that end when what is left of the time limit is over."""
+        limit_s = self.request.time_limit
+        if limit_s is not None:
+            limit_s = max(0.0, limit_s - self._decided_in_s)
+        return Limits.after(limit_s, self.request.seed)
 
     def _kept_in(self, given: Plan, seen: _SeenStep) -> frozenset[GatheredGroup]:
         """Return which gathered parameters stay whole in a given plan, if it fits."""
@@ -321,7 +339,7 @@ class RegionPlanner(Planner):
                 return kept
         return as_set
 
-    def _quickest(self, seen: _SeenStep) -> frozenset[GatheredGroup]:
+    def _quickest(self, seen: _SeenStep, limits: Limits) -> frozenset[GatheredGroup]:
         """Return which gathered parameters stay whole in the quickest step found.
 
         Of parameters of one size, it is those of the last modules that are kept: they
@@ -340,7 +358,7 @@ class RegionPlanner(Planner):
 
         def cost_of(kept: frozenset[GatheredGroup]) -> float:
             if kept not in costs:
-                costs[kept] = self._least_cost(seen, kept, budget_bytes)
+                costs[kept] = self._least_cost(seen, kept, budget_bytes, limits)
             return costs[kept]
 
         least, most = 0, len(candidates) - 1
@@ -356,15 +374,19 @@ class RegionPlanner(Planner):
         return best if cost_of(best) < math.inf else candidates[0]
 
     def _least_cost(
-        self, seen: _SeenStep, kept: frozenset[GatheredGroup], budget_bytes: int
+        self,
+        seen: _SeenStep,
+        kept: frozenset[GatheredGroup],
+        budget_bytes: int,
+        limits: Limits,
     ) -> float:
         """Return the time of the quickest step that the program of regions finds."""
-        graph, request = self._compose(seen, kept).graph, self.request
+        graph = self._compose(seen, kept).graph
         platform = single_device(budget_bytes, kind=graph.device_kinds[0])
         found = RegionProgram(step=self._composed, fronts=self._fronts).solve(
             Problem(graph=graph, platform=platform),
-            Limits.after(request.time_limit, request.seed),
-            request.progress,
+            limits,
+            self.request.progress,
         )
         if found.schedule is None:
             return math.inf
@@ -440,16 +462,25 @@ class RegionPlanner(Planner):
         program = add_surroundings(program, self.surroundings(program))
         return program, composed.surrounded(program.graph)
 
+    def _begins_backward(self) -> list[torch.Tensor]:
+        """Return the outputs of which the caller's loss is computed, or is one."""
+        outputs = tensors_in(self._outputs)
+        if self.loss is not None and self.model is not None:
+            fakes = self.example_outputs(self.model, self.batch)
+            taken = self.memory_of_loss(self.loss, fakes).taken
+            return [outputs[position] for position in sorted(taken)]
+        loss = loss_in(self._outputs)
+        return [loss] if is_loss(loss) else outputs
+
     def _seen_step(self, gathering: Gathering, recording: Recording) -> _SeenStep:
+        begin = self._begins_backward()
         with (
             torch.enable_grad(),
             autocast_again(self.backward_autocast),
             gathering_alone(self.groups),
         ):
             gathered = leave_out(gathering, self.groups)
-            backward = backward_order(
-                gathering, self._outputs, partial(held_for, self.groups)
-            )
+            backward = backward_order(gathering, begin, partial(held_for, self.groups))
         if not any(isinstance(each, int) for each in backward.order):
             msg = (
                 f"the model does not train: no tensor in the {type(self._outputs).__name__} "
@@ -589,7 +620,7 @@ class RegionPlanner(Planner):
         self, program: JointProgram, graph: TrainingGraph, budget: int | str
     ) -> Plan:
         """Return a plan of a step of several graphs with its costs."""
-        request = self.request
+        request, limits = self.request, self._limits()
         composed = replace(self._composed, graph=graph)
         own = RegionProgram(step=composed, fronts=self._fronts)
         leading = own if own.repeats else None
@@ -601,13 +632,14 @@ class RegionPlanner(Planner):
         }
 
         def solve(budget: Budget | None) -> Plan:
+            left_s = limits.share(_SOLVING_SHARE).remaining_s
             return plan_graph(
                 graph,
                 budget=budget,
                 fingerprint=program.fingerprint,
                 solver=request.solver,
                 objective=Objective(request.objective),
-                time_limit=request.time_limit,
+                time_limit=None if left_s is None else max(_LEAST_S, left_s),
                 gap=request.gap,
                 seed=request.seed,
                 progress=request.progress,
@@ -643,14 +675,15 @@ class RegionPlanner(Planner):
                 error,
                 fingerprint=program.fingerprint,
                 settings=settings,
-                limits=Limits.after(request.time_limit, request.seed),
+                limits=limits,
                 progress=request.progress,
             )
 
     def example_outputs(self, model: nn.Module, batch: Any) -> FakeOutputs:  # noqa: ARG002
         """Return what the gathered forward pass returned, made of fake tensors."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        made, bases = fakes_like(tensors_in(self._outputs), mode)
+        with torch.enable_grad():
+            made, bases = fakes_like(tensors_in(self._outputs), mode)
         remaining = iter(made)
         value = tree_map(
             lambda leaf: next(remaining) if isinstance(leaf, torch.Tensor) else leaf,

@@ -565,13 +565,14 @@ class Planner:
                     if program.returned is None
                     else fake_output(_at_sizes(program, program.returned))
                 )
-                return self._memory_of_loss(self.loss, outputs)
+                return self.memory_of_loss(self.loss, outputs)
         if program.loss is not None:
             return LossMemory(peak_bytes=0, held_bytes=0)
         # Only outputs that take a gradient have one.
         return assumed_loss_bytes(program.tangent_values())
 
-    def _memory_of_loss(self, loss: DescribedLoss, outputs: FakeOutputs) -> LossMemory:
+    def memory_of_loss(self, loss: DescribedLoss, outputs: FakeOutputs) -> LossMemory:
+        """Return what a described loss needs for these outputs."""
         try:
             return loss.memory(outputs)
         except CaptureError as error:
