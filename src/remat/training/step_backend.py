@@ -346,7 +346,7 @@ class PlannedBackend:
         inputs = inputs_of_parts(joint, inputs)
         defined.read(joint, forward_output_count)
         try:
-            rewrite(joint, loss)
+            rewrite(joint, self.only_differentiated(loss))
             tracing.close()
             varying = None if sizes is None else VaryingSizes(joint, sizes)
             if varying is not None:
@@ -376,6 +376,10 @@ class PlannedBackend:
             raise
         _allow_retaining(lowered.forward, forward_output_count)
         return lowered.forward, lowered.backward
+
+    def only_differentiated(self, loss: int | None) -> int | None:
+        """Return the output from which alone backward begins, if there is one."""
+        return loss
 
     def choose_sizes(self, varying: VaryingSizes) -> Sizes:
         """Return the sizes for which a step is planned whose sizes vary."""

@@ -239,6 +239,11 @@ class Planner:
         self._asked_sizes = sizes
 
     @property
+    def has_described_loss(self) -> bool:
+        """Whether it was said what the loss is computed from."""
+        return self.loss is not None
+
+    @property
     def plans_ahead(self) -> bool:
         """Whether a step is planned that is not about to run."""
         return self.assumed_gradient_bytes is not None

@@ -72,6 +72,11 @@ class StepPlanner(Protocol):
         ...
 
     @property
+    def has_described_loss(self) -> bool:
+        """Whether it was said what the loss is computed from."""
+        ...
+
+    @property
     def planned_sizes(self) -> Sizes:
         """The sizes for which the last variant was planned."""
         ...
@@ -198,6 +203,10 @@ class VariantBackend(PlannedBackend):
     def piece_bytes(self) -> int | None:
         """Return the size of the first bucket in which gradients are exchanged now."""
         return first_bucket_bytes()
+
+    def only_differentiated(self, loss: int | None) -> int | None:
+        """Return the loss among the outputs, unless another one was described."""
+        return None if self.planner.has_described_loss else loss
 
     def choose_sizes(self, varying: VaryingSizes) -> Sizes:
         """Return the sizes for which a step is planned whose sizes vary."""
