@@ -916,6 +916,10 @@ class _Weakly:
         return self._found().gradient_bytes_now(inputs)
 
     @property
+    def has_described_loss(self) -> bool:
+        return self._found().has_described_loss
+
+    @property
     def plans_ahead(self) -> bool:
         return self._found().plans_ahead
 
