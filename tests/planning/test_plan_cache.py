@@ -184,6 +184,17 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
+def test_the_key_has_the_native_core_that_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Plans that were made without one are others."""
+    before = call_of().key()
+    plan_cache.code_digest.cache_clear()
+    monkeypatch.setattr(plan_cache, "core", lambda: None)
+    assert call_of().key() != before
+    plan_cache.code_digest.cache_clear()
+
+
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_file_is_not_trusted(
     wrong: str, folder: Path, caplog: pytest.LogCaptureFixture

@@ -11,7 +11,6 @@ file, whose checksum says that it is as it was written.
 import functools
 import hashlib
 import importlib.metadata
-import importlib.util
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -37,6 +36,7 @@ from remat.files.serialisation import (
     schedule_from_json,
     schedule_to_json,
 )
+from remat.native import core
 from remat.planning.plan import STOP_REASON, Plan
 from remat.planning.regions import ComposedStep
 from remat.planning.several_devices import Budget
@@ -214,10 +214,10 @@ def code_digest() -> str:
     files = [*package.glob("__init__.py")]
     for room in _ROOMS:
         files += (package / room).rglob("*.py")
-    # The native core is not always beside the code.
-    core = importlib.util.find_spec("remat.native._core")
-    if core is not None and core.origin is not None:
-        files.append(Path(core.origin))
+    # The native core is not always beside the code, and may be switched off.
+    native = core()
+    if native is not None:
+        files.append(Path(str(native.__file__)))
     found = hashlib.sha256()
     for file in sorted(files):
         found.update(f"{file.name}\n".encode())
