@@ -185,13 +185,13 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 def test_the_key_has_the_native_core_that_runs(
-    call: PlanCall, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Plans that were made without one are others."""
-    before = call.key()
+    before = call_of().key()
     plan_cache.code_digest.cache_clear()
     monkeypatch.setattr(plan_cache, "core", lambda: None)
-    assert call.key() != before
+    assert call_of().key() != before
     plan_cache.code_digest.cache_clear()
 
 

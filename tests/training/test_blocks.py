@@ -165,6 +165,21 @@ def test_backward_begins_where_the_described_loss_does(taken: str) -> None:
     assert 0 <= report.prediction_error < 0.01
 
 
+def test_what_outputs_keep_that_the_loss_does_not_need_counts() -> None:
+    model = WithAuxiliary().eval()  # Without dropout.
+    plan = remat.fit(
+        model, X, budget="75%", regions=["blocks.*", "more.*"], costs="estimated"
+    )
+
+    def step() -> None:
+        model.zero_grad()
+        outputs = model(X)
+        outputs[0].backward()
+
+    measured = remat.measure(step, repeats=0, resident=[model, X])
+    assert 0.99 * plan.peak_bytes < measured.peak_bytes <= plan.peak_bytes
+
+
 def test_a_budget_that_is_too_small_names_one_that_works() -> None:
     model = Stack()
     with pytest.raises(BudgetError) as caught:

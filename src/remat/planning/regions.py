@@ -170,6 +170,8 @@ class Parts:
         Blocks that regions are given and that count in other parts.
     stay
         Blocks that are made in backward and are there when the step ends.
+    left
+        Regions that backward does not come to, and that keep what it would need.
     """
 
     regions: Sequence[Region]
@@ -180,6 +182,7 @@ class Parts:
     leaves: Mapping[Slot, bool] = field(default_factory=dict[Slot, bool])
     gathered: frozenset[int] = frozenset()
     stay: frozenset[int] = frozenset()
+    left: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -760,6 +763,9 @@ class _Composition:
             storage = self.storage_of(index, number)
             self.blocks[block] = storage
             self.held[storage] = self.parts.held.get(block, -1)
+        if index in self.parts.left:
+            for number in _kept_for_nothing(region):
+                self.held[self.storage_of(index, number)] = len(self.regions)
         outputs = [self.storage_of(index, n) for n in region.graph.forward_outputs]
         reads = tuple(dict.fromkeys([*outputs, *self.held_after(index)]))
         self.add_between(f"{_END}{index}", Phase.FORWARD, reads)
@@ -1012,6 +1018,17 @@ def frugal_needs(graph: TrainingGraph) -> tuple[int, int]:
         simulate(graph, platform, schedule).peak_bytes[0] - given_bytes,
         sum(graph.storages[storage].size_bytes for storage in held),
     )
+
+
+def _kept_for_nothing(region: Region) -> list[int]:
+    """Return what a region keeps in the frugal order if no backward pass comes."""
+    graph = region.graph
+    order = frugal_order(graph)
+    later = order[order.index(BOUNDARY) + 1 :]
+    read = {storage for op in later for storage in graph.ops[op].reads}
+    forward = graph.ops[: graph.forward_count]
+    once = {s for op in forward if op.non_recomputable for s in op.writes}
+    return sorted(read & (once | set(region.given)))
 
 
 def plan_regions(

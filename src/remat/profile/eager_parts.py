@@ -89,6 +89,40 @@ def backward_order(
     return _Backward(gathering, outputs, around).run()
 
 
+def left_behind(
+    gathering: Gathering, outputs: Sequence[torch.Tensor], backward: BackwardOrder
+) -> tuple[frozenset[int], frozenset[int]]:
+    """Return what outputs keep for a backward pass that does not come to it.
+
+    Returns
+    -------
+    regions, blocks
+        The regions that keep something, by their numbers, and the blocks that operators
+        in no graph keep.
+    """
+    regions = {seen.node: index for index, seen in enumerate(gathering.seen)}
+    numbers = [seen.next_number for seen in gathering.seen]
+    known = set(backward.nodes)
+    found: set[int] = set()
+    blocks: set[int] = set()
+    nodes = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    while nodes:
+        node: Any = nodes.pop()
+        if node in known:
+            continue
+        known.add(node)
+        nodes += [following for following, _ in node.next_functions if following]
+        if node in regions:
+            found.add(regions[node])
+        elif leaf_of(node) is None:
+            before = bisect_right(numbers, made_number(node))
+            kept = saved_tensors(node)
+            blocks.update(gathering.note_eager(tensor, before) for tensor in kept)
+    return frozenset(found), frozenset(
+        block for block in blocks if not gathering.is_resident(block)
+    )
+
+
 def eager_forwards(
     gathering: Gathering, recording: Recording
 ) -> dict[int, EagerForward]:

@@ -44,7 +44,12 @@ from remat.planning.replanning import at_sizes
 from remat.planning.several_devices import Budget
 from remat.profile.allocations import Recording
 from remat.profile.costing import with_costs
-from remat.profile.eager_parts import BackwardOrder, backward_order, eager_forwards
+from remat.profile.eager_parts import (
+    BackwardOrder,
+    backward_order,
+    eager_forwards,
+    left_behind,
+)
 from remat.profile.gathered_parameters import (
     ChosenToKeep,
     GatheredBackward,
@@ -154,6 +159,7 @@ class _SeenStep:
     regions: Sequence[Region]
     between: Mapping[int, EagerForward]
     held: Mapping[int, int]
+    left: frozenset[int]
     gathered: frozenset[int]
     choice: ChosenToKeep
     # The step that was composed last, by the groups that stay whole in it.
@@ -493,9 +499,10 @@ class RegionPlanner(Planner):
         outputs = {
             gathering.note_eager(tensor, count) for tensor in tensors_in(self._outputs)
         }
+        left, kept = left_behind(gathering, tensors_in(self._outputs), backward)
         between = eager_forwards(gathering, recording)
         # What autograd keeps as well is held no longer than that, if not returned.
-        held = dict.fromkeys([*outputs, *gathering.stay], count)
+        held = dict.fromkeys([*outputs, *gathering.stay, *kept], count)
         for block, last in gathering.held.items():
             held.setdefault(block, -1 if block in backward.saved else last)
         return _SeenStep(
@@ -507,6 +514,7 @@ class RegionPlanner(Planner):
             ],
             between=between,
             held=held,
+            left=left,
             gathered=gathered,
             choice=ChosenToKeep(gathering, self.gathered, between),
         )
@@ -529,6 +537,7 @@ class RegionPlanner(Planner):
             leaves=seen.backward.leaves,
             gathered=seen.gathered,
             stay=frozenset(sharding.stay),
+            left=seen.left,
         )
 
     def _region(
