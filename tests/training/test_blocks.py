@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import remat
-from remat.core.errors import BudgetError, CaptureError
+from remat.core.errors import BudgetError, CaptureError, PlanWarning
 from remat.planning.plan import Plan
 from remat.training import region_planning
 from remat.training.blocks import blocks_of
@@ -565,7 +565,7 @@ class Reading(nn.Module):
         return x + torch.tanh(self.layer(x)) + time
 
 
-def at_the_smallest(how: str) -> tuple[nn.Module, nn.Module, Plan]:
+def at_the_smallest(how: str) -> tuple[Any, Any, Plan]:
     model, plain = pair(lambda: Moving(how))
     options: dict[str, Any] = {"regions": "blocks", "costs": "estimated"}
     with pytest.raises(BudgetError) as caught:
@@ -587,6 +587,21 @@ def test_what_is_written_in_place_beside_blocks_is_not_made_again(how: str) -> N
         assert torch.allclose(
             one, other, rtol=1e-5, atol=1e-6 * float(other.abs().max())
         )
+
+
+def test_a_write_in_place_that_planning_did_not_see_is_right_and_told() -> None:
+    model, plain, _ = at_the_smallest("never")
+    for each in (model, plain):
+        each.how = "output of a block"
+    with pytest.warns(PlanWarning, match=r"of shape .* was written in"):
+        loss = model(LARGE)
+    loss.backward()
+    plain(LARGE).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        most = float(other.grad.abs().max())
+        assert torch.allclose(one.grad, other.grad, rtol=1e-5, atol=1e-6 * most)
 
 
 def test_what_blocks_read_that_run_again_may_not_change_before_backward() -> None:

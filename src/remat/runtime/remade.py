@@ -9,6 +9,7 @@ A block that is written in place holds another value from then on. So values are
 by their block and by how often it had been written.
 """
 
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from remat.core.errors import ExecutionError
+from remat.core.errors import ExecutionError, PlanWarning
 from remat.torch_compat.attributes import (
     storage_alive,
     storage_identity,
@@ -141,12 +142,25 @@ class RemadeValues:
         self._makers.update(dict.fromkeys(keys, maker))
 
     def dropped(self, value: torch.Tensor) -> torch.Tensor:
-        """Return what to save for a value, itself if nobody makes it again."""
+        """Return what to save for a value, itself if nobody makes it again.
+
+        Warns where that is so for a write in place that planning did not see.
+        """
         is_tracing_ignored = False
         key = _key_of(value)
         # Other hooks save something of their own in the place of this.
         hooks: Any = top_saved_tensors_hooks(is_tracing_ignored)
-        if key not in self._makers or hooks is not None:
+        if hooks is not None:
+            return value
+        if key not in self._makers:
+            if any(identity == key[0] for identity, _ in self._makers):
+                msg = (
+                    f"the output of a block, of shape {list(value.shape)}, was written in "
+                    "place after fit had seen that it is not, so it cannot be made again "
+                    "and is kept: this step may need more than its budget. Write x = x + "
+                    "y in the place of x += y there, or fit an example that takes this way"
+                )
+                warnings.warn(msg, PlanWarning, stacklevel=2)
             return value
         self._reader_counts[key] += 1
         link = torch.empty(0, dtype=value.dtype, device=value.device)
