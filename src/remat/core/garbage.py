@@ -8,6 +8,8 @@ from contextlib import contextmanager
 _lock = threading.Lock()
 _inside = [0]
 """How often what is there is left alone now, in all threads."""
+_others_do = [False]
+"""Whether others have been found to leave objects alone: counting them takes long."""
 
 
 @contextmanager
@@ -16,18 +18,20 @@ def old_objects_left_alone() -> Generator[None]:
 
     Its full walks go through all that a process has imported, a quarter of a second
     with torch, and the objects of a deep step bring about several. Where others leave
-    objects alone already, that stays as it is.
+    objects alone already, that stays as it is, for good.
     """
     with _lock:
-        is_theirs = not _inside[0] and gc.get_freeze_count() > 0
-        if not is_theirs:
+        if not (_inside[0] or _others_do[0]):
+            _others_do[0] = gc.get_freeze_count() > 0
+        is_ours = not _others_do[0]
+        if is_ours:
             gc.freeze()
             _inside[0] += 1
     try:
         yield
     finally:
         with _lock:
-            if not is_theirs:
+            if is_ours:
                 _inside[0] -= 1
                 if not _inside[0]:
                     gc.unfreeze()
