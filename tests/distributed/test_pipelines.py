@@ -42,6 +42,9 @@ BUDGETS = {
 }
 """For each stage, in per cent of its plain peak; the last one keeps less."""
 
+MOST_OVER = 1.045 if hasattr(PipelineStage, "release_fwd_send_outputs") else 1.025
+"""How far a peak may be predicted too high: outputs that are let go of count, too."""
+
 
 class Block(nn.Module):
     """A residual block with a dropout."""
@@ -206,7 +209,7 @@ def test_stages_keep_their_budgets_bit_for_bit(
         assert each["recomputed"] > 0
         assert each["peak"] <= sum(each["budgets"]) < each["plain"]
         if len(each["budgets"]) == 1:
-            assert each["peak"] <= each["predicted"][0] <= 1.025 * each["peak"]
+            assert each["peak"] <= each["predicted"][0] <= MOST_OVER * each["peak"]
 
 
 def test_each_schedule_gives_stages_their_passes_in_flight(

@@ -18,6 +18,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from remat.capture.outputs import FakeOutputs, fake_outputs
+from remat.capture.surroundings import tensors_in
 from remat.core.errors import BudgetError, CaptureError
 from remat.core.units import format_bytes
 from remat.planning.plan import Plan
@@ -31,6 +32,12 @@ from remat.training.request import PlanOptions
 from remat.training.training_loop import LoopMemory
 
 PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
+
+_RECEIVES_INTO_NEW = hasattr(pipelining.PipelineStage, "release_fwd_send_outputs")
+"""Whether stages receive into tensors that they make then, and let go of what was sent.
+
+From torch 2.15 on; before, there are buffers for all microbatches from the start.
+"""
 
 _FORWARD, _BACKWARD = "F", "B"
 _SPLIT = {
@@ -260,23 +267,33 @@ class _Part:
         output_bytes = _total_bytes(outputs.tensors)
         turns = self.turns
         # What was sent is there until that is waited for.
-        sent = turns.ahead if turns.sends_late else min(1, turns.ahead)
+        keeps_all = turns.sends_late and not _RECEIVES_INTO_NEW
+        sent = turns.ahead if keeps_all else min(1, turns.ahead)
+        batches_ahead, receive_buffers = turns.ahead, turns.microbatches
         held_bytes = merged_bytes = 0
+        if _RECEIVES_INTO_NEW:
+            receive_buffers = 1
+            # Outputs that are kept for the caller keep what was received, too.
+            if not (self.is_first or (self.is_last and self.keeps_outputs)):
+                # Of microbatches ahead there is what the caller gave, not what comes.
+                batches_ahead = 0
+                given = tensors_in((kwargs, target if self.is_last else ()))
+                held_bytes += turns.ahead * _total_bytes(given)
         if self.is_last:
             # The schedule keeps the losses of all microbatches until the step is over.
-            held_bytes = turns.ahead * DescribedLoss(loss).memory(outputs).held_bytes
+            held_bytes += turns.ahead * DescribedLoss(loss).memory(outputs).held_bytes
             if self.keeps_outputs:
                 held_bytes += turns.ahead * output_bytes
                 merged_bytes = turns.microbatches * output_bytes
         else:
-            held_bytes = sent * output_bytes
+            held_bytes += sent * output_bytes
         if not self.is_first:
             held_bytes += sent * _total_bytes(a for a in args if _takes_gradient(a))
         return LoopMemory(
-            batches_ahead=turns.ahead,
+            batches_ahead=batches_ahead,
             tensors=target if self.is_last else (),
             held_bytes=held_bytes,
-            tangent_bytes=(None if self.is_last else turns.microbatches * output_bytes),
+            tangent_bytes=(None if self.is_last else receive_buffers * output_bytes),
             merged_bytes=merged_bytes,
         )
 
