@@ -166,10 +166,13 @@ def best_join_of_turns(  # noqa: C901 - as above
 
 
 StageState = tuple[
-    tuple[int, ...] | None, frozenset[tuple[int, int]], frozenset[tuple[int, int, int]]
+    tuple[int, ...] | None,
+    frozenset[tuple[int, int]],
+    frozenset[tuple[int, int, int]],
+    frozenset[tuple[int, int]],
 ]
 """Index of each branch's live gradient (``None`` before the turn), live values, live
-(branch, stage, option) that have run and saved."""
+(branch, stage, option) that have run and saved, values that were live at the turn."""
 
 
 def best_chain(chain: StageChain, budget_bytes: int) -> int | None:
@@ -178,19 +181,20 @@ def best_chain(chain: StageChain, budget_bytes: int) -> int | None:
 
 
 def best_stage_join(  # noqa: C901, PLR0915 - as above
-    join: StageJoin, budget_bytes: int
+    join: StageJoin, budget_bytes: int, *, only_at_stored: bool = False
 ) -> int | None:
     """Return the least time of a join over all schedules with one turn, by search.
 
     What a stage saved is discarded as one, and only by the stage's backward: there is
-    no other use for it.
+    no other use for it. With ``only_at_stored``, another branch goes on only where a
+    branch has come down to a value that was live at the turn.
     """
     branches = join.branches
     lengths = [len(branch.stages) for branch in branches]
     tops = frozenset(enumerate(lengths))
 
     def held(state: StageState) -> int:
-        at, live, saved = state
+        at, live, saved, _ = state
         total = 0
         for branch, left in enumerate(at or ()):
             total += branches[branch].gradient_bytes[left]
@@ -206,22 +210,32 @@ def best_stage_join(  # noqa: C901, PLR0915 - as above
         )
 
     def moves(state: StageState) -> Iterator[tuple[int, StageState]]:
-        at, live, saved = state
+        at, live, saved, stored = state
         room = budget_bytes - held(state)
         inside = outputs(saved)
         for value in live:
-            yield 0, (at, live - {value}, saved)
+            yield 0, (at, live - {value}, saved, stored)
         for value in inside - live:
-            yield 0, (at, live | {value}, saved)
+            yield 0, (at, live | {value}, saved, stored)
         for branch, value in live:
-            if value < (lengths if at is None else at)[branch]:
+            if value < (lengths if at is None else at)[branch] and may_go(
+                state, branch
+            ):
                 yield from forwards(state, branch, value, room, inside)
         if at is not None:
             yield from backwards(state, room)
         elif tops <= live:
             gradients = sum(branches[j].gradient_bytes[v] for j, v in tops)
             if gradients + join.turn_workspace_bytes <= room:
-                yield join.turn_ns, (tuple(lengths), live, saved)
+                stored = live | inside if only_at_stored else frozenset()
+                yield join.turn_ns, (tuple(lengths), live, saved, stored)
+
+    def may_go(state: StageState, branch: int) -> bool:
+        at, _, _, stored = state
+        return not only_at_stored or all(
+            other == branch or left == 0 or (other, left) in stored
+            for other, left in enumerate(at or ())
+        )
 
     def forwards(
         state: StageState,
@@ -230,28 +244,31 @@ def best_stage_join(  # noqa: C901, PLR0915 - as above
         room: int,
         inside: frozenset[tuple[int, int]],
     ) -> Iterator[tuple[int, StageState]]:
-        at, live, saved = state
+        at, live, saved, stored = state
         s, output = branches[branch].stages[stage], (branch, stage + 1)
         # An output that is live would be replaced by the fresh copy after the op.
         if output in live:
             return
         size = s.output_bytes
         if size + s.forward_workspace_bytes <= room:
-            yield s.forward_ns, (at, live | {output}, saved)
+            yield s.forward_ns, (at, live | {output}, saved, stored)
         if any((branch, stage) == other[:2] for other in saved) or output in inside:
             return
         for k, option in enumerate(s.options):
             extra = option.saved_bytes + option.forward_workspace_bytes
             most = max(s.forward_workspace_bytes, extra)
             if option.forward_ns is not None and size + most <= room:
-                after = (at, live | {output}, saved | {(branch, stage, k)})
+                run = (branch, stage, k)
+                after = (at, live | {output}, saved | {run}, stored)
                 yield option.forward_ns, after
 
     def backwards(state: StageState, room: int) -> Iterator[tuple[int, StageState]]:
-        at, live, saved = state
+        at, live, saved, stored = state
         for branch, left in enumerate(at or ()):
             stage = left - 1
             if at is None or stage < 0 or (branch, stage) not in live:
+                continue
+            if not may_go(state, branch):
                 continue
             gradients = branches[branch].gradient_bytes
             for k, option in enumerate(branches[branch].stages[stage].options):
@@ -262,10 +279,10 @@ def best_stage_join(  # noqa: C901, PLR0915 - as above
                     and gradients[stage] + option.backward_workspace_bytes <= room
                 ):
                     rest = (*at[:branch], stage, *at[branch + 1 :])
-                    yield option.backward_ns, (rest, live, saved - {run})
+                    yield option.backward_ns, (rest, live, saved - {run}, stored)
 
     inputs = frozenset((branch, 0) for branch in range(len(branches)))
-    start: StageState = (None, inputs, frozenset())
+    start: StageState = (None, inputs, frozenset(), frozenset())
     if held(start) > budget_bytes:
         return None
     return cheapest(start, moves, lambda s: s[0] is not None and not any(s[0]))

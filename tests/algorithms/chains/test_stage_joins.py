@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.chain_strategies import stage_chains
 
@@ -46,10 +46,57 @@ def judged(join: StageJoin, plan: StageJoinPlan, budget_bytes: int) -> None:
     assert trace.serial_ns == plan.cost_ns
 
 
+TURNS_IN_BETWEEN = StageJoin(
+    branches=(
+        StageChain(
+            stages=(
+                Stage(
+                    forward_ns=0,
+                    output_bytes=3,
+                    options=(
+                        StageOption(
+                            backward_ns=0, forward_ns=0, backward_workspace_bytes=2
+                        ),
+                    ),
+                ),
+            ),
+            input_bytes=4,
+            input_gradient_bytes=4,
+        ),
+        StageChain(
+            stages=(
+                Stage(
+                    forward_ns=0,
+                    output_bytes=1,
+                    gradient_bytes=0,
+                    options=(
+                        StageOption(backward_ns=0, forward_ns=None, needs_output=False),
+                    ),
+                ),
+                Stage(
+                    forward_ns=0,
+                    output_bytes=3,
+                    options=(
+                        StageOption(backward_ns=0, forward_ns=None, needs_output=False),
+                    ),
+                ),
+            ),
+            input_bytes=1,
+            input_gradient_bytes=2,
+        ),
+    )
+)
+"""Fits in 17 bytes if the first branch is reversed between the second's two stages.
+
+Its value between them is not stored: there is no room for it at the turn.
+"""
+
+
 @settings(max_examples=25)
+@example(TURNS_IN_BETWEEN, 17)
 @given(stage_joins(max_stages=2, max_branches=2), st.integers(5, 40))
 def test_against_exhaustive_search(join: StageJoin, budget: int) -> None:
-    best = best_stage_join(join, budget)
+    best = best_stage_join(join, budget, only_at_stored=True)
     plan = plan_stage_join(join, budget)
     if best is None:
         assert plan is None
@@ -58,6 +105,13 @@ def test_against_exhaustive_search(join: StageJoin, budget: int) -> None:
     assert plan is not None
     assert best <= plan.cost_ns <= 1.1 * best
     judged(join, plan, budget)
+
+
+def test_branches_take_turns_at_stored_values_only() -> None:
+    assert best_stage_join(TURNS_IN_BETWEEN, 17) == 0
+    assert best_stage_join(TURNS_IN_BETWEEN, 17, only_at_stored=True) is None
+    assert plan_stage_join(TURNS_IN_BETWEEN, 17) is None
+    assert plan_stage_join(TURNS_IN_BETWEEN, 18) is not None
 
 
 @settings(max_examples=60)

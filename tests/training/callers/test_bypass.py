@@ -336,6 +336,7 @@ def test_release_puts_everything_back() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_what_records_the_model_is_named(
     record: Callable[[nn.Module], Any], name: str

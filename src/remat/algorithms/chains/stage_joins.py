@@ -9,11 +9,13 @@ schedules that compute every stage once before the turn, run the turn and every
 backward once,
 interleave the branches in any way between stored items, and reverse what lies between
 two stored items of a branch as :func:`~remat.algorithms.chains.rotor.plan_rotor` would
-in the memory that is free then. One thing is not part of the program's state: whether
-the forward pass fits before the turn. Where the cheapest candidate's does not, in any
-order of branches, the next one is tried, and ``least_ns`` of the answer says how cheap
-the first was: if it is the answer's ``cost_ns``, the answer is the optimum of this
-class.
+in the memory that is free then. Not of this class: to leave a branch at a value that
+was computed again, reverse another, come back. That may fit where nothing else does.
+
+One thing is not part of the program's state: whether the forward pass fits before the
+turn. Where the cheapest candidate's does not, in any order of branches, the next one is
+tried, and ``least_ns`` of the answer says how cheap the first was: if it is the
+answer's ``cost_ns``, the answer is the optimum of this class.
 
 Shared parameters. Branches with the same parameters have the same stages; gradients of
 parameters are no stage's concern, and are to be counted once, outside of the budget
