@@ -9,8 +9,9 @@ BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	--constraint $(or $(TORCH:%=$(STAMPS)/constraints.txt),constraints.txt)
-# Workers share the cores: each computes in one thread.
-PYTEST := OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Workers share the cores: each computes in one thread. Tests start many processes, which
+# need not compile the sources each.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # One worker more than cores: some wait for processes that they started.
 WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
 PARALLEL := --numprocesses $(WORKERS) --dist worksteal

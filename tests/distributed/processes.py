@@ -69,6 +69,7 @@ def _join(rank: int, port: int) -> None:
 
 def _run(rank: int, port: int, folder: str, function: Callable[..., Any]) -> None:
     _join(rank, port)
+    gc.freeze()
     try:
         (Path(folder) / str(rank)).write_bytes(pickle.dumps(function(rank)))
     finally:
@@ -126,6 +127,8 @@ def _serve(rank: int, port: int, connection: Connection) -> None:
     _join(rank, port)
     while True:
         function, args = pickle.loads(connection.recv_bytes())
+        # What is measured is preceded by a collection: not of all that is imported.
+        gc.freeze()
         # A test's own code, which may raise anything, pytest's failures among it.
         try:
             answer: tuple[Any, str] = function(rank, *args), ""
