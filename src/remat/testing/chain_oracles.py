@@ -172,7 +172,8 @@ StageState = tuple[
     frozenset[tuple[int, int]],
 ]
 """Index of each branch's live gradient (``None`` before the turn), live values, live
-(branch, stage, option) that have run and saved, values that were live at the turn."""
+(branch, stage, option) that have run and saved; for a class of schedules, outputs that
+have been computed or, after the turn, values that were live at it."""
 
 
 def best_chain(chain: StageChain, budget_bytes: int) -> int | None:
@@ -181,13 +182,14 @@ def best_chain(chain: StageChain, budget_bytes: int) -> int | None:
 
 
 def best_stage_join(  # noqa: C901, PLR0915 - as above
-    join: StageJoin, budget_bytes: int, *, only_at_stored: bool = False
+    join: StageJoin, budget_bytes: int, *, in_class: bool = False
 ) -> int | None:
     """Return the least time of a join over all schedules with one turn, by search.
 
     What a stage saved is discarded as one, and only by the stage's backward: there is
-    no other use for it. With ``only_at_stored``, another branch goes on only where a
-    branch has come down to a value that was live at the turn.
+    no other use for it. With ``in_class``, only schedules are searched that compute
+    every stage once before the turn, and go on with another branch only where a branch
+    has come down to a value that was live at the turn.
     """
     branches = join.branches
     lengths = [len(branch.stages) for branch in branches]
@@ -227,12 +229,12 @@ def best_stage_join(  # noqa: C901, PLR0915 - as above
         elif tops <= live:
             gradients = sum(branches[j].gradient_bytes[v] for j, v in tops)
             if gradients + join.turn_workspace_bytes <= room:
-                stored = live | inside if only_at_stored else frozenset()
+                stored = live | inside if in_class else stored
                 yield join.turn_ns, (tuple(lengths), live, saved, stored)
 
     def may_go(state: StageState, branch: int) -> bool:
         at, _, _, stored = state
-        return not only_at_stored or all(
+        return not in_class or all(
             other == branch or left == 0 or (other, left) in stored
             for other, left in enumerate(at or ())
         )
@@ -249,6 +251,10 @@ def best_stage_join(  # noqa: C901, PLR0915 - as above
         # An output that is live would be replaced by the fresh copy after the op.
         if output in live:
             return
+        if in_class and at is None:
+            if output in stored:
+                return
+            stored |= {output}
         size = s.output_bytes
         if size + s.forward_workspace_bytes <= room:
             yield s.forward_ns, (at, live | {output}, saved, stored)
