@@ -517,7 +517,7 @@ def test_what_is_made_again_is_made_for_each_backward_pass(
     again: Again, others: bool
 ) -> None:
     """Under other hooks for saved tensors it is kept."""
-    around = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    around = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t)
     found: list[list[torch.Tensor]] = []
     for module in (again.model, again.plain):
         torch.manual_seed(3)
@@ -611,6 +611,68 @@ def test_what_blocks_read_that_run_again_may_not_change_before_backward() -> Non
     model.get_buffer("time").add_(0.5)
     with pytest.raises(remat.RematError, match="was changed in place between"):
         loss.backward()
+
+
+class Handing(nn.Module):
+    """Blocks, and the output of one of them, or a loss of it besides its followers'."""
+
+    def __init__(self, *, detached: bool = False) -> None:
+        super().__init__()
+        self.detached = detached
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Adding() for _ in range(12))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        middle = x = self.first(x)
+        for block in self.blocks[:6]:
+            middle = x = block(x)
+        if self.detached:
+            x = x.detach()
+            middle = middle.sum(1).square().mean()
+        for block in self.blocks[6:]:
+            x = block(x)
+        return x.sum(1).square().mean(), middle
+
+
+class Adding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.layer(x))
+
+
+def handing_at_the_smallest(**options: Any) -> Handing:
+    model = Handing(detached="loss" in options)
+    how: dict[str, Any] = {**BLOCKS, **options}
+    with pytest.raises(BudgetError) as caught:
+        remat.plan(model, LARGE, budget=1, **how)
+    remat.fit(model, LARGE, budget=caught.value.required_bytes, **how)
+    return model
+
+
+def test_an_output_that_changes_before_gradients_of_some_is_told() -> None:
+    model = handing_at_the_smallest()
+    loss, middle = model(LARGE)
+    with torch.no_grad():
+        middle.mul_(3)
+    with pytest.raises(remat.RematError, match="was changed in place between"):
+        torch.autograd.grad(loss, list(model.blocks[8].parameters()))
+
+
+def test_backward_passes_in_an_order_that_does_not_work_are_told_the_one_that_does() -> (
+    None
+):
+    model = handing_at_the_smallest(loss=sum)
+    loss, aside = model(LARGE)
+    aside.backward()
+    with pytest.raises(remat.RematError, match="first for those of later blocks"):
+        loss.backward()
+    model.zero_grad()
+    loss, aside = model(LARGE)
+    loss.backward()
+    aside.backward()
 
 
 def test_blocks_in_checkpoints_of_their_own_run_as_they_are_and_it_is_said(

@@ -12,10 +12,12 @@ import pytest
 import torch
 from tests.training.test_fitting import mean_square
 from torch import nn
+from torch._dynamo.variables.tensor import TensorVariable
 
 import remat
 from remat.core.errors import BudgetError, CaptureError, PlanMismatchError
 from remat.training.fitted_model import fitted_on
+from remat.training.fitted_regions import _kind_of
 
 WIDTH = 32
 BREAK: dict[str, Any] = {"regions": "breaks", "costs": "estimated"}
@@ -515,6 +517,34 @@ def test_modes_and_frozen_parameters_are_kinds_of_their_own(
     assert not [r for r in caplog.records if "another way" in r.getMessage()]
 
 
+def test_calls_of_one_kind_are_those_that_one_plan_holds_for() -> None:
+    model = Layers()
+
+    def kind(*args: Any, **kwargs: Any) -> Any:
+        return _kind_of(model, args, kwargs)
+
+    kinds = [
+        kind(X),
+        kind(x=X),
+        kind(X[:100]),
+        kind(X.T.contiguous().T),
+        kind(X.double()),
+        kind(X.clone().requires_grad_()),
+        kind(X, 1),
+        kind(X, 2),
+    ]
+    with torch.autocast("cpu", torch.bfloat16):
+        kinds.append(kind(X))
+    model.norm.eval()
+    kinds.append(kind(X))
+    model.norm.train()
+    model.blocks[0].requires_grad_(requires_grad=False)
+    kinds.append(kind(X))
+    model.blocks[0].requires_grad_()
+    assert len({*kinds}) == len(kinds)
+    assert kind(X + 1) == kinds[0]
+
+
 def test_what_is_in_attributes_is_put_back() -> None:
     class Noting(Layers):
         def __init__(self) -> None:
@@ -590,6 +620,25 @@ def test_hooks_of_a_first_call_are_installed_once() -> None:
     plain.load_state_dict(model.state_dict())
     for one, other in zip(trained(model, [X]), trained(plain, [X]), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("regions", ["breaks", "blocks"])
+def test_planning_leaves_alone_what_the_batch_was_computed_by(regions: str) -> None:
+    encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    model, plain = pair(Layers)
+    how: dict[str, Any] = {"budget": "150%", "regions": regions, "costs": "estimated"}
+    inner = encoder(X)
+    remat.plan(plain, inner, **how)
+    inner.sum().backward()
+    remat.fit(model, X, **how)
+    seen: list[torch.Tensor] = []
+    encoder[0].weight.register_hook(seen.append)
+    for each in (model, plain):
+        torch.manual_seed(1)
+        loss = each(encoder(X))
+        assert len(seen) == (each is plain)
+        loss.backward()
+    assert torch.equal(*seen)
 
 
 def test_a_model_of_which_nothing_is_traced_is_refused() -> None:
@@ -681,8 +730,6 @@ def test_a_number_that_changes_costs_a_trace_and_is_said() -> None:
             inner = self.blocks[0](x)
             return inner.pow(2).mean() * (1 + 1e-3 * inner.mean().item())
 
-    # It explains each .item() on its own.
-    logging.getLogger("torch._dynamo.variables.tensor").setLevel(logging.ERROR)
     model, plain = pair(Number)
     remat.fit(model, X, budget="150%", **BREAK)
     batches = [X + step for step in range(12)]
@@ -690,6 +737,24 @@ def test_a_number_that_changes_costs_a_trace_and_is_said() -> None:
         found = trained(model, batches)
     for one, other in zip(found, trained(plain, batches), strict=True):
         assert torch.equal(one, other)
+
+
+def test_the_tracers_own_advice_for_numbers_is_not_shown() -> None:
+    advice = TensorVariable._warn_capture_scalar_outputs
+    advice.cache_clear()
+    found: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = found.append  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._dynamo.variables.tensor")
+    logger.addHandler(handler)
+    try:
+        model = Numbered()
+        remat.fit(model, X, budget="150%", **BREAK)
+        model(X).backward()
+    finally:
+        logger.removeHandler(handler)
+    assert advice.cache_info().currsize == 1
+    assert not found
 
 
 def test_tracing_again_and_again_is_said() -> None:
@@ -774,7 +839,6 @@ class Rows(Layers):
 def test_graphs_that_are_traced_again_run_by_the_plan_of_their_place(
     kind: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
-    logging.getLogger("torch._dynamo.variables.tensor").setLevel(logging.ERROR)
     model, plain = pair(kind)
     x = X.clone()
     x[:, 0] = x[:, 0].abs() + 1  # All rows, or nearly all.

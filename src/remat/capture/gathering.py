@@ -20,6 +20,7 @@ from remat.capture.joint_program import JointProgram
 from remat.torch_compat.accelerators import note_random_state
 from remat.torch_compat.attributes import (
     is_compiled_step,
+    made_number,
     storage_identity,
     version_of,
 )
@@ -118,6 +119,9 @@ class Gathering:
         self.changed: set[int] = set()
         self._versions: dict[int, int] = {}
         self._resident = list(resident)
+        # What autograd had made before, for what the model is given.
+        self._first_number = next_node_number()
+        self._given_nodes = {tensor.grad_fn for tensor in self._resident} - {None}
         self._known = {self.note(tensor) for tensor in self._resident}
         # Of others, what was there when a region ended last.
         self._seen_count = len(self._storages)
@@ -158,6 +162,10 @@ class Gathering:
         """Whether a block is there during the whole step."""
         made = (block for seen in self.seen for block in seen.made.values())
         return block not in self.eager and block not in made
+
+    def is_before(self, node: Any) -> bool:
+        """Whether a node of autograd belongs to what was computed before the pass."""
+        return node in self._given_nodes or made_number(node) < self._first_number
 
     def begin(
         self, code: RegionCode, program: JointProgram, values: Sequence[Any]

@@ -525,20 +525,22 @@ def _remedy(text: str, library: str) -> str:
 
 @contextmanager
 def quiet_tracer() -> Generator[None]:
-    """Keep torch from printing the traceback of an error that is raised anyway.
+    """Keep torch from printing tracebacks of errors that are raised anyway, and advice.
 
     In one thread at a time: the log and the filters of warnings are everybody's.
     """
-    logger = logging.getLogger(messages.FAKE_TENSOR_LOG)
+    loggers = [logging.getLogger(name) for name in messages.NOISY_LOGS]
     with alone(), warnings.catch_warnings():
         # Where forward made the op whose backward raised: with an interrupt, noise.
         warnings.filterwarnings("ignore", message=messages.FAILED_BACKWARD)
-        before = logger.disabled
-        logger.disabled = True
+        before = [logger.disabled for logger in loggers]
+        for logger in loggers:
+            logger.disabled = True
         try:
             yield
         finally:
-            logger.disabled = before
+            for logger, was_disabled in zip(loggers, before, strict=True):
+                logger.disabled = was_disabled
 
 
 def _first_sentence(text: str) -> str:

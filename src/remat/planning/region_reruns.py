@@ -41,7 +41,7 @@ from remat.solvers.base import ProgressCallback, ignore_progress
 _LONGEST = 64
 """How many regions a segment may have."""
 
-_HALVINGS = 10
+_HALVINGS = 11
 """How often the smallest budget is looked for between two."""
 
 
@@ -129,6 +129,7 @@ class RerunSearch(RegionSearch):
     ) -> None:
         super().__init__(step, fronts, everything, trace)
         self._judged = step.with_reruns
+        self._most_bytes = trace.peak_bytes[0]
         self._segments = [
             self._segment(index, front) for index, front in enumerate(fronts)
         ]
@@ -272,10 +273,11 @@ class RerunSearch(RegionSearch):
     def least(self, known_bytes: int) -> tuple[Schedule, Trace] | None:
         """Return the schedule of the smallest peak found by halving, below a known one.
 
-        ``None`` if there is none below.
+        ``None`` if there is none below. What is asked depends on the step alone: a peak
+        that was named is found again when it is asked for.
         """
         best: tuple[Schedule, Trace] | None = None
-        low, high = 0, known_bytes
+        low, high = 0, self._most_bytes
         for _ in range(_HALVINGS):
             asked = (low + high) // 2
             choice = self.choose(asked)

@@ -49,7 +49,8 @@ class BackwardOrder:
     returned
         The slots that get a gradient from the caller.
     leaves
-        The slots of leaves, and whether a leaf has a gradient already.
+        The slots of leaves, and whether a leaf has a gradient already. What the caller
+        computed for the model is one: that backward pass is the caller's.
     saved
         The blocks that operators in no graph keep for it.
     """
@@ -60,15 +61,24 @@ class BackwardOrder:
     returned: frozenset[Slot] = frozenset()
     leaves: dict[Slot, bool] = field(default_factory=dict[int, bool])
     saved: set[int] = field(default_factory=set[int])
+    is_before: Callable[[Any], bool]
+
+    def ends_at(self, node: Any) -> bool:
+        """Whether a node only takes gradients: a leaf's, or of the caller's making."""
+        return leaf_of(node) is not None or self.is_before(node)
+
+    def following(self, node: Any) -> list[tuple[Any, int]]:
+        """Return the nodes that a node hands gradients to, with the number of each."""
+        return [] if self.ends_at(node) else _following(node)
 
     def slot(self, node: Any, number: int) -> Slot:
         """Return where gradients of a node's output, or of a leaf, come together."""
         key = (node, number)
         if key not in self.slots:
             self.slots[key] = len(self.slots)
-            leaf = leaf_of(node)
-            if leaf is not None:
-                has_gradient = existing_gradient(leaf) is not None
+            if self.ends_at(node):
+                leaf = leaf_of(node)
+                has_gradient = leaf is not None and existing_gradient(leaf) is not None
                 self.leaves[self.slots[key]] = has_gradient
         return self.slots[key]
 
@@ -111,7 +121,9 @@ def left_behind(
         if node in known:
             continue
         known.add(node)
-        nodes += [following for following, _ in node.next_functions if following]
+        if gathering.is_before(node):
+            continue
+        nodes += [following for following, _ in _following(node)]
         if node in regions:
             found.add(regions[node])
         elif leaf_of(node) is None:
@@ -234,7 +246,7 @@ class _Backward:
     ) -> None:
         self.gathering = gathering
         self.around = around
-        self.found = BackwardOrder()
+        self.found = BackwardOrder(is_before=gathering.is_before)
         self.regions = {
             seen.node: index
             for index, seen in enumerate(gathering.seen)
@@ -262,7 +274,13 @@ class _Backward:
         found.returned = frozenset(roots)
         self.defined.update(roots)
         waiting = self.dependence()
-        self.dependent = _dependent_nodes(waiting)
+        self.dependent = _dependent_nodes(waiting, found.following)
+        # The caller's values may have been computed from one another.
+        self.dependent |= {
+            node
+            for node in waiting
+            if len({f for f, _ in found.following(node) if found.is_before(f)}) > 1
+        }
         # As autograd: of all nodes that are ready, that which was made last.
         ready = [
             (-made_number(node), position, node)
@@ -274,8 +292,8 @@ class _Backward:
         while ready:
             _, _, node = heapq.heappop(ready)
             self.take(node)
-            for following, _ in node.next_functions:
-                if following is None or leaf_of(following) is not None:
+            for following, _ in found.following(node):
+                if found.ends_at(following):
                     continue
                 waiting[following] -= 1
                 if not waiting[following]:
@@ -294,20 +312,18 @@ class _Backward:
                 continue
             known.add(node)
             waiting[node] += 0
-            for following, _ in node.next_functions:
-                if following is not None:
-                    waiting[following] += 1
-                    nodes.append(following)
+            for following, _ in self.found.following(node):
+                waiting[following] += 1
+                nodes.append(following)
         return waiting
 
     def take(self, node: Any) -> None:
         if node in self.regions:
             self.found.order.append(self.regions[node])
             self.found.nodes.append(node)
-            for following, number in node.next_functions:
-                if following is not None:
-                    self.defined.add(self.found.slot(following, number))
-        elif leaf_of(node) is None:
+            for following, number in _following(node):
+                self.defined.add(self.found.slot(following, number))
+        elif not self.found.ends_at(node):
             self.take_eager(node)
 
     def take_eager(self, node: Any) -> None:
@@ -324,11 +340,7 @@ class _Backward:
         if all(value is None for value in given):
             return
         saved, results = self.saved(node), list[Any]()
-        inputs = [
-            GradientEdge(following, number)
-            for following, number in node.next_functions
-            if following is not None
-        ]
+        inputs = [GradientEdge(*edge) for edge in _following(node)]
         outputs = [
             (GradientEdge(node, number), value)
             for number, value in enumerate(given)
@@ -393,8 +405,7 @@ class _Backward:
             for position, value in enumerate(v for v in given if v is not None)
         }
         found: list[tuple[Slot, int]] = []
-        edges = [edge for edge in node.next_functions if edge[0] is not None]
-        for (following, number), value in zip(edges, made, strict=True):
+        for (following, number), value in zip(_following(node), made, strict=True):
             if value is None:
                 continue
             slot = self.found.slot(following, number)
@@ -420,13 +431,24 @@ def _with_workspace(part: EagerBackward, growth: MemoryGrowth) -> EagerBackward:
     return replace(part, workspace_bytes=max(0, growth.peak_bytes - new_bytes))
 
 
-def _dependent_nodes(waiting: Mapping[Any, int]) -> set[Any]:
+def _following(node: Any) -> list[tuple[Any, int]]:
+    return [edge for edge in node.next_functions if edge[0] is not None]
+
+
+_Following = Callable[[Any], list[tuple[Any, int]]]
+
+
+def _dependent_nodes(
+    waiting: Mapping[Any, int], following_of: _Following = _following
+) -> set[Any]:
     """Return the nodes of which one input was computed from another one.
 
     Parameters
     ----------
     waiting
         Of all nodes, how many inputs of others they are.
+    following_of
+        What the inputs of a node were computed by.
     """
     numbers = {node: number for number, node in enumerate(waiting)}
     # For each node the set of those that it was computed from, one bit each, until the
@@ -434,11 +456,9 @@ def _dependent_nodes(waiting: Mapping[Any, int]) -> set[Any]:
     origins: dict[Any, int] = {}
     unread = dict(waiting)
     found: set[Any] = set()
-    for node in reversed(_from_the_last(waiting)):
+    for node in reversed(_from_the_last(waiting, following_of)):
         inputs = sources = 0
-        for following, _ in node.next_functions:
-            if following is None:
-                continue
+        for following, _ in following_of(node):
             inputs |= 1 << numbers[following]
             sources |= origins[following]
             unread[following] -= 1
@@ -450,16 +470,15 @@ def _dependent_nodes(waiting: Mapping[Any, int]) -> set[Any]:
     return found
 
 
-def _from_the_last(waiting: Mapping[Any, int]) -> list[Any]:
+def _from_the_last(waiting: Mapping[Any, int], following_of: _Following) -> list[Any]:
     """Return all nodes, each one behind those that were computed from it."""
     left = dict(waiting)
     order = [node for node, count in left.items() if not count]
     for node in order:
-        for following, _ in node.next_functions:
-            if following is not None:
-                left[following] -= 1
-                if not left[following]:
-                    order.append(following)
+        for following, _ in following_of(node):
+            left[following] -= 1
+            if not left[following]:
+                order.append(following)
     return order
 
 

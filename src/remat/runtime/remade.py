@@ -69,8 +69,8 @@ class Given:
     storage: StorageWeakRef
     key: _ValueKey
     view: _View
-    # Parameters, buffers and the batch: no backward pass looks whether they changed.
-    leaf: "weakref.ref[torch.Tensor] | None"
+    # A backward pass that would look whether it changed need not come, or comes later.
+    tensor: "weakref.ref[torch.Tensor] | None"
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, is_read: bool = True) -> "Given":
@@ -80,12 +80,12 @@ class Given:
         change.
         """
         storage = StorageWeakRef(tensor.untyped_storage())
-        leaf = weakref.ref(tensor) if is_read and tensor.is_leaf else None
-        return cls(storage, _key_of(tensor), _View.of(tensor), leaf)
+        reference = weakref.ref(tensor) if is_read else None
+        return cls(storage, _key_of(tensor), _View.of(tensor), reference)
 
     def check_unchanged(self) -> None:
         """Raise an error if the value was written in place since."""
-        tensor = None if self.leaf is None else self.leaf()
+        tensor = None if self.tensor is None else self.tensor()
         if tensor is not None and _key_of(tensor) != self.key:
             msg = (
                 f"a tensor of shape {list(self.view.shape)} was changed in place between "
@@ -210,10 +210,15 @@ class RemadeValues:
         if storage is None:
             storage = storage_alive(given.storage)
         if storage is None:
-            raise ExecutionError(
-                "what a graph was given is gone, so it cannot run again: parameters and "
-                "inputs have to stay until the backward pass is over"
+            msg = (
+                "a block cannot run again in backward, as a tensor of shape "
+                f"{list(given.view.shape)} that it was given is gone: a backward pass "
+                "through what came before it is over, or parameters or inputs were "
+                "replaced. Call backward() once for all losses, or first for those of "
+                "later blocks; keep parameters and inputs until then; or raise the "
+                "budget until no block runs again"
             )
+            raise ExecutionError(msg)
         return given.view.into(storage)
 
 

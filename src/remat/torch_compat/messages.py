@@ -2,8 +2,9 @@
 
 import re
 
-FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
-"""The log in which the tracer prints the traceback of errors that it raises anyway."""
+NOISY_LOGS = ("torch._subclasses.fake_tensor", "torch._dynamo.variables.tensor")
+"""The logs in which the tracer prints tracebacks of errors that it raises anyway, and
+advises settings for ``.item()`` that do not help here."""
 
 FAILED_BACKWARD = "Error detected in "
 """How autograd begins its warning about where the op of a failed backward was made."""
