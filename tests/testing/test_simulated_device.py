@@ -21,6 +21,7 @@ FOR_ACCELERATORS = (
     "tests/profile/test_memory.py",
     "tests/profile/test_operators.py",
     "tests/runtime/test_devices_cuda.py",
+    "tests/studies/test_gpu.py",
     "tests/testing/test_simulated_device.py",
 )
 FOR_CARDS_ALONE = ("tests/memory/test_snapshots.py",)
