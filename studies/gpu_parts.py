@@ -299,7 +299,7 @@ def time_lines(options: argparse.Namespace) -> Iterator[Line]:
             line |= {f"{kernels}_{key}": value for key, value in found.items()}
             if fitted is not None:
                 ways[kernels] = fitted
-        times = in_turn(step, ways)
+        times = in_turn(step, ways, 1 if options.tiny else _REPEATS)
     for way, times_ns in times.items():
         pairs = zip(times_ns, times["plain"], strict=True)
         line[f"{way}_ns"] = round(statistics.median(times_ns))
@@ -308,11 +308,11 @@ def time_lines(options: argparse.Namespace) -> Iterator[Line]:
 
 
 def in_turn(
-    step: PeerStep, ways: Mapping[str, Callable[..., Any] | None]
+    step: PeerStep, ways: Mapping[str, Callable[..., Any] | None], repeats: int
 ) -> dict[str, list[int]]:
     """Return the nanoseconds of steps, one of each way after the other."""
     times: dict[str, list[int]] = {way: [] for way in ways}
-    for repeat in range(-1, _REPEATS):
+    for repeat in range(-1, repeats):
         for way, called in ways.items():
             step.reset()
             step.synchronise()
@@ -339,7 +339,9 @@ def offload_lines(options: argparse.Namespace) -> Iterator[Line]:
             step,
             platform,
             {home: bound_bytes + rest_bytes, "host": None},
-            argparse.Namespace(time_limit=_OFFLOAD_S, repeats=3),
+            argparse.Namespace(time_limit=1.0, repeats=1)
+            if options.tiny
+            else argparse.Namespace(time_limit=_OFFLOAD_S, repeats=3),
             step.outcome(reference(step), 1),
         )
     yield {
