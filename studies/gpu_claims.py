@@ -109,11 +109,12 @@ RULES = (
         needs_a_card="the simulated device is no model of time",
     ),
     _Rule(
-        text="With pinned memory of the host a step keeps a budget that needs it, "
-        "bitwise",
+        text="A step that copies to pinned memory of the host and back keeps its "
+        "budget, bitwise",
         part="offload",
         holds=lambda line: (
             line["status"] == "ok"
+            and bool(line["copies"])
             and line["is_within_budget"]
             and not line["differences"]
         ),

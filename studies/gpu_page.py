@@ -93,14 +93,13 @@ def _peaks(lines: Sequence[Line]) -> str:
     for line in lines:
         model, case = line["model"], line["case"]
         if line["status"] == "refused":
-            smallest = format_bytes(line["smallest_bytes"])
-            rows.append([model, case, f"refused; smallest {smallest}", *[""] * 7])
+            rows.append([model, case, _refused(line), *[""] * 7])
             continue
         budget = format_bytes(line["budget_bytes"]) if "budget_bytes" in line else ""
         rows.append(
             [
                 model,
-                f"{case} (smallest)" if line.get("is_smallest") else case,
+                case,
                 budget,
                 _bytes(line.get("predicted_bytes")),
                 _bytes(line["requested_bytes"]),
@@ -182,11 +181,17 @@ def _times(lines: Sequence[Line]) -> str:
 
 
 def _way(line: Line, way: str) -> str:
-    if f"{way}_slowdown" in line:
-        return times(line[f"{way}_slowdown"])
-    if f"{way}_floor_bytes" in line:
-        return f"none so low; smallest {format_bytes(line[f'{way}_floor_bytes'])}"
-    return ""
+    if way not in line:
+        return ""
+    if f"{way}_slowdown" not in line:
+        return _refused(line[way])
+    return f"{times(line[f'{way}_slowdown'])}, {_bytes(line[way]['peak_bytes'])}"
+
+
+def _refused(line: Line) -> str:
+    smallest = line["smallest_bytes"]
+    known = "not known" if smallest is None else format_bytes(smallest)
+    return f"refused; smallest {known}"
 
 
 def _offload(lines: Sequence[Line]) -> str:
@@ -195,7 +200,7 @@ def _offload(lines: Sequence[Line]) -> str:
         links = ", ".join(
             f"{link['bytes_per_s'] / 1e9:.1f} GB/s" for link in line["links"]
         )
-        row = [line["case"], _bytes(line["floor_bytes"]), links]
+        row = [line["case"], _bytes(line["predicted_plain_peak_bytes"]), links]
         if line["status"] != "ok":
             rows.append([*row, line["status"], *[""] * 4])
             continue
@@ -211,7 +216,7 @@ def _offload(lines: Sequence[Line]) -> str:
             ]
         )
     head = (
-        *("step", "smallest without", "links out, back", "budget", "peak", "pinned"),
+        *("step", "plain peak", "links out, back", "budget", "peak", "pinned"),
         *("tensors that differ", "time"),
     )
     return _table(head, rows)

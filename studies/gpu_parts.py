@@ -20,7 +20,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from remat import native
 from remat.core.bounds import peak_bound_bytes
-from remat.core.errors import BudgetError
+from remat.core.errors import BudgetError, MissingDependencyError, RematError
 from remat.memory.snapshots import replay_snapshot
 from remat.planning.plan import Plan
 from remat.profile.cache import CostCache
@@ -34,10 +34,9 @@ from remat.training.fitted_model import FittedModel
 from remat.training.request import PlanRequest
 from remat.training.verification import TrainingStep, compare
 from studies import offload
-from studies.fused_kernels import within
 from studies.models import MODELS, Options, Workload
 from studies.peers import AOT, PeerStep, make_peer
-from studies.planned import Subject, make_step
+from studies.planned import make_step
 from studies.record import ROOT, append, environment
 from studies.run import MODELS as TEN
 
@@ -53,7 +52,7 @@ ALLOCATORS = {"default": "", "expandable": "expandable_segments:True"}
 OFFLOADED = tuple(offload.MODELS)
 
 _REPEATS = 7
-_OFFLOAD_PERCENT = 70
+_OFFLOAD_PERCENT = 50
 _OFFLOAD_S = 10.0
 _ACTIVATION_BUDGET = 0.5
 _NO_LIMIT = 2**62
@@ -160,30 +159,22 @@ def peak_lines(options: argparse.Namespace) -> Iterator[Line]:
     plain = peaks_of(step, None, options.device)
     yield {"case": "plain", **plain}
     planned: dict[str, FittedModel] = {}
-    smallest_bytes: int | None = None
+    refusal: RematError | None = None
     for percent in PERCENTS:
-        case = f"{percent}%"
-        budget = plain["allocated_bytes"] * percent // 100
-        line: Line = {"case": case, "budget_bytes": budget}
-        if smallest_bytes is None:
+        case, budget = f"{percent}%", plain["allocated_bytes"] * percent // 100
+        if refusal is None:
             try:
-                fitted, plan = within_budget(step, budget)
-            except BudgetError as error:
-                smallest_bytes = line["budget_bytes"] = error.required_bytes
-                fitted, plan = within_budget(step, error.required_bytes)
-            planned[case] = fitted
-            line |= {
-                "is_smallest": smallest_bytes is not None,
-                "predicted_bytes": plan.peak_bytes,
-                "predicted_reserved_bytes": plan.reserved
-                and plan.reserved.reserved_bytes,
-                "recomputed_op_count": plan.recomputed_op_count,
-                "solver": plan.solver,
-                **peaks_of(step, fitted, options.device),
-            }
-        else:
-            line |= {"status": "refused", "smallest_bytes": smallest_bytes}
-        yield line
+                planned[case], line = measured_plan(step, budget, options.device)
+            except REFUSALS as error:
+                refusal = error
+            else:
+                yield {"case": case, **line}
+                continue
+        yield {"case": case, **refused(refusal), "budget_bytes": budget}
+    if isinstance(refusal, BudgetError):
+        budget = refusal.required_bytes
+        planned["smallest"], line = measured_plan(step, budget, options.device)
+        yield {"case": "smallest", **line}
     with step.restored():
         captured = step.outcome(reference(step), 1)
         again = step.outcome(reference(step), 1)
@@ -215,7 +206,9 @@ def model_of(case: str) -> str:
 def within_budget(
     step: TrainingStep, budget: int, **settings: Any
 ) -> tuple[FittedModel, Plan]:
-    """Plan a step."""
+    """Plan a step, by a solver that needs no more than what is installed."""
+    has_ortools = find_spec("ortools") is not None
+    settings.setdefault("solver", "auto" if has_ortools else "greedy-eviction")
     request = PlanRequest(
         budget=budget, optimizer=step.optimizer, loss=step.loss, **settings
     )
@@ -223,10 +216,35 @@ def within_budget(
     return fitted, fitted.plan_now(step.args, step.kwargs)
 
 
+REFUSALS = (BudgetError, MissingDependencyError)
+"""What planning raises where nothing fits: looking for what does needs ortools."""
+
+
+def refused(error: RematError) -> Line:
+    """Return what to record of a budget in which nothing was found to fit."""
+    known = error.required_bytes if isinstance(error, BudgetError) else None
+    return {"status": "refused", "smallest_bytes": known, "message": str(error)}
+
+
 def reference(step: TrainingStep) -> FittedModel:
     """Return the captured step without rematerialisation."""
     settings = {"solver": "store-all", "costs": "estimated"}
     return within_budget(step, _NO_LIMIT, **settings)[0]
+
+
+def measured_plan(
+    step: TrainingStep, budget: int, device: str
+) -> tuple[FittedModel, Line]:
+    """Plan a step, and return what runs it and its peaks, predicted and measured."""
+    fitted, plan = within_budget(step, budget)
+    return fitted, {
+        "budget_bytes": budget,
+        "predicted_bytes": plan.peak_bytes,
+        "predicted_reserved_bytes": plan.reserved and plan.reserved.reserved_bytes,
+        "recomputed_op_count": plan.recomputed_op_count,
+        "solver": plan.solver,
+        **peaks_of(step, fitted, device),
+    }
 
 
 def peaks_of(step: TrainingStep, called: Any, device: str) -> Line:
@@ -291,14 +309,20 @@ def time_lines(options: argparse.Namespace) -> Iterator[Line]:
     with step.restored(), set_checkpoint_early_stop(stops_early):
         line["plain_peak_bytes"] = step.peak_bytes(None)
         line["peer_peak_bytes"] = budget = step.peak_bytes(step.peer)
-        subject = Subject(workload, step, line["plain_peak_bytes"])
         ways: dict[str, Callable[..., Any] | None] = {"plain": None, "peer": step.peer}
         fuses = is_compiled and options.device != SIMULATED
         for kernels in ("eager", "fused") if fuses else ("eager",):
-            found, fitted = within(subject, budget, kernels)
-            line |= {f"{kernels}_{key}": value for key, value in found.items()}
-            if fitted is not None:
-                ways[kernels] = fitted
+            step.reset()
+            try:
+                ways[kernels], plan = within_budget(step, budget, kernels=kernels)
+            except REFUSALS as error:
+                line[kernels] = refused(error)
+            else:
+                line[kernels] = {
+                    "predicted_bytes": plan.peak_bytes,
+                    "peak_bytes": step.peak_bytes(ways[kernels]),
+                    "recomputed_op_count": plan.recomputed_op_count,
+                }
         times = in_turn(step, ways, 1 if options.tiny else _REPEATS)
     for way, times_ns in times.items():
         pairs = zip(times_ns, times["plain"], strict=True)
@@ -325,28 +349,25 @@ def in_turn(
 
 
 def offload_lines(options: argparse.Namespace) -> Iterator[Line]:
-    """Plan below what recomputation alone can, with pinned memory of the host."""
+    """Plan with pinned memory of the host, half-way down to what must be there."""
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
     home = f"{options.device}:0"
     step = offload.MODELS[options.case](tiny=options.tiny, device=options.device)
     platform = measured_platform([home, "host"], cache=CostCache())
+    free = within_budget(step, _NO_LIMIT, solver="store-all")[1]
+    bound_bytes = peak_bound_bytes(free.graph)
+    budget = bound_bytes + (free.peak_bytes - bound_bytes) * _OFFLOAD_PERCENT // 100
+    settings = argparse.Namespace(
+        solver="pofo", time_limit=_OFFLOAD_S, repeats=1 if options.tiny else _REPEATS
+    )
     with step.restored():
-        floor_bytes, free = offload.floor_of(step)
-        bound_bytes = peak_bound_bytes(free.graph)
-        rest_bytes = (floor_bytes - bound_bytes) * _OFFLOAD_PERCENT // 100
-        found = offload.run_case(
-            step,
-            platform,
-            {home: bound_bytes + rest_bytes, "host": None},
-            argparse.Namespace(time_limit=1.0, repeats=1)
-            if options.tiny
-            else argparse.Namespace(time_limit=_OFFLOAD_S, repeats=3),
-            step.outcome(reference(step), 1),
-        )
+        expected = step.outcome(reference(step), 1)
+        budgets = {home: budget, "host": None}
+        found = offload.run_case(step, platform, budgets, settings, expected)
     yield {
         "case": options.case,
-        "floor_bytes": floor_bytes,
+        "predicted_plain_peak_bytes": free.peak_bytes,
         "links": [asdict(link) for link in platform.links],
         **found,
     }

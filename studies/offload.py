@@ -99,6 +99,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--time-limit", type=float, default=40.0)
     made.add_argument("--repeats", type=int, default=3)
     made.add_argument("--tiny", action="store_true")
+    made.add_argument("--solver", default="auto")
     made.add_argument("--output", type=Path, default=RESULTS / "offload.jsonl")
     return made
 
@@ -203,6 +204,7 @@ def run_case(
         optimizer=step.optimizer,
         loss=step.loss,
         time_limit=options.time_limit,
+        solver=options.solver,
     )
     step.reset()
     fitted = FittedModel(step.model, request)
