@@ -56,7 +56,7 @@ _OFFLOAD_PERCENT = 50
 _OFFLOAD_S = 10.0
 _ACTIVATION_BUDGET = 0.5
 _NO_LIMIT = 2**62
-_OPTIONAL = ("ortools", "transformers", "triton", "pytest")
+_OPTIONAL = ("ortools", "transformers", "triton", "pytest", "hypothesis")
 
 Line = dict[str, Any]
 
