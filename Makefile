@@ -18,7 +18,7 @@ PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 SOURCES := $(wildcard src tests studies examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check sanitize wheel lint format docs clean
+.PHONY: help demo test check gpu sanitize wheel lint format docs clean
 .PHONY: lint-format lint-style lint-types lint-layers lint-spelling
 # A recipe that fails leaves no stamp behind.
 .DELETE_ON_ERROR:
@@ -37,6 +37,18 @@ check: $(STAMPS)/dev ## run the tests that are not in tests/slow.txt; AREA=solve
 	$(PYTEST) $(PARALLEL) -m "not slow" \
 		$(if $(AREA),$(or $(wildcard tests/$(AREA)*),$(error no tests/$(AREA)*))) \
 		$(PYTEST_ARGS)
+
+# With what is installed, and no network: no environment is set up for it. The build is
+# part of the eight minutes.
+gpu: ## try every claim on a GPU, in eight minutes, with the torch that is installed; GPU_ARGS="--device sim" elsewhere
+	start=$$(date +%s); \
+	export PATH="$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$$PATH"; \
+	cmake -S . -B build/gpu -G Ninja --log-level=WARNING \
+		-D Python_EXECUTABLE="$$($(PYTHON) -c 'import sys; print(sys.executable)')" \
+		-D nanobind_DIR="$$($(PYTHON) -m nanobind --cmake_dir)" && \
+	cmake --build build/gpu && \
+	REMAT_NATIVE="$$(ls $(CURDIR)/build/gpu/_core.*)" PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" \
+		$(PYTHON) -m studies.gpu --limit $$((480 - $$(date +%s) + start)) $(GPU_ARGS)
 
 sanitize: $(STAMPS)/dev ## run the native core's tests under the sanitizers
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/sanitize -G Ninja --log-level=WARNING \

@@ -39,7 +39,6 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
@@ -290,6 +289,8 @@ def pspnet(options: Options = DEFAULT_OPTIONS) -> Workload:
 
 def gpt2(options: Options = DEFAULT_OPTIONS) -> Workload:
     """Build GPT-2 with 12 layers (causal attention, tied embeddings)."""
+    import transformers  # noqa: PLC0415 - networks need none
+
     n_layers, width, batch, length = _transformer_size(options, n_layers=12)
     with _seeded(options.seed):
         config = transformers.GPT2Config(
@@ -311,6 +312,8 @@ def gpt2(options: Options = DEFAULT_OPTIONS) -> Workload:
 
 def bert(options: Options = DEFAULT_OPTIONS) -> Workload:
     """Build BERT with 12 layers (masked language model, padded batch)."""
+    import transformers  # noqa: PLC0415 - networks need none
+
     n_layers, width, batch, length = _transformer_size(options, n_layers=12)
     with _seeded(options.seed):
         config = transformers.BertConfig(
@@ -333,6 +336,8 @@ def bert(options: Options = DEFAULT_OPTIONS) -> Workload:
 
 def vit(options: Options = DEFAULT_OPTIONS) -> Workload:
     """Build a vision transformer with 12 layers."""
+    import transformers  # noqa: PLC0415 - networks need none
+
     n_layers, width, batch, _ = _transformer_size(options, n_layers=12)
     with _seeded(options.seed):
         side, patch = (16, 4) if options.tiny else (128, 8)
@@ -357,6 +362,8 @@ def vit(options: Options = DEFAULT_OPTIONS) -> Workload:
 
 def t5(options: Options = DEFAULT_OPTIONS) -> Workload:
     """Build T5 with 6 + 6 layers (an encoder's output used by every decoder layer)."""
+    import transformers  # noqa: PLC0415 - networks need none
+
     n_layers, width, batch, length = _transformer_size(options, n_layers=6)
     with _seeded(options.seed):
         config = transformers.T5Config(
@@ -383,6 +390,8 @@ def t5(options: Options = DEFAULT_OPTIONS) -> Workload:
 
 def llama(options: Options = DEFAULT_OPTIONS) -> Workload:
     """Build Llama with 16 layers (rotary positions, grouped keys and values)."""
+    import transformers  # noqa: PLC0415 - networks need none
+
     n_layers, width, batch, length = _transformer_size(options, n_layers=16)
     with _seeded(options.seed):
         n_heads = width // 16 if options.tiny else 6
@@ -406,6 +415,8 @@ def llama(options: Options = DEFAULT_OPTIONS) -> Workload:
 
 def mamba(options: Options = DEFAULT_OPTIONS) -> Workload:
     """Build Mamba with 4 layers (a recurrence unrolled over 32 positions)."""
+    import transformers  # noqa: PLC0415 - networks need none
+
     n_layers, width, batch, length = _transformer_size(options, n_layers=4)
     with _seeded(options.seed):
         config = transformers.MambaConfig(
@@ -428,6 +439,8 @@ def mamba(options: Options = DEFAULT_OPTIONS) -> Workload:
 
 def mamba2(options: Options = DEFAULT_OPTIONS) -> Workload:
     """Build Mamba-2 with 12 layers (a recurrence computed in chunks)."""
+    import transformers  # noqa: PLC0415 - networks need none
+
     n_layers, width, batch, length = _transformer_size(options, n_layers=12)
     with _seeded(options.seed):
         head_dim = 16

@@ -45,17 +45,17 @@ from remat.training.verification import TrainingStep, compare
 from studies.record import RESULTS, ForeignLoad, append, environment, source_digest
 
 
-def encoder(*, tiny: bool) -> TrainingStep:
+def encoder(*, tiny: bool, device: str = "cpu") -> TrainingStep:
     """Return the step of a transformer encoder of eight layers, with Adam."""
     depth, width, batch = (2, 32, 2) if tiny else (8, 256, 8)
     layer = nn.TransformerEncoderLayer(
         width, 4, 4 * width, dropout=0.1, batch_first=True, norm_first=True
     )
     model = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
-    return _step(model, torch.randn(batch, width, width))
+    return _step(model, torch.randn(batch, width, width), device)
 
 
-def conv_chain(*, tiny: bool) -> TrainingStep:
+def conv_chain(*, tiny: bool, device: str = "cpu") -> TrainingStep:
     """Return the step of sixteen equal blocks of convolution, norm and ReLU."""
     depth, side, batch = (4, 16, 2) if tiny else (16, 64, 8)
     blocks = [
@@ -64,17 +64,17 @@ def conv_chain(*, tiny: bool) -> TrainingStep:
         )
         for _ in range(depth)
     ]
-    return _step(nn.Sequential(*blocks), torch.randn(batch, 32, side, side))
+    return _step(nn.Sequential(*blocks), torch.randn(batch, 32, side, side), device)
 
 
-def _step(model: nn.Module, batch: torch.Tensor) -> TrainingStep:
-    target = torch.randn_like(batch)
+def _step(model: nn.Module, batch: torch.Tensor, device: str) -> TrainingStep:
+    target = torch.randn_like(batch).to(device)
 
     def loss(outputs: torch.Tensor) -> torch.Tensor:
         return functional.mse_loss(outputs, target)
 
-    optimizer = torch.optim.Adam(model.parameters())
-    return TrainingStep(model, (batch,), {}, loss, optimizer)
+    optimizer = torch.optim.Adam(model.to(device).parameters())
+    return TrainingStep(model, (batch.to(device),), {}, loss, optimizer)
 
 
 MODELS = {"encoder": encoder, "conv chain": conv_chain}
@@ -99,6 +99,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--time-limit", type=float, default=40.0)
     made.add_argument("--repeats", type=int, default=3)
     made.add_argument("--tiny", action="store_true")
+    made.add_argument("--solver", default="auto")
     made.add_argument("--output", type=Path, default=RESULTS / "offload.jsonl")
     return made
 
@@ -203,6 +204,7 @@ def run_case(
         optimizer=step.optimizer,
         loss=step.loss,
         time_limit=options.time_limit,
+        solver=options.solver,
     )
     step.reset()
     fitted = FittedModel(step.model, request)

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import resource
+import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -138,6 +139,8 @@ def _processor_seconds() -> tuple[float, float, float] | None:
 
 
 def _commit() -> str | None:
+    if shutil.which("git") is None:
+        return None
     command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     return found.stdout.strip() or None

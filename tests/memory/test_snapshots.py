@@ -205,19 +205,20 @@ def test_the_real_allocator_does_the_same(seed: int) -> None:
         pytest.skip("the allocator was used before, so its history is not whole")
     from tests.memory.test_caching_allocator import drawn_requests  # noqa: PLC0415
 
-    torch.cuda.memory._record_memory_history(max_entries=1_000_000, context=None)
+    from remat.torch_compat.accelerators import recorded_history  # noqa: PLC0415
+
     try:
-        live: dict[int, Any] = {}
-        for kind, number, size, _ in drawn_requests(2_000, seed, most_live=40):
-            if kind == 0:
-                live[number] = torch.empty(size, dtype=torch.uint8, device="cuda")
-            elif kind == 1:
-                del live[number]
-            elif kind == 4:
-                torch.cuda.empty_cache()
-        recorded = torch.cuda.memory._snapshot()
-        live.clear()
+        with recorded_history() as history:
+            live: dict[int, Any] = {}
+            for kind, number, size, _ in drawn_requests(2_000, seed, most_live=40):
+                if kind == 0:
+                    live[number] = torch.empty(size, dtype=torch.uint8, device="cuda")
+                elif kind == 1:
+                    del live[number]
+                elif kind == 4:
+                    torch.cuda.empty_cache()
+            recorded = history()
+            live.clear()
     finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
         torch.cuda.empty_cache()
     assert replay_snapshot(recorded).differences == ()

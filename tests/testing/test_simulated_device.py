@@ -21,6 +21,7 @@ FOR_ACCELERATORS = (
     "tests/profile/test_memory.py",
     "tests/profile/test_operators.py",
     "tests/runtime/test_devices_cuda.py",
+    "tests/studies/test_gpu.py",
     "tests/testing/test_simulated_device.py",
 )
 FOR_CARDS_ALONE = ("tests/memory/test_snapshots.py",)
@@ -179,3 +180,19 @@ def test_operators_that_differ_from_run_to_run_are_seen() -> None:
     with FAULTS.set(random_operator="aten.gelu"):
         report = remat.verify(model, x, budget="75%", loss=loss, repeats=1)
     assert not report.is_exact
+
+
+@simulated
+def test_convolutions_have_the_layouts_that_torch_says() -> None:
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.Conv2d(4, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+        # The layout of weights of one pixel is both.
+        nn.Sequential(nn.Conv2d(8, 4, 1), nn.ReLU()),
+    ]
+    model = nn.Sequential(*blocks).to(FIRST, memory_format=torch.channels_last)
+    x = torch.randn(2, 4, 8, 8).to(FIRST, memory_format=torch.channels_last)
+    assert model(x).is_contiguous()
+    report = remat.verify(model, x, budget="100%", loss=loss, repeats=1)
+    assert report.is_exact, report
+    assert not report.against_eager, report

@@ -4,16 +4,19 @@ CUDA's is ``torch.cuda``. That of another type offers the same under the same na
 streams and events, statistics of memory, random state.
 """
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from remat.core.platform import COMMON_KINDS
+from remat.torch_compat import names
 
 HOST_TYPES = frozenset({"cpu", "meta"})
 """Types of device that have no module of this kind."""
+
+_MOST_ENTRIES = 1_000_000
 
 
 def is_accelerator(place: torch.device | str) -> bool:
@@ -90,6 +93,19 @@ def memory_stats(place: torch.device | str, *, reset: bool = False) -> dict[str,
     if reset:
         module.reset_peak_memory_stats(device)
     return dict(module.memory_stats(device))
+
+
+@contextmanager
+def recorded_history() -> Generator[Callable[[], dict[str, Any]]]:
+    """Record what CUDA's allocator is asked for, and what it asks of the driver.
+
+    Yields what returns the history until now, for :mod:`remat.memory.snapshots`.
+    """
+    names.record_memory_history(max_entries=_MOST_ENTRIES, context=None)
+    try:
+        yield cast("Callable[[], dict[str, Any]]", names.memory_snapshot)
+    finally:
+        names.record_memory_history(enabled=None)
 
 
 def pinned_bytes(size_bytes: int) -> torch.Tensor:

@@ -100,6 +100,7 @@ if TYPE_CHECKING:
         _enable_profiler_legacy,
         _profiler_enabled,
     )
+    from torch.cuda.memory import _record_memory_history, _snapshot
     from torch.fx.graph import _BoxedCodeGen
     from torch.optim.optimizer import _default_to_fused_or_foreach
     from torch.utils._mode_utils import no_dispatch as no_dispatch
@@ -141,6 +142,8 @@ if TYPE_CHECKING:
     neg_view = _neg_view
     top_saved_tensors_hooks = _top_saved_tensors_default_hooks
     next_node_number = _get_sequence_nr
+    record_memory_history = _record_memory_history
+    memory_snapshot = _snapshot
     profiler_enabled = _profiler_enabled
     enable_profiler_legacy = _enable_profiler_legacy
     disable_profiler_legacy = _disable_profiler_legacy

@@ -271,6 +271,13 @@ NAMES: dict[str, Private] = {
         "torch._C:_autograd._get_sequence_nr",
         "telling before which graph an operator ran",
     ),
+    "record_memory_history": Private(
+        "torch.cuda.memory:_record_memory_history",
+        "recording what CUDA's allocator is asked for",
+    ),
+    "memory_snapshot": Private(
+        "torch.cuda.memory:_snapshot", "recording what CUDA's allocator is asked for"
+    ),
     "profiler_enabled": Private(
         "torch.autograd:_profiler_enabled", "measuring beside a profiler"
     ),

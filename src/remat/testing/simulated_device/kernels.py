@@ -21,6 +21,7 @@ from remat.torch_compat.names import (
     DispatchKeySet,
     OpOverload,
     exclude_dispatch_keys,
+    make_contiguous_strides_for,
     tree_map,
 )
 
@@ -131,8 +132,11 @@ def _tensors(found: Any) -> Iterable[torch.Tensor]:
 
 
 def _on_device(operator: OpOverload, value: torch.Tensor) -> torch.Tensor:
-    name = str(operator)
-    result = MEMORY.tensor(tuple(value.shape), value.stride(), value.dtype)
+    name, strides = str(operator), value.stride()
+    if name.startswith("aten.convolution"):
+        # So torch's formula for a spare device says, whatever the layout of the input.
+        strides = make_contiguous_strides_for(value.shape)
+    result = MEMORY.tensor(tuple(value.shape), strides, value.dtype)
     if name.startswith(tuple(f"aten.{each}" for each in _WITH_SCRATCH)):
         # Given back at once: it counts in the peak.
         MEMORY.tensor((int(value.numel()),), (1,), value.dtype)
