@@ -26,7 +26,7 @@ from remat.core.graph import TrainingGraph
 from remat.planning.one_device import plain_peak_bytes, plan_graph
 from remat.planning.smallest_budget import smallest_budget
 from remat.training.fitting import plan
-from studies.fresh_process import run_module
+from studies.fresh_process import run_children
 from studies.models import MODELS, Options
 from studies.pages import fill_place
 from studies.planned import make_step
@@ -250,21 +250,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             append(results, {**facts, **environment()})
         print(f"{name}: {len(lines)} budgets", flush=True)
         return 0
-    failures = 0
-    for name in options.models:
-        child = ["--child", "--models", name, "--results", str(options.results)]
-        child += ["--tiny"] if options.tiny else []
-        child += [] if options.limit is None else ["--limit", str(options.limit)]
-        ended = run_module(
-            "studies.bounds",
-            child,
-            limit_s=_LIMIT_S,
-            variables={"OMP_NUM_THREADS": "1"},
-        )
-        if not ended.is_ok:
-            failures += 1
-            print(f"{name}: {ended.status}: {ended.message}", file=sys.stderr)
-    return min(failures, 1)
+    rest = ["--results", str(options.results), *(["--tiny"] if options.tiny else [])]
+    rest += [] if options.limit is None else ["--limit", str(options.limit)]
+    cases = {name: ["--models", name, *rest] for name in options.models}
+    return run_children("studies.bounds", cases, limit_s=_LIMIT_S)
 
 
 if __name__ == "__main__":

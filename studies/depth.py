@@ -8,7 +8,6 @@ lines to ``studies/results/depth.jsonl``; ``--tables`` writes the newest of each
 
 import argparse
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 import transformers
 
 import remat
-from studies.fresh_process import run_module
+from studies.fresh_process import run_children
 from studies.pages import fill_place
 from studies.planned import PhaseClock
 from studies.record import RESULTS, ROOT, ForeignLoad, append, environment, read
@@ -119,28 +118,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         append(results, {**fixed, **line, **environment()})
         print(f"{options.layers} layers, {options.regions}: {line['planning_s']} s")
         return 0
-    failures = 0
-    for layers, regions in CASES:
-        if options.layers not in (None, layers) or options.regions not in (
-            None,
-            regions,
-        ):
-            continue
-        child = ["--child", "--layers", str(layers), "--regions", regions]
-        child += ["--results", str(options.results)]
-        with tempfile.TemporaryDirectory() as cache:
-            ended = run_module(
-                "studies.depth",
-                child,
-                limit_s=_LIMIT_S,
-                variables={"REMAT_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"},
-            )
-        if not ended.is_ok:
-            failures += 1
-            print(
-                f"{layers} {regions}: {ended.status}: {ended.message}", file=sys.stderr
-            )
-    return min(failures, 1)
+    cases = {
+        f"{layers} {regions}": [
+            *("--layers", str(layers), "--regions", regions),
+            *("--results", str(options.results)),
+        ]
+        for layers, regions in CASES
+        if options.layers in (None, layers) and options.regions in (None, regions)
+    }
+    return run_children("studies.depth", cases, limit_s=_LIMIT_S)
 
 
 if __name__ == "__main__":

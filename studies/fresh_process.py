@@ -6,6 +6,7 @@ Imports neither torch nor remat: a process that measures memory may import this.
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -105,3 +106,49 @@ def run_module(
         status, message = "timed out", f"more than {limit_s} s"
     elapsed_s = round(time.monotonic() - started)
     return Ended(status=status, message=message, elapsed_s=elapsed_s, output=output)
+
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def run_children(
+    module: str,
+    cases: Mapping[str, Sequence[str]],
+    *,
+    limit_s: int,
+    variables: Mapping[str, str] = ONE_THREAD,
+) -> int:
+    """Run a study's cases one after the other, and print which do not end well.
+
+    Parameters
+    ----------
+    module
+        The study, which measures a case when it is called with ``--child``.
+    cases
+        Its further arguments for each case, by a name for people.
+    limit_s, variables
+        For each, as for :func:`run_module`. Costs and compiled kernels are kept in a
+        folder of the case's own.
+
+    Returns
+    -------
+    int
+        The exit code: 1 if any did not end well.
+    """
+    exit_code = 0
+    for name, arguments in cases.items():
+        with tempfile.TemporaryDirectory() as folder:
+            caches = {
+                "REMAT_CACHE_DIR": f"{folder}/costs",
+                "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+            }
+            ended = run_module(
+                module,
+                ["--child", *arguments],
+                limit_s=limit_s,
+                variables={**caches, **variables},
+            )
+        if not ended.is_ok:
+            exit_code = 1
+            print(f"{name}: {ended.status}: {ended.message}", file=sys.stderr)
+    return exit_code

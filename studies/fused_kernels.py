@@ -11,7 +11,6 @@ the newest of each case into ``docs/studies.md``.
 import argparse
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from remat.core.errors import BudgetError
 from remat.planning.plan import Plan
 from remat.training.fitted_model import FittedModel
 from remat.training.verification import compare
-from studies.fresh_process import STEADY_ALLOCATION, run_module
+from studies.fresh_process import ONE_THREAD, STEADY_ALLOCATION, run_children
 from studies.models import MODELS, Options
 from studies.pages import fill_place
 from studies.peers import PeerStep, exactness, make_peer
@@ -205,28 +204,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             flush=True,
         )
         return 0
-    failures = 0
-    for name in options.models:
-        for budget in options.budgets:
-            child = ["--child", "--models", name, "--budgets", str(budget)]
-            child += ["--results", str(options.results)]
-            child += ["--tiny"] if options.tiny else []
-            with tempfile.TemporaryDirectory() as folder:
-                ended = run_module(
-                    "studies.fused_kernels",
-                    child,
-                    limit_s=_LIMIT_S,
-                    variables=STEADY_ALLOCATION
-                    | {
-                        "REMAT_CACHE_DIR": f"{folder}/costs",
-                        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
-                        "OMP_NUM_THREADS": "1",
-                    },
-                )
-            if not ended.is_ok:
-                failures += 1
-                print(f"{name}, {budget}: {ended.status}: {ended.message}")
-    return min(failures, 1)
+    rest = ["--results", str(options.results), *(["--tiny"] if options.tiny else [])]
+    cases = {
+        f"{name}, {budget}": ["--models", name, "--budgets", str(budget), *rest]
+        for name in options.models
+        for budget in options.budgets
+    }
+    return run_children(
+        "studies.fused_kernels",
+        cases,
+        limit_s=_LIMIT_S,
+        variables={**ONE_THREAD, **STEADY_ALLOCATION},
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import argparse
 import copy
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch import nn
 
 import remat
 from remat.training.fitted_model import FittedModel, fitted_on
-from studies.fresh_process import run_module
+from studies.fresh_process import run_children
 from studies.pages import fill_place
 from studies.record import RESULTS, ROOT, ForeignLoad, append, environment, read
 from studies.tables import seconds, table
@@ -241,24 +240,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         append(results, {**fixed, **line, **environment()})
         print(f"{name}, {options.child}: {line}")
         return 0
-    failures = 0
-    for name in options.models:
-        for kind in ("one", "many"):
-            child = ["--child", kind, "--models", name]
-            child += ["--results", str(options.results)]
-            with tempfile.TemporaryDirectory() as cache:
-                ended = run_module(
-                    "studies.lengths",
-                    child,
-                    limit_s=_LIMIT_S,
-                    variables={"REMAT_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"},
-                )
-            if not ended.is_ok:
-                failures += 1
-                print(
-                    f"{name} {kind}: {ended.status}: {ended.message}", file=sys.stderr
-                )
-    return min(failures, 1)
+    cases = {
+        f"{name} {kind}": [kind, "--models", name, "--results", str(options.results)]
+        for name in options.models
+        for kind in ("one", "many")
+    }
+    return run_children("studies.lengths", cases, limit_s=_LIMIT_S)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ writes the newest into ``docs/studies.md``.
 import argparse
 import resource
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 import transformers
 
 import remat
-from studies.fresh_process import run_module
+from studies.fresh_process import run_children
 from studies.pages import fill_place
 from studies.record import RESULTS, ROOT, ForeignLoad, append, environment, read
 from studies.tables import mebibytes, seconds, table
@@ -120,18 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         append(results, {**line, **environment()})
         print(line)
         return 0
-    child = ["--child", "--layers", str(options.layers)]
-    child += ["--results", str(options.results)]
-    with tempfile.TemporaryDirectory() as cache:
-        ended = run_module(
-            "studies.meta",
-            child,
-            limit_s=_LIMIT_S,
-            variables={"REMAT_CACHE_DIR": cache},
-        )
-    if not ended.is_ok:
-        print(f"{ended.status}: {ended.message}", file=sys.stderr)
-    return 0 if ended.is_ok else 1
+    case = ["--layers", str(options.layers), "--results", str(options.results)]
+    return run_children("studies.meta", {"meta": case}, limit_s=_LIMIT_S, variables={})
 
 
 if __name__ == "__main__":

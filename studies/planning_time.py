@@ -9,7 +9,6 @@ machine count for little.
 
 import argparse
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from remat.training.fitting import plan
-from studies.fresh_process import run_module
+from studies.fresh_process import run_children
 from studies.models import MODELS, Options
 from studies.pages import fill_place
 from studies.planned import PhaseClock, make_step
@@ -100,22 +99,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         append(results, {**fixed, **line, **environment()})
         print(f"{name}: {line['planning_s']} s for {line['ops']} ops", flush=True)
         return 0
-    failures = 0
-    for name in options.models:
-        child = ["--child", "--models", name, "--results", str(options.results)]
-        child += ["--tiny"] if options.tiny else []
-        child += ["--budget", options.budget] if options.budget else []
-        with tempfile.TemporaryDirectory() as cache:
-            ended = run_module(
-                "studies.planning_time",
-                child,
-                limit_s=_LIMIT_S,
-                variables={"REMAT_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"},
-            )
-        if not ended.is_ok:
-            failures += 1
-            print(f"{name}: {ended.status}: {ended.message}", file=sys.stderr)
-    return min(failures, 1)
+    rest = ["--results", str(options.results)]
+    rest += ["--tiny"] if options.tiny else []
+    rest += ["--budget", options.budget] if options.budget else []
+    cases = {name: ["--models", name, *rest] for name in options.models}
+    return run_children("studies.planning_time", cases, limit_s=_LIMIT_S)
 
 
 if __name__ == "__main__":

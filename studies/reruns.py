@@ -10,7 +10,6 @@ Each model has a fresh process on one thread. Lines are added to
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +19,7 @@ import transformers
 from torch import nn
 
 import remat
-from studies.fresh_process import STEADY_ALLOCATION, run_module
+from studies.fresh_process import ONE_THREAD, STEADY_ALLOCATION, run_children
 from studies.lengths import Encoder
 from studies.networks import ResNet
 from studies.pages import fill_place
@@ -179,24 +178,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         append(results, {"study": STUDY, "model": name, **line, **environment()})
         print(f"{name}: {line}")
         return 0
-    failures = 0
-    for name in options.models:
-        child = ["--child", "--models", name, "--results", str(options.results)]
-        with tempfile.TemporaryDirectory() as cache:
-            ended = run_module(
-                "studies.reruns",
-                child,
-                limit_s=_LIMIT_S,
-                variables={
-                    "REMAT_CACHE_DIR": cache,
-                    "OMP_NUM_THREADS": "1",
-                    **STEADY_ALLOCATION,
-                },
-            )
-        if not ended.is_ok:
-            failures += 1
-            print(f"{name}: {ended.status}: {ended.message}", file=sys.stderr)
-    return min(failures, 1)
+    cases = {
+        name: ["--models", name, "--results", str(options.results)]
+        for name in options.models
+    }
+    return run_children(
+        "studies.reruns",
+        cases,
+        limit_s=_LIMIT_S,
+        variables={**ONE_THREAD, **STEADY_ALLOCATION},
+    )
 
 
 if __name__ == "__main__":

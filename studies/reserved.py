@@ -30,7 +30,7 @@ from remat.planning.one_device import plain_peak_bytes, plan_graph
 from remat.planning.plan import Account, Plan
 from remat.planning.reserved import with_allocator
 from remat.training.fitting import plan
-from studies.fresh_process import run_module
+from studies.fresh_process import run_children
 from studies.models import MODELS, Options
 from studies.pages import fill_place
 from studies.planned import make_step
@@ -259,20 +259,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             append(results, {**facts, **environment()})
         print(f"{name}: {len(lines)} plans", flush=True)
         return 0
-    failures = 0
-    for name in options.models:
-        child = ["--child", "--models", name, "--results", str(options.results)]
-        child += ["--tiny"] if options.tiny else []
-        ended = run_module(
-            "studies.reserved",
-            child,
-            limit_s=_LIMIT_S,
-            variables={"OMP_NUM_THREADS": "1"},
-        )
-        if not ended.is_ok:
-            failures += 1
-            print(f"{name}: {ended.status}: {ended.message}", file=sys.stderr)
-    return min(failures, 1)
+    rest = ["--results", str(options.results), *(["--tiny"] if options.tiny else [])]
+    cases = {name: ["--models", name, *rest] for name in options.models}
+    return run_children("studies.reserved", cases, limit_s=_LIMIT_S)
 
 
 if __name__ == "__main__":
