@@ -26,10 +26,7 @@ from remat.planning.plan import Plan
 from remat.profile.cache import CostCache
 from remat.profile.links import measured_platform
 from remat.profile.memory import live_storages, measure
-from remat.torch_compat.accelerators import (
-    device_module,
-    recorded_history,
-)
+from remat.torch_compat.accelerators import device_module, recorded_history
 from remat.training.fitted_model import FittedModel
 from remat.training.request import PlanRequest
 from remat.training.verification import TrainingStep, compare
@@ -48,8 +45,6 @@ TIMED = ("gpt2", "resnet50", "llama")
 PEERS = ("checkpoint", "compile")
 ALLOCATORS = {"default": "", "expandable": "expandable_segments:True"}
 """How the allocator is set, by name."""
-
-OFFLOADED = tuple(offload.MODELS)
 
 _REPEATS = 7
 _OFFLOAD_PERCENT = 50
@@ -76,7 +71,7 @@ def cases(part: str, device: str) -> tuple[str, ...]:
         case "time":
             return tuple(f"{model}, {peer}" for peer in PEERS for model in TIMED)
         case "offload":
-            return OFFLOADED
+            return tuple(offload.MODELS)
         case _:
             msg = f"there is no part {part!r}"
             raise ValueError(msg)

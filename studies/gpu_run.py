@@ -81,7 +81,11 @@ def run(options: Run) -> list[Line]:
         msg = f"no device of type {options.device!r}: {ended.message}"
         raise SystemExit(msg)
     device = [line for line in read(options.file) if line["part"] == "device"][-1]
-    done = {line["case"] for line in lines_like(device, options.file) if is_done(line)}
+    done = {
+        line["case"]
+        for line in lines_like(device, options.file)
+        if line["part"] == "case" and line["status"] == "ok"
+    }
     cores = os.cpu_count() or 1
     for part in UNTIL_PERCENT:
         missing = [c for c in options.wanted(part) if f"{part}: {c}" not in done]
@@ -90,11 +94,6 @@ def run(options: Run) -> list[Line]:
         with ThreadPoolExecutor(max(1, jobs)) as pool:
             list(pool.map(partial(_case, options, device, part), missing))
     return lines_like(device, options.file)
-
-
-def is_done(line: Line) -> bool:
-    """Whether a line says that a case ended well."""
-    return line["part"] == "case" and line["status"] == "ok"
 
 
 def lines_like(device: Line, file: Path) -> list[Line]:
