@@ -724,6 +724,37 @@ def test_the_error_of_a_broken_model_names_the_option() -> None:
         remat.fit(Layers(), X, budget="100%")
 
 
+class Scattered(nn.Module):
+    """Adds rows up into as many as an index says, and as the loss has targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(
+        self, x: torch.Tensor, index: torch.Tensor, y: torch.Tensor
+    ) -> torch.Tensor:
+        rows = torch.tanh(self.layer(x))
+        count = int(index.max()) + 1
+        rows = rows.new_zeros((count, WIDTH)).index_add(0, index, rows)
+        return nn.functional.cross_entropy(rows, y)
+
+
+def test_a_number_that_is_read_is_refused_though_the_loss_tells_it() -> None:
+    batch = (X, torch.arange(256) % 20, torch.arange(20))
+    said = r'reads a whole number .*int\(index\.max\(\)\).*regions="breaks"'
+    with pytest.raises(CaptureError, match=said):
+        remat.fit(Scattered(), batch, budget="100%", regions="whole")
+    model, plain = pair(Scattered)
+    remat.fit(model, batch, budget="100%", **BREAK)
+    for each in (model, plain):
+        each(*batch).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
 def test_a_number_that_changes_costs_a_trace_and_is_said() -> None:
     class Number(Layers):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

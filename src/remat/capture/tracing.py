@@ -371,7 +371,9 @@ def check_sizes(module: fx.GraphModule) -> None:
         for value in tree_leaves(example_of(node)):
             if not isinstance(value, torch.SymInt | torch.SymBool | torch.Tensor):
                 continue
-            if not has_free_unbacked_symbols(value):
+            # A number that is read may be known, from a size that has to be equal.
+            is_read = node.target == "item" and not isinstance(value, torch.Tensor)
+            if not (is_read or has_free_unbacked_symbols(value)):
                 continue
             if not isinstance(value, torch.Tensor):
                 found = "reads a whole number or a truth value from a tensor"
