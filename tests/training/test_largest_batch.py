@@ -42,6 +42,15 @@ def test_one_more_sample_does_not_fit(tmp_path: Path) -> None:
     assert (tmp_path / "sizes.png").stat().st_size > 0
 
 
+def test_data_that_ends_is_no_search_without_end() -> None:
+    data = torch.zeros(100, 32)
+    how: dict[str, Any] = {"budget": "1 MiB", "costs": "estimated"}
+    with pytest.raises(ValueError, match=r"\[\[100, 32\]\] for \d+ and .*Give most="):
+        remat.max_batch(model(), lambda size: data[:size], **how)
+    found = remat.max_batch(model(), lambda size: data[:size], most=100, **how)
+    assert found.size == 100
+
+
 def test_options_are_those_of_a_plan() -> None:
     def size(**options: Any) -> int:
         return remat.max_batch(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
+import torch
 from torch import nn
 
 from remat.core.checks import checked_callable, checked_integer
@@ -12,8 +13,13 @@ from remat.files.hardware import chosen_hardware
 from remat.planning.batch_sizes import BatchSizes, SizeSearch, TriedSize
 from remat.planning.plan import Plan
 from remat.planning.several_devices import Budget
+from remat.torch_compat.names import tree_leaves
 from remat.training.fitting import plan
 from remat.training.request import PlanOptions, shows_options
+
+_MOST_EQUAL = 8
+"""How many sizes in a row, each at least twice the one before, may have the same shapes
+before it is taken that larger ones have, too."""
 
 
 @shows_options(after="most")
@@ -63,7 +69,8 @@ def max_batch(
     UnitError
         If the budget is a percentage, which would be another number for each size.
     ValueError, TypeError
-        If a number is out of range, or ``make_batch`` cannot be called.
+        If a number is out of range, or ``make_batch`` cannot be called, or without
+        ``most`` returns the same shapes however large the size is.
 
     Notes
     -----
@@ -100,8 +107,23 @@ def max_batch(
 
     budget_bytes = parse_budget(budget)
 
+    equal_sizes: list[int] = []
+    shapes: list[list[int]] = []
+
     def planned(size: int) -> Plan:
-        args, kwargs = _example(make_batch(size))
+        example = make_batch(size)
+        before, shapes[:] = shapes[:], _shapes(example)
+        if shapes != before or not equal_sizes or size < 2 * equal_sizes[-1]:
+            equal_sizes.clear()
+        equal_sizes.append(size)
+        if most is None and len(equal_sizes) == _MOST_EQUAL:
+            msg = (
+                f"make_batch returns shapes {shapes} for {equal_sizes[0]} and for {size}: "
+                "they do not grow with the size, as a slice of a data set ends where that "
+                "does. Give most=, the largest size that it can make"
+            )
+            raise ValueError(msg)
+        args, kwargs = _example(example)
         return plan(model, args, kwargs, budget=budget_bytes, **options)
 
     def tried(size: int) -> TriedSize:
@@ -123,6 +145,11 @@ def max_batch(
     found = [search.fits, *(search.take(tried(size)) for size in search.sizes())]
     found.sort(key=lambda each: each.size)
     return BatchSizes(budget_bytes=budget_bytes, tried=tuple(found))
+
+
+def _shapes(batch: Any) -> list[list[int]]:
+    leaves = tree_leaves(batch)
+    return [list(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _example(batch: Any) -> tuple[Any, Mapping[str, Any] | None]:
