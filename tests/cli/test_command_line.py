@@ -271,6 +271,9 @@ class TestCurve:
         assert "100.0%" in text
 
 
+FUSED = ("verify", f"{SCRIPT}:pair", "--budget", "1MB", "--kernels", "fused")
+
+
 class TestWrongUsage:
     @pytest.mark.parametrize(
         ("words", "message"),
@@ -304,6 +307,14 @@ class TestWrongUsage:
             (
                 ["plan", "--graph", "g.json", "--budget", "1", "--dynamic", "x:0=2:9"],
                 "--dynamic has no effect",
+            ),
+            (
+                [*FUSED, "--regions", "breaks"],
+                "--regions breaks runs eager kernels",
+            ),
+            (
+                [*FUSED, "--dynamic", "x:0=2:99"],
+                "--dynamic runs eager kernels",
             ),
             (
                 ["fit", f"{SCRIPT}:pair", "--budget", "1MB", "--dynamic", "y:0=2:99"],

@@ -281,6 +281,19 @@ def test_which_part_has_the_budget_must_be_clear(tmp_path: Path) -> None:
     assert callback.plan is not None
 
 
+def test_all_of_a_batch_counts(tmp_path: Path) -> None:
+    batch = {"x": torch.randn(64, 64), "labels": torch.zeros(64, dtype=torch.long)}
+    aside = torch.zeros(100_000)
+    peaks: list[int] = []
+    for each in (batch, {**batch, "aside": aside}):
+        callback = MemoryBudget("1 GiB", **QUICK)
+        rows = DataLoader([each], batch_size=None)  # type: ignore[arg-type]
+        trainer(tmp_path, callback, max_steps=1).fit(Automatic(), rows)
+        assert callback.plan is not None
+        peaks.append(callback.plan.peak_bytes)
+    assert peaks[1] - peaks[0] == aside.nbytes
+
+
 class Around(Automatic):
     """Calls the parts of its network, and not the network."""
 

@@ -78,6 +78,7 @@ def compiled(call: Any = None, **given: Any) -> Any:
         ({"budget": "1 GiB", "budgets": 1}, "no option 'budgets'; it has budget, "),
         ({"budget": "1 GiB", "costs": "guessed"}, "'measured' or 'estimated'"),
         ({"budget": "1 GiB", "model": "resnet"}, r"remat\.backend\(\.\.\., model="),
+        ({"budget": "1 GiB", "regions": "breaks"}, r"leave it out, or use remat\.fit"),
         ({"budget": {"cpu": "1 GiB"}}, r"remat\.backend\(\.\.\., budget="),
     ],
 )

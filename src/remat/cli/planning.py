@@ -82,9 +82,16 @@ def plan_options(
     Raises
     ------
     UsageError
-        If what is to vary is not in the batch.
+        If what is to vary is not in the batch, or options contradict each other.
     """
     dynamic = chosen_dynamic(options)
+    if options.kernels != "eager":
+        if options.regions not in ("auto", "whole"):
+            msg = f"--regions {options.regions} runs eager kernels; leave out --kernels"
+            raise UsageError(msg)
+        if dynamic is not None:
+            msg = "--dynamic runs eager kernels; leave out --kernels"
+            raise UsageError(msg)
     if dynamic is not None:
         _check_dynamic(dynamic, workload)
     return {

@@ -129,11 +129,11 @@ class MemoryBudgetArguments:
         },
     )
     memory_regions: str = field(
-        default="whole",
+        default="auto",
         metadata={
-            "help": "'whole' for the model as one graph, 'breaks' for a model that "
+            "help": "'auto' for blocks where the model is deep, 'whole' for the model as one graph, 'breaks' for a model that "
             "breaks it, 'blocks' for a deep stack of equal blocks.",
-            "choices": ["whole", "breaks", "blocks"],
+            "choices": ["auto", "whole", "breaks", "blocks"],
         },
     )
 
