@@ -183,3 +183,25 @@ def test_gradients_that_the_loss_does_not_have_lay_nothing_out() -> None:
         torch.set_num_threads(before)
     assert report.is_exact
     assert report.against_eager == ()
+
+
+class Forecast(nn.Module):
+    """Returns a loss, and what it is of, transposed behind a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(64, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = self.head(torch.tanh(self.body(x))).transpose(2, 1)
+        return {"loss": nn.functional.mse_loss(found, y), "found": found}
+
+
+def test_a_gradient_that_is_viewed_keeps_its_layout() -> None:
+    batch = (torch.randn(8, 4, 64), torch.randn(8, 16, 4))
+    report = remat.verify(
+        Forecast(), batch, budget="100%", costs="estimated", repeats=1
+    )
+    assert report.is_exact
+    assert report.against_eager == ()
+    assert report.is_within_budget

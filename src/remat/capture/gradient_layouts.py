@@ -131,7 +131,7 @@ def _values_from(start: fx.Node, mode: Any) -> dict[fx.Node, Any] | None:
             with mode:
                 try:
                     value = operator(*args, **kwargs)
-                except RuntimeError:  # A view of what lies elsewhere now.
+                except (RuntimeError, ValueError):  # A view of what lies elsewhere now.
                     return None
             if node is start or not _are_alike(value, node.meta.get("val")):
                 found[node] = value
