@@ -490,7 +490,8 @@ sys.exit(main(sys.argv[1:]))
         done = run_python(code, *words)
         assert done.returncode == 130
         assert done.stderr == "remat: interrupted\n"
-        assert list(tmp_path.iterdir()) == [script]
+        # Python may keep what it compiled of the script.
+        assert {*tmp_path.iterdir()} <= {script, tmp_path / "__pycache__"}
 
     def test_ctrl_c_while_it_loads_is_one_line_too(self) -> None:
         code = """
