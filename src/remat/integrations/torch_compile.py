@@ -18,7 +18,7 @@ from remat.training.variants import VariantBackend
 
 BUDGET_VARIABLE = "REMAT_BUDGET"
 
-_NEED_OBJECTS = "optimizer", "loss", "progress", "model", "dynamic", "regions", "group"
+_NEED_OBJECTS = "optimizer", "loss", "progress", "model", "dynamic", "group"
 _NAMES = ["budget", *(n for n in get_type_hints(PlanOptions) if n not in _NEED_OBJECTS)]
 
 
@@ -82,12 +82,6 @@ def _checked(options: Mapping[str, Any], mode: str | None) -> dict[str, Any]:
         msg = f"mode={mode!r} is one of inductor's; backend='remat' takes options alone"
         raise ValueError(msg)
     for name, value in options.items():
-        if name == "regions":
-            msg = (
-                f"regions is {value!r}, but torch.compile hands each graph to its backend "
-                "alone; leave it out, or use remat.fit(model, ..., regions=...)"
-            )
-            raise ValueError(msg)
         if name in _NEED_OBJECTS or not isinstance(value, str | int | float | None):
             msg = (
                 f"the option {name!r} is no text or number; give it to remat itself: "
