@@ -1,5 +1,6 @@
 """Models that the tracer splits: one budget over all their graphs."""
 
+import gc
 import logging
 import random
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 import remat
 from remat.core.errors import BudgetError, CaptureError, PlanMismatchError
 from remat.training.fitted_model import fitted_on
-from remat.training.fitted_regions import _kind_of
+from remat.training.fitted_regions import FittedRegions, _kind_of
 
 WIDTH = 32
 BREAK: dict[str, Any] = {"regions": "breaks", "costs": "estimated"}
@@ -124,12 +125,49 @@ class Branching(nn.Module):
         return inner.pow(2).mean()
 
 
+class Recurrent(nn.Module):
+    """Of two ways the second one keeps much between its graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.memory = nn.GRU(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.tanh(self.first(x)).view(8, -1, WIDTH)
+        is_short = bool(x.sum() > 0)
+        inner = inner * 2 if is_short else nn.functional.gelu(self.last(inner))
+        outer, _ = self.memory(inner)
+        for _ in range(3):
+            outer = torch.tanh(self.last(outer)) + 1
+        return outer.pow(2).mean()
+
+
+class Deciding(nn.Module):
+    """Looks at a number that each batch has anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.memory = nn.GRU(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.tanh(self.first(x)).view(8, -1, WIDTH)
+        inner = inner * 2 if inner.mean().item() < 1 else torch.relu(inner)
+        outer, _ = self.memory(inner)
+        for _ in range(3):
+            outer = torch.tanh(self.last(outer)) + nn.functional.dropout(outer, 0.1)
+        return outer.pow(2).mean()
+
+
 MODELS = [Layers, Towers, Tied, Unequal]
 
 
-def smallest_budget(model: nn.Module) -> int:
+def smallest_budget(
+    model: nn.Module, x: torch.Tensor = X, *, costs: Any = "measured"
+) -> int:
     with pytest.raises(BudgetError) as caught:
-        remat.plan(model, X, budget=1, regions="breaks")
+        remat.plan(model, x, budget=1, regions="breaks", costs=costs)
     return caught.value.required_bytes
 
 
@@ -275,6 +313,74 @@ def test_a_graph_that_was_not_planned_and_does_not_fit_is_refused() -> None:
         model(-x)
     assert caught.value.required_bytes > (plan.budget_bytes or 0)
     model(x).backward()
+
+
+def peak_of_step(model: nn.Module, x: torch.Tensor) -> int:
+    """Return the measured peak of a step, with nothing before it to warm up."""
+    model.zero_grad()
+    measured = remat.measure(
+        lambda: model(x).backward(), warmup=0, repeats=0, resident=[model, x]
+    )
+    model.zero_grad()
+    return measured.peak_bytes
+
+
+def test_ways_that_were_planned_keep_the_budget_in_turn(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    x = X - X.mean() + 0.1
+    model, plain = pair(Recurrent)
+    budget = smallest_budget(model, -x, costs="estimated")
+    remat.fit(model, x, budget=budget, **BREAK)
+    # The second way is planned when it is taken for the second time.
+    batches = [x, -x, -x, x, -x, -x, x]
+    for one, other in zip(
+        trained(model, batches), trained(plain, batches), strict=True
+    ):
+        assert torch.equal(one, other)
+    fitted = fitted_on(model)
+    assert isinstance(fitted, FittedRegions)
+    assert fitted.planner.planned_count == 2
+    for batch in (x, -x, x, -x):
+        assert peak_of_step(model, batch) <= budget
+        assert fitted.planner.running_plan.peak_bytes <= budget
+    assert fitted.planner.planned_count == 2
+    assert sum("another way" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_steps_that_are_traced_again_keep_the_budget() -> None:
+    model, x = Deciding(), X[:128].clone()
+    budget = smallest_budget(model, x, costs="estimated")
+    remat.fit(model, x, budget=budget, **BREAK)
+    # Objects grow old while the tracer still needs them, and it collects young ones.
+    before = gc.get_threshold()
+    gc.set_threshold(500, 2, 1_000_000)
+    try:
+        for _ in range(4):
+            assert peak_of_step(model, x + 0.1 * torch.randn(())) <= budget
+    finally:
+        gc.set_threshold(*before)
+
+
+def test_a_graph_of_another_size_than_planned_fits_or_is_refused() -> None:
+    class Masked(Tied):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x[x[:, 0] > 0])
+
+    x = X.clone()
+    x[:, 0] = -1
+    x[:100, 0] = 1
+    more = x.clone()
+    more[:150, 0] = 1
+    model = Masked()
+    least = smallest_budget(model, x, costs="estimated")
+    remat.fit(model, x, budget=least, **BREAK)
+    with pytest.raises(BudgetError, match="not of this size") as refused:
+        model(more)
+    assert refused.value.required_bytes > least
+    assert peak_of_step(model, x) <= least
+    enough = remat.fit(model, x, budget="200%", **BREAK).budget_bytes or 0
+    assert least < peak_of_step(model, more) <= enough
 
 
 def test_accumulated_gradients_count() -> None:

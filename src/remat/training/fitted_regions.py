@@ -42,7 +42,7 @@ from remat.training.step_planning import Planner
 _MANY_TRACES = 3
 """How many graphs that were traced in vain are worth a word."""
 
-_MOST_PLANS = 2
+_MOST_PLANS = 8
 """How often a kind of call is planned again as it took another way than planned."""
 
 
@@ -87,7 +87,8 @@ class FittedRegions(FittedModel):
             raise CaptureError(msg)
         self._blocks = self._block_calls(request.regions)
         # Per kind of call: what is given, which mode, which gradients exist.
-        self._steps_by_kind: dict[Any, PlannedStep] = {}
+        # The ways that its steps took when they were planned, the last one at the end.
+        self._steps_by_kind: dict[Any, list[PlannedStep]] = {}
         self._kind: Any = None
         self._failed_counts: Counter[Any] = Counter()
         self._stale: set[Any] = set()
@@ -100,7 +101,7 @@ class FittedRegions(FittedModel):
     @property
     def steps(self) -> tuple[PlannedStep, ...]:
         """The kinds of step that are planned, each with how its regions run."""
-        return tuple(self._steps_by_kind.values())
+        return tuple(ways[-1] for ways in self._steps_by_kind.values())
 
     def _block_calls(self, regions: Regions) -> BlockCalls | None:
         if regions == "breaks":
@@ -149,7 +150,9 @@ class FittedRegions(FittedModel):
                     step = planner.plan_seen(outputs, recording)
             finally:
                 planner.gathering, planner.batch = None, ()
-            self._steps_by_kind[self._kind] = step
+            ways = self._steps_by_kind.setdefault(self._kind, [])
+            codes = step.codes
+            ways[:] = [*(way for way in ways if way.codes != codes), step]
         return self.latest_plan()
 
     def run(
@@ -349,9 +352,10 @@ class FittedRegions(FittedModel):
         """Let the call that is about to run, of the kind seen last, run by its plan."""
         planner, known, kind = self.planner, self._steps_by_kind, self._kind
         if kind in known:
-            planner.begin_step(known[kind])
+            *others, step = known[kind]
+            planner.begin_step(step, others)
         else:
-            other = next(reversed(known.values()))
+            other = next(reversed(known.values()))[-1]
             planner.begin_step(other.without_plan(gradient_bytes))
 
     def after_call(self) -> None:
@@ -370,7 +374,9 @@ class FittedRegions(FittedModel):
             self.told.add("unplanned")
             logger.warning(
                 "a step of %s took another way at graph %d than in its plan: graphs "
-                "that are not in it keep nothing, and are computed again in backward",
+                "that are not in it keep nothing, and are computed again in backward; "
+                "what runs between them is not measured yet, and this step may need more "
+                "than the budget. The next call like it is planned",
                 self.name,
                 position,
             )

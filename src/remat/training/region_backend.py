@@ -1,5 +1,6 @@
 """A backend for ``torch.compile`` that runs the graphs of one step by one plan."""
 
+import gc
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -134,7 +135,16 @@ class RegionBackend(PlannedBackend):
                 variants[key] = compiled
             return variants[key]
 
+        # While a step runs, memory counts.
+        is_trace_held = self.planner.running is not None
+
         def run(*inputs: Any) -> Any:
+            nonlocal is_trace_held
+            if is_trace_held:
+                is_trace_held = False
+                # The tracer's own objects refer to each other and to what it was given.
+                # It collects young ones only, so that values of the step would stay.
+                gc.collect()
             outputs = variant(self.planner.choice_for(code_now()), inputs)(*inputs)
             if self.planner.gathering is not None:
                 self.planner.gathering.note_node(outputs)

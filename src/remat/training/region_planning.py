@@ -23,6 +23,7 @@ from remat.core.graph import Role, TrainingGraph
 from remat.core.liveness import BOUNDARY
 from remat.core.platform import single_device
 from remat.core.problem import Limits, Objective, Problem
+from remat.core.schedule import Schedule
 from remat.core.simulator import simulate
 from remat.core.units import format_bytes, is_percentage, parse_budget
 from remat.planning.one_device import one_budget, plan_graph
@@ -38,6 +39,7 @@ from remat.planning.regions import (
     RegionOrder,
     compose,
     frugal_needs,
+    frugal_order,
     plan_regions,
 )
 from remat.planning.replanning import at_sizes
@@ -123,6 +125,11 @@ class PlannedStep:
         default_factory=dict[GatheredGroup, bool]
     )
 
+    @property
+    def codes(self) -> list[RegionCode]:
+        """Which graphs run."""
+        return [choice.code for choice in self.choices]
+
     def without_plan(self, gradient_bytes: int) -> "PlannedStep":
         """Return a step of which no region is planned, onto so many gradients."""
         before = self.held_bytes[0] + gradient_bytes
@@ -134,9 +141,13 @@ class _Running:
     """A step whose forward pass runs now."""
 
     step: PlannedStep
+    # Other ways that a step of its kind is known to take.
+    others: Sequence[PlannedStep] = ()
     position: int = 0
-    # The step with the sizes that its regions have had in this call.
+    codes: list[RegionCode] = field(default_factory=list[RegionCode])
+    # The step with the sizes that its regions have had in this call, and how it runs.
     composed: ComposedStep = field(init=False)
+    schedule: Schedule = field(init=False)
     # The first region without a plan, and what is held before the next one then.
     unplanned: int | None = None
     held_bytes: int = 0
@@ -148,6 +159,7 @@ class _Running:
 
     def __post_init__(self) -> None:
         self.composed = self.step.composed
+        self.schedule = self.step.plan.schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -742,9 +754,17 @@ class RegionPlanner(Planner):
             return len(self.gathering.seen)
         return 0 if self.running is None else self.running.position
 
-    def begin_step(self, step: PlannedStep) -> None:
-        """Run the regions that are called from now on by a plan."""
-        self.running = _Running(step)
+    def begin_step(self, step: PlannedStep, others: Sequence[PlannedStep] = ()) -> None:
+        """Run the regions that are called from now on by a plan.
+
+        Parameters
+        ----------
+        step
+            The planned step.
+        others
+            Ways that a step which begins like it may take instead.
+        """
+        self.running = _Running(step, others)
         self.running_plan = step.plan
         for group, is_kept in step.kept.items():
             self.running.let_go[group] = group.is_let_go
@@ -774,37 +794,111 @@ class RegionPlanner(Planner):
         position = running.position
         running.position += 1
         choices = running.step.choices
-        if running.unplanned is None and position < len(choices):
-            if choices[position].code is code:
-                return choices[position]
-            if self._fits_in_place(running, code, position):
-                return self._choice(code, choices[position].order)
+        running.codes.append(code)
+        if running.unplanned is None and (
+            (position < len(choices) and choices[position].code is code)
+            or self._goes_on(running, position)
+        ):
+            choice = running.step.choices[position]
+            return choice if choice.code is code else self._choice(code, choice.order)
         self._run_unplanned(running, code, position)
         return RegionChoice(code=code, number=FRUGAL)
 
-    def _fits_in_place(
-        self, running: _Running, code: RegionCode, position: int
-    ) -> bool:
-        """Whether a graph may run as the plan says of the one in its place.
-
-        It is of the same operators on the same inputs, traced again for other sizes or
-        another number, and the plan keeps its budget with these sizes.
-        """
-        plan, planned = running.step.plan, running.step.choices[position].code
+    def _resized(
+        self,
+        composed: ComposedStep,
+        position: int,
+        planned: RegionCode,
+        code: RegionCode,
+    ) -> ComposedStep | None:
+        """Return a step with a graph in place of a planned one, if it is like that."""
+        if planned is code:
+            return composed
         if planned.sources != code.sources:
-            return False
+            return None
         known, found = self.programs[planned], self.programs[code]
         if known.fingerprint == found.fingerprint:
-            return True
-        resized = running.composed.resized(
-            position, self._costed(known), self._costed(found)
+            return composed
+        return composed.resized(position, self._costed(known), self._costed(found))
+
+    def _goes_on(self, running: _Running, position: int) -> bool:
+        """Whether a step may go on with a graph that is not the planned one.
+
+        That is one of the same operators, traced again for other sizes or another
+        number, or one of another way that is known. The judge says whether the budget
+        holds where the graphs that have run did so by the plan that the step began
+        with, and later ones run by the plan of the way, or else keep as little as they
+        can.
+
+        Raises
+        ------
+        BudgetError
+            If all known ways that go on like this break the budget.
+        """
+        taken = running.step.choices[:position]
+        needed: list[int] = []
+        for way in (running.step, *running.others):
+            composed = self._taken_so_far(running, way)
+            if composed is None:
+                continue
+            if composed is running.composed:
+                return True
+            frugal = [replace(c, number=FRUGAL, order=None) for c in way.choices]
+            for rest in (way.choices, frugal):
+                choices = (*taken, *rest[position:])
+                is_as_planned = choices == running.step.choices
+                if not is_as_planned and any(
+                    c.order and c.order.remade for c in choices
+                ):
+                    continue
+                schedule = running.schedule
+                if not is_as_planned:
+                    schedule = composed.schedule_of(_orders(choices, composed.regions))
+                trace = simulate(composed.graph, way.plan.platform, schedule)
+                if trace.violation is None:
+                    running.step = replace(
+                        way,
+                        choices=choices,
+                        held_bytes=composed.held_bytes(schedule, trace),
+                        backward_bytes=composed.backward_bytes(schedule, trace),
+                    )
+                    running.composed, running.schedule = composed, schedule
+                    self.running_plan = way.plan
+                    return True
+                needed.append(trace.peak_bytes[0])
+        if needed:
+            raise self._no_room(running.step, position, min(needed))
+        return False
+
+    def _taken_so_far(self, running: _Running, way: PlannedStep) -> ComposedStep | None:
+        """Return a way's step with the sizes seen in this call, if that goes this way.
+
+        What is gathered from other processes was let go as the first plan says.
+        """
+        is_own = way is running.step
+        composed = running.composed if is_own else way.composed
+        if len(way.choices) < len(running.codes) or (way.kept and not is_own):
+            return None
+        first = len(running.codes) - 1 if is_own else 0
+        for place, code in enumerate(running.codes[first:], first):
+            resized = self._resized(composed, place, way.choices[place].code, code)
+            if resized is None:
+                return None
+            composed = resized
+        return composed
+
+    def _no_room(
+        self, step: PlannedStep, position: int, needed_bytes: int
+    ) -> BudgetError:
+        budget_bytes = step.plan.budget_bytes or 0
+        msg = (
+            f"graph {position} of the step was not there when it was planned, or not of "
+            f"this size: the step needs at least {format_bytes(needed_bytes)} "
+            f"({needed_bytes} bytes) with it, of {format_bytes(budget_bytes)} "
+            f"({budget_bytes} bytes). Give a larger budget, or fit an example that "
+            "takes this way"
         )
-        if resized is None:
-            return False
-        trace = simulate(resized.graph, plan.platform, plan.schedule)
-        if trace.violation is None:
-            running.composed = resized
-        return trace.violation is None
+        return BudgetError(msg, budget_bytes=budget_bytes, required_bytes=needed_bytes)
 
     def _run_unplanned(
         self, running: _Running, code: RegionCode, position: int
@@ -825,18 +919,19 @@ class RegionPlanner(Planner):
             if graph.storages[storage].role in (Role.GRADIENT, Role.INPUT_GRADIENT)
         )
         needed_bytes = max(running.held_bytes + peak_bytes, running.backward_bytes)
-        budget_bytes = step.plan.budget_bytes or 0
-        if needed_bytes > budget_bytes:
-            msg = (
-                f"graph {position} of the step was not there when it was planned, and "
-                f"needs {format_bytes(needed_bytes)} ({needed_bytes} bytes) with what is "
-                f"held before it, of {format_bytes(budget_bytes)}: give a larger budget, "
-                "or fit an example that takes this way"
-            )
-            raise BudgetError(
-                msg, budget_bytes=budget_bytes, required_bytes=needed_bytes
-            )
+        if needed_bytes > (step.plan.budget_bytes or 0):
+            raise self._no_room(step, position, needed_bytes)
         running.held_bytes += held_bytes
+
+
+def _orders(
+    choices: Sequence[RegionChoice], regions: Sequence[Region]
+) -> list[Sequence[int]]:
+    """Return the order in which each region of a step runs."""
+    return [
+        choice.order.order if choice.order else frugal_order(region.graph)
+        for choice, region in zip(choices, regions, strict=True)
+    ]
 
 
 def _fingerprint(gathering: Gathering, composed: ComposedStep) -> str:
