@@ -204,6 +204,24 @@ def test_gradient_accumulation_counts_the_gradients() -> None:
     assert second.peak_bytes - first.peak_bytes == gradients
 
 
+@pytest.mark.parametrize("regions", ["whole", "blocks"])
+@pytest.mark.parametrize("budget", [1, "1%"])
+def test_the_budget_named_for_accumulation_works(
+    regions: str, budget: int | str
+) -> None:
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
+    model, x = nn.Sequential(*blocks), torch.randn(32, 64)
+    how: dict[str, Any] = {"loss": mean_square, "costs": "estimated"}
+    how |= {"regions": regions, "accumulate": True}
+    with pytest.raises(BudgetError) as caught:
+        remat.fit(model, x, budget=budget, **how)
+    plan = remat.fit(model, x, budget=caught.value.required_bytes, **how)
+    gradients = sum(p.nbytes for p in model.parameters())
+    assert plan.peak_bytes <= caught.value.required_bytes - gradients // 2
+    for _ in range(2):
+        mean_square(model(x)).backward()
+
+
 def test_gradients_that_appear_after_the_first_accumulating_call_count() -> None:
     blocks = [nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4)]
     model, x = nn.Sequential(*blocks), torch.randn(32, 256)

@@ -36,12 +36,18 @@ from remat.capture.varying_sizes import (
     UnequalRangesError,
     VaryingSizes,
 )
-from remat.core.errors import CaptureError, ExecutionError, PlanWarning, RematError
+from remat.core.errors import (
+    BudgetError,
+    CaptureError,
+    ExecutionError,
+    PlanWarning,
+    RematError,
+)
 from remat.core.garbage import old_objects_left_alone
 from remat.core.graph import Role
 from remat.core.platform import Platform
 from remat.core.schedule import Schedule
-from remat.core.units import format_bytes
+from remat.core.units import format_bytes, is_percentage
 from remat.planning.plan import Plan
 from remat.planning.several_devices import budget_of
 from remat.profile.optimizer_copy import settings_of, state_count, stepping_optimizer
@@ -294,7 +300,13 @@ class FittedModel:
         is_one_plan = accumulate and self.planner.request.passes_in_flight > 1
         if is_one_plan:
             existing_bytes = least_bytes + trained_bytes(self.model)
-        plan = self._plan_varying(args, kwargs, existing_bytes)
+        try:
+            plan = self._plan_varying(args, kwargs, existing_bytes)
+        except BudgetError as error:
+            if accumulate and existing_bytes == least_bytes:
+                full_bytes = least_bytes + trained_bytes(self.model)
+                self._refuse_accumulated(args, kwargs, full_bytes, error)
+            raise
         self.set_budget(plan)
         if self.ranges is not None and not self.is_traced_once:
             args, kwargs = self.ranges.largest(args, kwargs)
@@ -305,6 +317,26 @@ class FittedModel:
         elif accumulate:
             self.plan_step(args, kwargs, least_bytes + self.left_bytes(plan))
         return plan
+
+    def _refuse_accumulated(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        gradient_bytes: int,
+        error: BudgetError,
+    ) -> None:
+        """Raise the error of the step that adds to so many bytes of gradients.
+
+        It needs more than the first one, of which ``error`` is, so that the budget that
+        it names works for both.
+        """
+        request = self.planner.request
+        if isinstance(request.budget, str) and is_percentage(request.budget):
+            self.planner.request = replace(request, budget=error.budget_bytes)
+        try:
+            self._plan_varying(args, kwargs, gradient_bytes)
+        finally:
+            self.planner.request = request
 
     def left_bytes(self, plan: Plan) -> int:
         """Return the bytes of the gradients that a planned step leaves behind."""
