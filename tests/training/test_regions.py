@@ -332,8 +332,8 @@ def test_ways_that_were_planned_keep_the_budget_in_turn(
     model, plain = pair(Recurrent)
     budget = smallest_budget(model, -x, costs="estimated")
     remat.fit(model, x, budget=budget, **BREAK)
-    # The second way is planned when it is taken for the second time.
-    batches = [x, -x, -x, x, -x, -x, x]
+    # The second way is planned before the next call, whichever way that takes.
+    batches = [x, -x, x, -x, x, -x]
     for one, other in zip(
         trained(model, batches), trained(plain, batches), strict=True
     ):
@@ -346,6 +346,34 @@ def test_ways_that_were_planned_keep_the_budget_in_turn(
         assert fitted.planner.running_plan.peak_bytes <= budget
     assert fitted.planner.planned_count == 2
     assert sum("another way" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_a_way_that_no_plan_fits_is_refused_when_it_is_taken_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Longer(Recurrent):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inner = torch.tanh(self.first(x)).view(8, -1, WIDTH)
+            if bool(x.sum() > 0):
+                return torch.tanh(self.last(inner)).pow(2).mean()
+            for _ in range(2):
+                inner, _ = self.memory(inner)
+            return torch.tanh(self.first(inner)).pow(2).mean()
+
+    x = X - X.mean() + 0.1
+    model = Longer()
+    remat.fit(model, x, budget="120%", **BREAK)
+    model(x).backward()
+    model.zero_grad()
+    model(-x).backward()
+    model.zero_grad()
+    for _ in range(2):
+        model(x).backward()
+        model.zero_grad()
+        with pytest.raises(BudgetError, match="was not there when it was planned"):
+            model(-x)
+    said = [r for r in caplog.records if "no plan is known for the way" in r.message]
+    assert len(said) == 1
 
 
 def test_steps_that_are_traced_again_keep_the_budget() -> None:

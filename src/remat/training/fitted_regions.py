@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ from torch import nn
 
 from remat.capture.autocast import autocast_now
 from remat.capture.first_call import prepare
-from remat.capture.gathering import MARK, Gathering
+from remat.capture.gathering import MARK, Gathering, RegionCode
 from remat.capture.surroundings import plain_tensors, tensors_in
 from remat.capture.tracing import TRACE_ERRORS, example_error, traced_entry
 from remat.core.errors import BudgetError, CaptureError, RematError
@@ -61,6 +61,19 @@ def fitted_for(
     return kind(model, request, is_only_planned=is_only_planned)
 
 
+@dataclass
+class _Call:
+    """A call of the model, and what is equal for calls that run by one plan."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    runs_hooks: bool
+    gradient_bytes: int
+    kind: Any = None
+    # Its graphs, if it took a way without a plan.
+    codes: Sequence[RegionCode] = ()
+
+
 class FittedRegions(FittedModel):
     """A model that the tracer splits, and whose graphs are planned together.
 
@@ -91,7 +104,11 @@ class FittedRegions(FittedModel):
         self._steps_by_kind: dict[Any, list[PlannedStep]] = {}
         self._kind: Any = None
         self._failed_counts: Counter[Any] = Counter()
-        self._stale: set[Any] = set()
+        # The call that runs now, and the last one that took a way without a plan.
+        self._call: _Call | None = None
+        self._unplanned: _Call | None = None
+        # Per kind of call, graphs of ways that do not fit, and what these need.
+        self._refused: dict[Any, list[tuple[Sequence[RegionCode], int]]] = {}
 
     @property
     def regions(self) -> Regions:
@@ -152,7 +169,8 @@ class FittedRegions(FittedModel):
                 planner.gathering, planner.batch = None, ()
             ways = self._steps_by_kind.setdefault(self._kind, [])
             codes = step.codes
-            ways[:] = [*(way for way in ways if way.codes != codes), step]
+            others = (way for way in ways if way.codes != codes)
+            ways[:] = planner.with_best_beginning([*others, step])
         return self.latest_plan()
 
     def run(
@@ -279,7 +297,8 @@ class FittedRegions(FittedModel):
         trace_again(error)
         self._compiled.clear()
         self._steps_by_kind.clear()
-        self._stale.clear()
+        self._unplanned = None
+        self._refused.clear()
         self._blocks = self._block_calls(self.planner.request.regions)
 
     def left_bytes(self, plan: Plan) -> int:
@@ -294,7 +313,8 @@ class FittedRegions(FittedModel):
         """Forget all plans, so that what is called next is traced and planned."""
         super().forget()
         self._steps_by_kind.clear()
-        self._stale.clear()
+        self._unplanned = None
+        self._refused.clear()
 
     def _recorded(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: Gathering
@@ -314,23 +334,44 @@ class FittedRegions(FittedModel):
         """Plan a call of a new kind before it runs."""
         planner = self.planner
         gradient_bytes = planner.gradient_bytes_now(tree_flatten((args, kwargs))[0])
-        kind = (
-            *self.kind_of(args, kwargs),
-            runs_hooks,
-            self.backend.backward_autocast,
-            gradient_bytes,
-            planner.optimizer_memory,
-        )
-        self._kind = kind
+        call = _Call(args, kwargs, runs_hooks, gradient_bytes)
+        call.kind = self._kind = self._kind_of_call(call)
         if planner.gathering is not None:
             return
         known = self._steps_by_kind
-        is_new = kind not in known or kind in self._stale
+        was, self._unplanned = self._unplanned, None
         # A second profiler could not measure what there is between the graphs.
-        if is_new and not (profiler_enabled() and known):
-            self._stale.discard(kind)
-            self.plan_step(args, kwargs, gradient_bytes)
+        if not (profiler_enabled() and known):
+            # This call may take another way than that one. Modes may have changed.
+            if was is not None and was.kind == self._kind_of_call(was):
+                self._plan_way(was)
+            if call.kind not in known:
+                self.plan_step(args, kwargs, gradient_bytes)
+        self._call, self._kind = call, call.kind
         self.begin_call(gradient_bytes)
+
+    def _plan_way(self, call: "_Call") -> None:
+        """Plan the way that a call took, or refuse it from now on."""
+        try:
+            self.plan_step(call.args, call.kwargs, call.gradient_bytes)
+        except BudgetError as error:
+            refused = self._refused.setdefault(call.kind, [])
+            refused.append((call.codes, error.required_bytes))
+            logger.warning(
+                "no plan is known for the way of %s that was not planned: %s. Calls that "
+                "take it raise an error from now on",
+                self.name,
+                error,
+            )
+
+    def _kind_of_call(self, call: "_Call") -> Any:
+        return (
+            *self.kind_of(call.args, call.kwargs),
+            call.runs_hooks,
+            self.backend.backward_autocast,
+            call.gradient_bytes,
+            self.planner.optimizer_memory,
+        )
 
     def kind_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return what is equal for calls that run by one plan."""
@@ -353,7 +394,7 @@ class FittedRegions(FittedModel):
         planner, known, kind = self.planner, self._steps_by_kind, self._kind
         if kind in known:
             *others, step = known[kind]
-            planner.begin_step(step, others)
+            planner.begin_step(step, others, self._refused.get(kind, ()))
         else:
             other = next(reversed(known.values()))[-1]
             planner.begin_step(other.without_plan(gradient_bytes))
@@ -361,24 +402,27 @@ class FittedRegions(FittedModel):
     def after_call(self) -> None:
         """Say, once, that a step took a way that was not planned.
 
-        The next call of its kind is planned again: a number that the tracer took for
-        a constant is none any more. A way that depends on values may change for ever.
+        It is planned before the next call of its kind, with the batch that took it: a
+        number that the tracer took for a constant is none any more. A way that depends
+        on values may change for ever.
         """
-        position = self.planner.end_step()
-        if position is None:
+        call, self._call = self._call, None
+        running = self.planner.end_step()
+        if running is None or running.unplanned is None:
             return
         self._failed_counts[self._kind] += 1
-        if self._failed_counts[self._kind] <= _MOST_PLANS:
-            self._stale.add(self._kind)
-        if "unplanned" not in self.told:
+        if call is not None and self._failed_counts[self._kind] <= _MOST_PLANS:
+            self._unplanned = call
+            call.codes = running.codes
+        if not running.is_refused and "unplanned" not in self.told:
             self.told.add("unplanned")
             logger.warning(
                 "a step of %s took another way at graph %d than in its plan: graphs "
                 "that are not in it keep nothing, and are computed again in backward; "
                 "what runs between them is not measured yet, and this step may need more "
-                "than the budget. The next call like it is planned",
+                "than the budget. It is planned before the next call",
                 self.name,
-                position,
+                running.unplanned,
             )
 
 

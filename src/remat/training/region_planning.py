@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -105,8 +106,9 @@ class PlannedStep:
 
     Parameters
     ----------
-    plan, choices, composed
-        The plan, how each region runs by it, and the step that it is of.
+    plan, choices, composed, schedule
+        The plan, how each region runs by it, the step that it is of, and the order in
+        which that step's ops run then.
     kept
         Groups of gathered parameters, and whether each stays whole between its passes.
     held_bytes
@@ -119,6 +121,7 @@ class PlannedStep:
     plan: Plan
     choices: tuple[RegionChoice, ...]
     composed: ComposedStep
+    schedule: Schedule
     held_bytes: tuple[int, ...]
     backward_bytes: tuple[int, ...]
     kept: Mapping[GatheredGroup, bool] = field(
@@ -137,19 +140,31 @@ class PlannedStep:
 
 
 @dataclass
-class _Running:
-    """A step whose forward pass runs now."""
+class Running:
+    """A step whose forward pass runs now.
+
+    Parameters
+    ----------
+    step, others
+        The plan that it began with or turned to, and other ways that it may turn to.
+    refused
+        The graphs of ways that do not fit the budget, and the bytes that these need.
+    unplanned
+        Its first region that is in no plan.
+    is_refused
+        Whether that broke the budget.
+    """
 
     step: PlannedStep
-    # Other ways that a step of its kind is known to take.
     others: Sequence[PlannedStep] = ()
+    refused: Sequence[tuple[Sequence[RegionCode], int]] = ()
     position: int = 0
     codes: list[RegionCode] = field(default_factory=list[RegionCode])
-    # The step with the sizes that its regions have had in this call, and how it runs.
+    # The step with the sizes that its regions have had in this call.
     composed: ComposedStep = field(init=False)
-    schedule: Schedule = field(init=False)
-    # The first region without a plan, and what is held before the next one then.
     unplanned: int | None = None
+    is_refused: bool = False
+    # Without a plan: what is held before the next region.
     held_bytes: int = 0
     backward_bytes: int = 0
     # What the caller set of gathered parameters.
@@ -159,7 +174,6 @@ class _Running:
 
     def __post_init__(self) -> None:
         self.composed = self.step.composed
-        self.schedule = self.step.plan.schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +225,7 @@ class RegionPlanner(Planner):
             model, request, optimizer_memory, is_only_planned=is_only_planned
         )
         self.gathering: Gathering | None = None
-        self.running: _Running | None = None
+        self.running: Running | None = None
         # Of each graph its analysis, and the orders in which it runs by their numbers.
         self.programs: weakref.WeakKeyDictionary[RegionCode, JointProgram] = (
             weakref.WeakKeyDictionary()
@@ -731,6 +745,7 @@ class RegionPlanner(Planner):
             plan=plan,
             choices=tuple(choices),
             composed=composed,
+            schedule=plan.schedule,
             held_bytes=composed.held_bytes(plan.schedule, plan.trace),
             backward_bytes=composed.backward_bytes(plan.schedule, plan.trace),
         )
@@ -754,7 +769,12 @@ class RegionPlanner(Planner):
             return len(self.gathering.seen)
         return 0 if self.running is None else self.running.position
 
-    def begin_step(self, step: PlannedStep, others: Sequence[PlannedStep] = ()) -> None:
+    def begin_step(
+        self,
+        step: PlannedStep,
+        others: Sequence[PlannedStep] = (),
+        refused: Sequence[tuple[Sequence[RegionCode], int]] = (),
+    ) -> None:
         """Run the regions that are called from now on by a plan.
 
         Parameters
@@ -763,22 +783,24 @@ class RegionPlanner(Planner):
             The planned step.
         others
             Ways that a step which begins like it may take instead.
+        refused
+            The graphs of ways that do not fit the budget, and what these need.
         """
-        self.running = _Running(step, others)
+        self.running = Running(step, others, refused)
         self.running_plan = step.plan
         for group, is_kept in step.kept.items():
             self.running.let_go[group] = group.is_let_go
             group.let_go(not is_kept)
 
-    def end_step(self) -> int | None:
-        """Return the first region of the step that was not planned, if there is one."""
+    def end_step(self) -> Running | None:
+        """Return the step that ran; regions called from now on belong to none."""
         running, self.running = self.running, None
         if running is None:
             return None
         # What a forward pass left as it is stays so until its backward pass.
         for group, is_let_go in running.let_go.items():
             group.let_go(is_let_go)
-        return running.unplanned
+        return running
 
     def choice_for(self, code: RegionCode) -> RegionChoice:
         """Return how the region that is called now runs.
@@ -801,6 +823,8 @@ class RegionPlanner(Planner):
         ):
             choice = running.step.choices[position]
             return choice if choice.code is code else self._choice(code, choice.order)
+        if running.unplanned is None:
+            self._refuse_known(running, position)
         self._run_unplanned(running, code, position)
         return RegionChoice(code=code, number=FRUGAL)
 
@@ -821,7 +845,7 @@ class RegionPlanner(Planner):
             return composed
         return composed.resized(position, self._costed(known), self._costed(found))
 
-    def _goes_on(self, running: _Running, position: int) -> bool:
+    def _goes_on(self, running: Running, position: int) -> bool:
         """Whether a step may go on with a graph that is not the planned one.
 
         That is one of the same operators, traced again for other sizes or another
@@ -843,34 +867,95 @@ class RegionPlanner(Planner):
                 continue
             if composed is running.composed:
                 return True
-            frugal = [replace(c, number=FRUGAL, order=None) for c in way.choices]
-            for rest in (way.choices, frugal):
-                choices = (*taken, *rest[position:])
-                is_as_planned = choices == running.step.choices
-                if not is_as_planned and any(
-                    c.order and c.order.remade for c in choices
-                ):
-                    continue
-                schedule = running.schedule
-                if not is_as_planned:
-                    schedule = composed.schedule_of(_orders(choices, composed.regions))
-                trace = simulate(composed.graph, way.plan.platform, schedule)
-                if trace.violation is None:
-                    running.step = replace(
-                        way,
-                        choices=choices,
-                        held_bytes=composed.held_bytes(schedule, trace),
-                        backward_bytes=composed.backward_bytes(schedule, trace),
-                    )
-                    running.composed, running.schedule = composed, schedule
-                    self.running_plan = way.plan
-                    return True
-                needed.append(trace.peak_bytes[0])
+            found = self._turned(taken, way, composed)
+            if isinstance(found, PlannedStep):
+                running.step, running.composed = found, composed
+                self.running_plan = way.plan
+                return True
+            if found is not None:
+                needed.append(found)
         if needed:
-            raise self._no_room(running.step, position, min(needed))
+            running.unplanned = position
+            raise self._no_room(running, position, min(needed))
         return False
 
-    def _taken_so_far(self, running: _Running, way: PlannedStep) -> ComposedStep | None:
+    def _turned(
+        self, taken: Sequence[RegionChoice], way: PlannedStep, composed: ComposedStep
+    ) -> PlannedStep | int | None:
+        """Return a step that goes on by a way's plan, or else with nothing kept.
+
+        Parameters
+        ----------
+        taken
+            How the regions run that have begun.
+        way, composed
+            The way, and its step with the sizes of now.
+
+        Returns
+        -------
+        PlannedStep or int or None
+            If it breaks the budget, the bytes that it needs; ``None`` if regions of it
+            run again as a whole.
+        """
+        needed: list[int] = []
+        frugal = [replace(c, number=FRUGAL, order=None) for c in way.choices]
+        for rest in (way.choices, frugal):
+            choices = (*taken, *rest[len(taken) :])
+            schedule = way.schedule
+            if choices != way.choices:
+                if any(choice.order and choice.order.remade for choice in choices):
+                    continue
+                schedule = composed.schedule_of(_orders(choices, composed.regions))
+            trace = simulate(composed.graph, way.plan.platform, schedule)
+            if trace.violation is None:
+                return replace(
+                    way,
+                    choices=choices,
+                    schedule=schedule,
+                    held_bytes=composed.held_bytes(schedule, trace),
+                    backward_bytes=composed.backward_bytes(schedule, trace),
+                )
+            needed.append(trace.peak_bytes[0])
+        return min(needed, default=None)
+
+    def with_best_beginning(self, ways: Sequence[PlannedStep]) -> list[PlannedStep]:
+        """Return ways of one kind of step, the one to begin with at the end.
+
+        From its plan, as many as possible of the others can be turned to within the
+        budget. Of equally good ones it is the last.
+        """
+
+        def turns(begun: PlannedStep) -> int:
+            count = 0
+            for other in ways:
+                pairs = zip(begun.codes, other.codes, strict=False)
+                alike = sum(
+                    1 for _ in takewhile(lambda pair: pair[0] is pair[1], pairs)
+                )
+                taken = begun.choices[:alike]
+                found = self._turned(taken, other, other.composed)
+                count += isinstance(found, PlannedStep)
+            return count
+
+        *others, best = sorted(ways, key=turns)
+        return [*others, best]
+
+    def _refuse_known(self, running: Running, position: int) -> None:
+        """Raise an error if a step takes a way that does not fit the budget."""
+        for codes, needed_bytes in running.refused:
+            pairs = list(zip(codes, running.codes, strict=False))
+            if len(pairs) == len(running.codes) and all(
+                one is other
+                or (
+                    one.sources == other.sources
+                    and self.programs[one].fingerprint
+                    == self.programs[other].fingerprint
+                )
+                for one, other in pairs
+            ):
+                raise self._no_room(running, position, needed_bytes)
+
+    def _taken_so_far(self, running: Running, way: PlannedStep) -> ComposedStep | None:
         """Return a way's step with the sizes seen in this call, if that goes this way.
 
         What is gathered from other processes was let go as the first plan says.
@@ -888,9 +973,10 @@ class RegionPlanner(Planner):
         return composed
 
     def _no_room(
-        self, step: PlannedStep, position: int, needed_bytes: int
+        self, running: Running, position: int, needed_bytes: int
     ) -> BudgetError:
-        budget_bytes = step.plan.budget_bytes or 0
+        running.is_refused = True
+        budget_bytes = running.step.plan.budget_bytes or 0
         msg = (
             f"graph {position} of the step was not there when it was planned, or not of "
             f"this size: the step needs at least {format_bytes(needed_bytes)} "
@@ -900,9 +986,7 @@ class RegionPlanner(Planner):
         )
         return BudgetError(msg, budget_bytes=budget_bytes, required_bytes=needed_bytes)
 
-    def _run_unplanned(
-        self, running: _Running, code: RegionCode, position: int
-    ) -> None:
+    def _run_unplanned(self, running: Running, code: RegionCode, position: int) -> None:
         """Count a region that has no plan, which keeps as little as it can."""
         step = running.step
         if running.unplanned is None:
@@ -920,7 +1004,7 @@ class RegionPlanner(Planner):
         )
         needed_bytes = max(running.held_bytes + peak_bytes, running.backward_bytes)
         if needed_bytes > (step.plan.budget_bytes or 0):
-            raise self._no_room(step, position, needed_bytes)
+            raise self._no_room(running, position, needed_bytes)
         running.held_bytes += held_bytes
 
 
