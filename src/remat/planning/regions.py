@@ -106,6 +106,8 @@ class EagerBackward:
     gradients
         Slots that it hands gradients to, with their sizes in bytes; where one is the
         block of a gradient that it got, the position in ``slots``, negative from -1 on.
+    views
+        Slots among these that get a view of another tensor.
     workspace_bytes
         Most bytes that it takes beyond its gradients.
     """
@@ -114,6 +116,7 @@ class EagerBackward:
     slots: Sequence[tuple[Slot, int]]
     saved: Sequence[int] = ()
     gradients: Sequence[tuple[Slot, int]] = ()
+    views: frozenset[Slot] = frozenset()
     workspace_bytes: int = 0
 
 
@@ -668,6 +671,8 @@ class _Composition:
         self.held: dict[int, int] = {}
         # Per slot the gradients that it has got, and how many a leaf will get.
         self.gradients: defaultdict[Slot, list[int]] = defaultdict(list)
+        # Slots whose first gradient is a view, which holds the tensor that it is of.
+        self.viewed: set[Slot] = set()
         # Per storage, in how many slots it waits as a gradient.
         self.waiting: Counter[int] = Counter()
         self.slot_blocks = _slot_blocks(parts)
@@ -894,6 +899,8 @@ class _Composition:
         )
         dropped: dict[int, None] = {}
         for slot, storage in handed:
+            if slot in eager.views and not self.gradients[slot]:
+                self.viewed.add(slot)
             dropped.update(self.hand_over(slot, storage))
         self.drop(f"the end of {eager.name}", dropped)
 
@@ -912,12 +919,15 @@ class _Composition:
         if slot not in self.parts.leaves:
             self.waiting[gradient] += 1
             if len(found) == 2 and slot in self.slot_blocks:
-                total = self.added(found, self.slot_blocks[slot])
+                total = self.added(slot, found, self.slot_blocks[slot])
                 found[:] = [total]
                 self.waiting[total] += 1
             return {}
         dropped: list[int] = []
-        if len(found) > 1:
+        if len(found) == 2 and slot in self.viewed:
+            block = self.storages[found[0]]
+            found[0] = self.made_between("the sum of gradients", block, tuple(found))
+        elif len(found) > 1:
             dropped += [found[0], found[-1]]
         if len(found) == self.gradient_counts[slot]:
             if slot in self.taken:
@@ -938,14 +948,15 @@ class _Composition:
         if len(found) < 2:
             self.waiting.subtract(found)
             return found[0] if found else None
-        return self.added(found, block)
+        return self.added(slot, found, block)
 
-    def added(self, found: Sequence[int], block: Storage) -> int:
+    def added(self, slot: Slot, found: Sequence[int], block: Storage) -> int:
         """Return the sum of gradients that come together."""
         self.waiting.subtract(found)
         name, reads = f"the sum for {block.name}", tuple(dict.fromkeys(found))
         first = found[0]
-        if len(reads) < len(found) or first in self.final or self.waiting[first] > 0:
+        is_shared = first in self.final or self.waiting[first] > 0
+        if len(reads) < len(found) or is_shared or slot in self.viewed:
             return self.made_between(name, block, reads)
         # Autograd adds to the first where nobody else has it.
         self.add_between(name, Phase.BACKWARD, reads)

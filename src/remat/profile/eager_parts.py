@@ -381,7 +381,7 @@ class _Backward:
                 f"{error}; move that operator into a graph"
             )
             raise CaptureError(msg) from error
-        gradients = self.gradients(node, given, results)
+        gradients, views = self.gradients(node, given, results)
         self.found.nodes.append(node)
         self.found.order.append(
             EagerBackward(
@@ -393,18 +393,23 @@ class _Backward:
                 ],
                 saved=saved,
                 gradients=gradients,
+                views=views,
             )
         )
 
     def gradients(
         self, node: Any, given: Sequence[Any], made: Sequence[Any]
-    ) -> list[tuple[Slot, int]]:
-        """Return the slots that a node hands gradients to, with their sizes."""
+    ) -> tuple[list[tuple[Slot, int]], frozenset[Slot]]:
+        """Return the slots that a node hands gradients to, with their sizes.
+
+        And which of them get a view.
+        """
         known = {
             storage_identity(value): position
             for position, value in enumerate(v for v in given if v is not None)
         }
         found: list[tuple[Slot, int]] = []
+        views: set[Slot] = set()
         for (following, number), value in zip(_following(node), made, strict=True):
             if value is None:
                 continue
@@ -413,7 +418,9 @@ class _Backward:
             position = known.get(storage_identity(value))
             size_bytes = value.untyped_storage().nbytes()
             found.append((slot, size_bytes if position is None else -1 - position))
-        return found
+            if viewed(value) is not None:
+                views.add(slot)
+        return found, frozenset(views)
 
     def saved(self, node: Any) -> list[int]:
         """Return the blocks, but resident ones, that a node keeps."""
