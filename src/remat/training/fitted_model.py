@@ -614,6 +614,7 @@ class FittedModel:
         planner.batch = (args, kwargs)
         known_count = planner.planned_count
         started_s = time.monotonic()
+        is_done = False
         try:
             with (
                 _tracer_settings(is_whole=self.is_whole),
@@ -622,6 +623,7 @@ class FittedModel:
                 self.before_call(args, kwargs, runs_hooks=runs_hooks)
                 outputs = self._entry(runs_hooks=runs_hooks)(*args, **kwargs)
             running = planner.running_plan
+            is_done = True
         except TRACE_ERRORS as error:
             if self.backend.failure is None:
                 self._check_nesting()
@@ -629,7 +631,7 @@ class FittedModel:
             raise_capture_error(error, self.backend.failure)
         finally:
             planner.batch = self.backend.asked = planner.varying_inputs = ()
-            self.after_call()
+            self.after_call(is_done=is_done)
             # Its traceback holds the batch and the model.
             self.backend.failure = None
         if is_training and planner.planned_count > known_count:
@@ -643,8 +645,8 @@ class FittedModel:
     ) -> None:
         """Prepare for a call that is about to run by its plan, or to be planned."""
 
-    def after_call(self) -> None:
-        """Take note that a call has ended."""
+    def after_call(self, *, is_done: bool) -> None:
+        """Take note that a call has ended, with outputs or an error."""
 
     def _check_nesting(self) -> None:
         """Refuse a model of which a part has plans of its own.

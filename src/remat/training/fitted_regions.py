@@ -399,7 +399,7 @@ class FittedRegions(FittedModel):
             other = next(reversed(known.values()))[-1]
             planner.begin_step(other.without_plan(gradient_bytes))
 
-    def after_call(self) -> None:
+    def after_call(self, *, is_done: bool) -> None:
         """Say, once, that a step took a way that was not planned.
 
         It is planned before the next call of its kind, with the batch that took it: a
@@ -408,7 +408,11 @@ class FittedRegions(FittedModel):
         """
         call, self._call = self._call, None
         running = self.planner.end_step()
-        if running is None or running.unplanned is None:
+        if running is None:
+            return
+        if is_done:
+            self.planner.check_end(running)
+        if running.unplanned is None:
             return
         self._failed_counts[self._kind] += 1
         if call is not None and self._failed_counts[self._kind] <= _MOST_PLANS:

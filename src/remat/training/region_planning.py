@@ -802,6 +802,29 @@ class RegionPlanner(Planner):
             group.let_go(is_let_go)
         return running
 
+    def check_end(self, running: Running) -> None:
+        """Note where a forward pass has ended before all planned graphs have run.
+
+        Raises
+        ------
+        BudgetError
+            If the way is known, and does not fit the budget.
+        """
+        count = len(running.codes)
+        if running.unplanned is not None or count == len(running.step.choices):
+            return
+        for way in running.others:
+            composed = self._taken_so_far(running, way)
+            if composed is None or len(way.choices) > count:
+                continue
+            found = self._turned(running.step.choices[:count], way, composed)
+            if isinstance(found, PlannedStep):
+                return
+            if found is not None:
+                raise self._no_room(running, count, found)
+        self._refuse_known(running, count)
+        running.unplanned = count
+
     def choice_for(self, code: RegionCode) -> RegionChoice:
         """Return how the region that is called now runs.
 
@@ -944,7 +967,9 @@ class RegionPlanner(Planner):
         """Raise an error if a step takes a way that does not fit the budget."""
         for codes, needed_bytes in running.refused:
             pairs = list(zip(codes, running.codes, strict=False))
-            if len(pairs) == len(running.codes) and all(
+            is_as_long = len(codes) == len(running.codes)
+            has_more = len(codes) > len(running.codes) and position < len(running.codes)
+            if (is_as_long or has_more) and all(
                 one is other
                 or (
                     one.sources == other.sources
