@@ -1,12 +1,11 @@
 """A plan for one of many simulated processes counts what closed formulas say."""
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from studies.shard_sizes import adamw_bytes, gathered_bytes, piece_bytes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -14,8 +13,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import remat
 from remat.core.graph import Role
 from tests.distributed.models import Language, batch_of
-
-FLOAT = 4
 
 
 @pytest.fixture(params=[64, 512])
@@ -25,14 +22,6 @@ def processes(request: pytest.FixtureRequest) -> Iterator[int]:
     dist.init_process_group("fake", rank=0, world_size=request.param, store=store)
     yield request.param
     dist.destroy_process_group()
-
-
-def own_bytes(parameters: Iterable[nn.Parameter], processes: int) -> int:
-    """Return what the first process has: as many whole rows as any."""
-    return sum(
-        FLOAT * math.ceil(p.shape[0] / processes) * math.prod(p.shape[1:])
-        for p in parameters
-    )
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
@@ -50,27 +39,25 @@ def test_bytes_of_each_process_are_those_of_closed_formulas(processes: int) -> N
     of_role = {
         role: sum(s.size_bytes for s in storages if s.role is role) for role in Role
     }
-    all_bytes = own_bytes(model.parameters(), processes)
+    everything = list(model.parameters())
+    all_bytes = piece_bytes(everything, processes)
     assert of_role[Role.PARAMETER] == all_bytes
-    # Two moments, and a count of steps for each parameter.
-    counts_bytes = FLOAT * len(list(model.parameters()))
-    assert of_role[Role.OPTIMIZER_STATE] == 2 * all_bytes + counts_bytes
+    assert of_role[Role.OPTIMIZER_STATE] == adamw_bytes(everything, processes)
     made = {
         op.name: sum(storages[storage].size_bytes for storage in op.writes)
         for op in plan.graph.ops
     }
-    block_bytes = own_bytes(model.blocks[0].parameters(), processes)
+    block = list(model.blocks[0].parameters())
     inside = {id(parameter) for parameter in model.blocks.parameters()}
-    outside = [p for p in model.parameters() if id(p) not in inside]
+    outside = [p for p in everything if id(p) not in inside]
     # Gathered from pieces padded to as many rows, and handed out in such pieces.
-    whole_bytes = FLOAT * sum(p.numel() for p in Language(1).blocks.parameters())
-    padded_bytes = block_bytes * processes
+    whole_bytes = sum(p.nbytes for p in Language(1).blocks.parameters())
+    padded_bytes = gathered_bytes(block, processes)
     assert padded_bytes >= whole_bytes
     assert made["pieces of blocks.0"] == made["gradients of blocks.1"] == padded_bytes
     assert made["gathering of blocks.1"] == padded_bytes
-    assert made["pieces of gradients of blocks.1"] == block_bytes
-    outside_bytes = own_bytes(outside, processes)
-    assert made["gradients of the model"] == outside_bytes * processes
-    assert made["pieces of gradients of the model"] == outside_bytes
+    assert made["pieces of gradients of blocks.1"] == piece_bytes(block, processes)
+    assert made["gradients of the model"] == gathered_bytes(outside, processes)
+    assert made["pieces of gradients of the model"] == piece_bytes(outside, processes)
     left = [v for name, v in made.items() if name.startswith("pieces of gradients")]
     assert sum(left) == all_bytes

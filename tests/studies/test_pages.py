@@ -10,6 +10,7 @@ from studies.meta import meta_table
 from studies.pages import fill_place
 from studies.record import RESULTS, ROOT
 from studies.reruns import reruns_table
+from studies.scale import scale_table
 from studies.switching import switching_table
 
 TABLES = {
@@ -17,6 +18,7 @@ TABLES = {
     "lengths": lengths_table,
     "meta": meta_table,
     "reruns": reruns_table,
+    "scale": scale_table,
     "switching": switching_table,
 }
 
