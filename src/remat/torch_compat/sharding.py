@@ -206,6 +206,11 @@ class GatheredGroup:
         """Whether there are gradients of an earlier pass, to which others are added."""
         return any(p.sharded_param.grad is not None for p in self._group.fsdp_params)
 
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether a backward pass that comes now hands gradients out in pieces."""
+        return self._group.reduce_grads
+
     @contextmanager
     def left_in_pieces(self) -> Generator[None]:
         """Let backward passes inside gather nothing.

@@ -392,6 +392,14 @@ class FittedRegions(FittedModel):
     def begin_call(self, gradient_bytes: int) -> None:
         """Let the call that is about to run, of the kind seen last, run by its plan."""
         planner, known, kind = self.planner, self._steps_by_kind, self._kind
+        if not all(group.reduces_gradients for group in planner.groups):
+            self.tell(
+                f"gradients of {self.name} stay whole between passes, as "
+                "set_requires_gradient_sync(False) was called, and its plan does not "
+                "count them: steps may need more than the budget by as many bytes as all "
+                "parameters have. Let each pass reduce its gradients, and fit with "
+                "accumulate=True"
+            )
         if kind in known:
             *others, step = known[kind]
             planner.begin_step(step, others, self._refused.get(kind, ()))
