@@ -54,14 +54,10 @@ def leave_out(gathering: Gathering, groups: list[GatheredGroup]) -> frozenset[in
 def held_for(
     groups: list[GatheredGroup], tensors: Iterable[torch.Tensor]
 ) -> Generator[None]:
-    """Let those whole parameters be there inside that are among tensors, and no others.
-
-    What a step gathers for its backward pass counts by itself.
-    """
+    """Let those whole parameters be there inside that are among tensors."""
     needed = {storage_identity(tensor) for tensor in tensors}
     with ExitStack() as stack:
         for group in groups:
-            stack.enter_context(group.left_in_pieces())
             if any(storage_identity(p) in needed for p in group.parameters):
                 stack.enter_context(group.held())
         yield

@@ -212,18 +212,6 @@ class GatheredGroup:
         return self._group.reduce_grads
 
     @contextmanager
-    def left_in_pieces(self) -> Generator[None]:
-        """Let backward passes inside gather nothing.
-
-        A hook does that at what the module returned, also where one node runs alone.
-        """
-        self._group.pre_backward = lambda *_: None
-        try:
-            yield
-        finally:
-            del self._group.pre_backward
-
-    @contextmanager
     def held(self) -> Generator[None]:
         """Let the whole parameters be there inside."""
         is_gathered = self.is_gathered
