@@ -143,13 +143,8 @@ class Recurrent(nn.Module):
         return outer.pow(2).mean()
 
 
-class Deciding(nn.Module):
+class Deciding(Recurrent):
     """Looks at a number that each batch has anew."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.memory = nn.GRU(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = torch.tanh(self.first(x)).view(8, -1, WIDTH)

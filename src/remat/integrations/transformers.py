@@ -131,8 +131,9 @@ class MemoryBudgetArguments:
     memory_regions: str = field(
         default="auto",
         metadata={
-            "help": "'auto' for blocks where the model is deep, 'whole' for the model as one graph, 'breaks' for a model that "
-            "breaks it, 'blocks' for a deep stack of equal blocks.",
+            "help": "'auto' for blocks where the model is deep, 'whole' for the model "
+            "as one graph, 'breaks' for a model that breaks it, 'blocks' for a deep "
+            "stack of equal blocks.",
             "choices": ["auto", "whole", "breaks", "blocks"],
         },
     )

@@ -426,15 +426,17 @@ class FittedRegions(FittedModel):
         if call is not None and self._failed_counts[self._kind] <= _MOST_PLANS:
             self._unplanned = call
             call.codes = running.codes
-        if not running.is_refused and "unplanned" not in self.told:
+        if is_done and "unplanned" not in self.told:
             self.told.add("unplanned")
             logger.warning(
                 "a step of %s took another way at graph %d than in its plan: graphs "
                 "that are not in it keep nothing, and are computed again in backward; "
                 "what runs between them is not measured yet, and this step may need more "
-                "than the budget. It is planned before the next call",
+                "than the budget. Such ways are planned before the next call, up to %d "
+                "of them",
                 self.name,
                 running.unplanned,
+                _MOST_PLANS,
             )
 
 

@@ -151,19 +151,15 @@ class Running:
         The graphs of ways that do not fit the budget, and the bytes that these need.
     unplanned
         Its first region that is in no plan.
-    is_refused
-        Whether that broke the budget.
     """
 
     step: PlannedStep
     others: Sequence[PlannedStep] = ()
     refused: Sequence[tuple[Sequence[RegionCode], int]] = ()
-    position: int = 0
     codes: list[RegionCode] = field(default_factory=list[RegionCode])
     # The step with the sizes that its regions have had in this call.
     composed: ComposedStep = field(init=False)
     unplanned: int | None = None
-    is_refused: bool = False
     # Without a plan: what is held before the next region.
     held_bytes: int = 0
     backward_bytes: int = 0
@@ -767,7 +763,7 @@ class RegionPlanner(Planner):
         """How many regions of the step that runs now have begun."""
         if self.gathering is not None:
             return len(self.gathering.seen)
-        return 0 if self.running is None else self.running.position
+        return 0 if self.running is None else len(self.running.codes)
 
     def begin_step(
         self,
@@ -821,8 +817,8 @@ class RegionPlanner(Planner):
             if isinstance(found, PlannedStep):
                 return
             if found is not None:
-                raise self._no_room(running, count, found)
-        self._refuse_known(running, count)
+                raise _no_room(running.step, count, found)
+        self._refuse_known(running, is_over=True)
         running.unplanned = count
 
     def choice_for(self, code: RegionCode) -> RegionChoice:
@@ -836,8 +832,7 @@ class RegionPlanner(Planner):
         running = self.running
         if self.gathering is not None or running is None:
             return RegionChoice(code=code, number=FRUGAL)
-        position = running.position
-        running.position += 1
+        position = len(running.codes)
         choices = running.step.choices
         running.codes.append(code)
         if running.unplanned is None and (
@@ -847,7 +842,7 @@ class RegionPlanner(Planner):
             choice = running.step.choices[position]
             return choice if choice.code is code else self._choice(code, choice.order)
         if running.unplanned is None:
-            self._refuse_known(running, position)
+            self._refuse_known(running, is_over=False)
         self._run_unplanned(running, code, position)
         return RegionChoice(code=code, number=FRUGAL)
 
@@ -859,13 +854,11 @@ class RegionPlanner(Planner):
         code: RegionCode,
     ) -> ComposedStep | None:
         """Return a step with a graph in place of a planned one, if it is like that."""
-        if planned is code:
+        if self._are_same(planned, code):
             return composed
         if planned.sources != code.sources:
             return None
         known, found = self.programs[planned], self.programs[code]
-        if known.fingerprint == found.fingerprint:
-            return composed
         return composed.resized(position, self._costed(known), self._costed(found))
 
     def _goes_on(self, running: Running, position: int) -> bool:
@@ -899,7 +892,7 @@ class RegionPlanner(Planner):
                 needed.append(found)
         if needed:
             running.unplanned = position
-            raise self._no_room(running, position, min(needed))
+            raise _no_room(running.step, position, min(needed))
         return False
 
     def _turned(
@@ -963,22 +956,21 @@ class RegionPlanner(Planner):
         *others, best = sorted(ways, key=turns)
         return [*others, best]
 
-    def _refuse_known(self, running: Running, position: int) -> None:
+    def _refuse_known(self, running: Running, *, is_over: bool) -> None:
         """Raise an error if a step takes a way that does not fit the budget."""
+        count = len(running.codes)
         for codes, needed_bytes in running.refused:
-            pairs = list(zip(codes, running.codes, strict=False))
-            is_as_long = len(codes) == len(running.codes)
-            has_more = len(codes) > len(running.codes) and position < len(running.codes)
-            if (is_as_long or has_more) and all(
-                one is other
-                or (
-                    one.sources == other.sources
-                    and self.programs[one].fingerprint
-                    == self.programs[other].fingerprint
-                )
-                for one, other in pairs
-            ):
-                raise self._no_room(running, position, needed_bytes)
+            begun = codes if is_over else codes[:count]
+            if len(begun) == count and all(map(self._are_same, begun, running.codes)):
+                position = count if is_over else count - 1
+                raise _no_room(running.step, position, needed_bytes)
+
+    def _are_same(self, one: RegionCode, other: RegionCode) -> bool:
+        """Whether graphs are one, or traced again with the same result."""
+        return one is other or (
+            one.sources == other.sources
+            and self.programs[one].fingerprint == self.programs[other].fingerprint
+        )
 
     def _taken_so_far(self, running: Running, way: PlannedStep) -> ComposedStep | None:
         """Return a way's step with the sizes seen in this call, if that goes this way.
@@ -996,20 +988,6 @@ class RegionPlanner(Planner):
                 return None
             composed = resized
         return composed
-
-    def _no_room(
-        self, running: Running, position: int, needed_bytes: int
-    ) -> BudgetError:
-        running.is_refused = True
-        budget_bytes = running.step.plan.budget_bytes or 0
-        msg = (
-            f"graph {position} of the step was not there when it was planned, or not of "
-            f"this size: the step needs at least {format_bytes(needed_bytes)} "
-            f"({needed_bytes} bytes) with it, of {format_bytes(budget_bytes)} "
-            f"({budget_bytes} bytes). Give a larger budget, or fit an example that "
-            "takes this way"
-        )
-        return BudgetError(msg, budget_bytes=budget_bytes, required_bytes=needed_bytes)
 
     def _run_unplanned(self, running: Running, code: RegionCode, position: int) -> None:
         """Count a region that has no plan, which keeps as little as it can."""
@@ -1029,8 +1007,20 @@ class RegionPlanner(Planner):
         )
         needed_bytes = max(running.held_bytes + peak_bytes, running.backward_bytes)
         if needed_bytes > (step.plan.budget_bytes or 0):
-            raise self._no_room(running, position, needed_bytes)
+            raise _no_room(step, position, needed_bytes)
         running.held_bytes += held_bytes
+
+
+def _no_room(step: PlannedStep, position: int, needed_bytes: int) -> BudgetError:
+    budget_bytes = step.plan.budget_bytes or 0
+    msg = (
+        f"graph {position} of the step was not there when it was planned, or not of "
+        f"this size: the step needs at least {format_bytes(needed_bytes)} "
+        f"({needed_bytes} bytes) with it, of {format_bytes(budget_bytes)} "
+        f"({budget_bytes} bytes). Give a larger budget, or fit an example that takes "
+        "this way"
+    )
+    return BudgetError(msg, budget_bytes=budget_bytes, required_bytes=needed_bytes)
 
 
 def _orders(
