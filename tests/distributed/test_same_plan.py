@@ -4,8 +4,9 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,8 +14,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import remat
-from remat.planning.same_plan import plan_digest
+from remat.core.graph import TrainingGraph
+from remat.planning.one_device import plan_graph
+from remat.planning.plan import Plan
+from remat.planning.same_plan import Amounts, amounts_of, plan_digest
+from remat.testing.small_graphs import all_graphs
 from remat.training.fitted_model import fitted_on
+from remat.training.same_plan import Session
 from tests.distributed.models import Language, batch_of, trained
 from tests.distributed.processes import of_the_first
 
@@ -204,3 +210,35 @@ def test_a_killed_process_is_an_error_in_the_other_and_leaves_no_orphan(
     assert found["in planning"][0]["error"] == "RankError"
     assert found["in planning"][0]["ranks"] == (1,)
     assert "value" in found["alone again"][0]
+
+
+class Hearing(Session):
+    """The first process, which hears what another one says of the same step."""
+
+    def __init__(self, amounts: Amounts, budget_bytes: int) -> None:
+        super().__init__(cast("Any", None), {})
+        self.said = {"amounts": asdict(amounts), "budget_bytes": budget_bytes}
+
+    def _ask(
+        self,
+        said: dict[str, Any],
+        answer: Callable[[list[dict[str, Any]]], dict[str, Any]],
+    ) -> dict[str, Any]:
+        return answer([said, self.said])
+
+
+def test_the_plan_is_for_the_largest_numbers_and_the_smallest_budget() -> None:
+    graph = list(all_graphs(3))[-1]
+    storages = [replace(s, size_bytes=s.size_bytes + 1) for s in graph.storages]
+    larger = replace(graph, storages=tuple(storages))
+    asked: list[tuple[TrainingGraph, int]] = []
+
+    def solve(step: TrainingGraph, budget: int) -> Plan:
+        asked.append((step, budget))
+        return plan_graph(step, budget=budget, fingerprint="")
+
+    session = Hearing(amounts_of(larger), 10**6)
+    session.plan(graph, {}, 2 * 10**6, solve)
+    ((step, budget),) = asked
+    assert [s.size_bytes for s in step.storages] == [s.size_bytes for s in storages]
+    assert budget == 10**6
