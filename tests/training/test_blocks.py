@@ -546,6 +546,9 @@ class Moving(nn.Module):
             inner = block(x, self.time)
             if self.how == "output of a block":
                 inner += x
+            elif self.how == "output of a block, without gradients":
+                with torch.no_grad():
+                    inner += x
             x = inner
         if self.how == "buffer, in place":
             self.time += 0.5
@@ -592,7 +595,7 @@ def test_what_is_written_in_place_beside_blocks_is_not_made_again(how: str) -> N
 def test_a_write_in_place_that_planning_did_not_see_is_right_and_told() -> None:
     model, plain, _ = at_the_smallest("never")
     for each in (model, plain):
-        each.how = "output of a block"
+        each.how = "output of a block, without gradients"
     with pytest.warns(PlanWarning, match=r"of shape .* was written in"):
         loss = model(LARGE)
     loss.backward()
@@ -602,6 +605,15 @@ def test_a_write_in_place_that_planning_did_not_see_is_right_and_told() -> None:
         assert other.grad is not None
         most = float(other.grad.abs().max())
         assert torch.allclose(one.grad, other.grad, rtol=1e-5, atol=1e-6 * most)
+
+
+def test_a_write_in_place_that_autograd_records_is_another_way() -> None:
+    model, _, _ = at_the_smallest("never")
+    model(LARGE).backward()
+    model.zero_grad()
+    model.how = "output of a block"
+    with pytest.raises(BudgetError, match="or what runs before it, was not there"):
+        model(LARGE)
 
 
 def test_what_blocks_read_that_run_again_may_not_change_before_backward() -> None:

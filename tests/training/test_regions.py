@@ -409,6 +409,50 @@ def test_a_way_that_ends_before_its_plan_is_planned(
     assert len(said) == 1
 
 
+def many_exponentials(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([x] * 8).sin().exp().sum(0)
+
+
+def in_order(x: torch.Tensor) -> torch.Tensor:
+    return x.sort(dim=0).values
+
+
+@pytest.mark.parametrize("is_last", [False, True], ids=["between", "last"])
+@pytest.mark.parametrize("larger", [in_order, many_exponentials])
+def test_ways_of_equal_graphs_are_told_apart_by_what_runs_in_no_graph(
+    larger: Callable[[torch.Tensor], torch.Tensor],
+    is_last: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    @in_no_graph
+    def between(x: torch.Tensor, is_large: bool) -> torch.Tensor:
+        x = larger(x) if is_large else x * 2
+        return x.pow(2).mean() if is_last else x
+
+    class Alike(Tied):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inner = torch.tanh(self.inside(x))
+            found = between(inner, bool(x.sum() > 0))
+            return found if is_last else torch.tanh(found).pow(2).mean()
+
+    x = X - X.mean() + 0.1
+    model, plain = pair(Alike)
+    budget = smallest_budget(model, x, costs="estimated")
+    assert budget > smallest_budget(model, -x, costs="estimated")
+    remat.fit(model, -x, budget=budget, **BREAK)
+    batches = [-x, x, -x, x, -x]
+    for one, other in zip(
+        trained(model, batches), trained(plain, batches), strict=True
+    ):
+        assert torch.equal(one, other)
+    fitted = fitted_on(model)
+    assert isinstance(fitted, FittedRegions)
+    assert fitted.planner.planned_count == 2
+    for batch in (x, -x):
+        assert peak_of_step(model, batch) <= budget
+    assert sum("another way" in r.getMessage() for r in caplog.records) == 1
+
+
 def test_steps_that_are_traced_again_keep_the_budget() -> None:
     model, x = Deciding(), X[:128].clone()
     budget = smallest_budget(model, x, costs="estimated")

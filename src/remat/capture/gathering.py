@@ -20,6 +20,7 @@ from remat.capture.joint_program import JointProgram
 from remat.torch_compat.accelerators import note_random_state
 from remat.torch_compat.attributes import (
     is_compiled_step,
+    leaf_of,
     made_number,
     storage_identity,
     version_of,
@@ -37,6 +38,65 @@ class RegionCode:
     """Code that the tracer handed over: one graph, for one kind of inputs."""
 
     sources: tuple[str, ...]
+
+
+Between = tuple[int | str, ...]
+"""What ran in no graph, as far as autograd shows it: how many nodes it made, and the
+names of those that lead to what comes next. Empty if it is not known."""
+
+
+class NodesBetween:
+    """The nodes that autograd makes of what runs between graphs."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again: a forward pass begins, or a graph ends."""
+        self._number = next_node_number()
+
+    def leading_to(self, values: Iterable[Any]) -> Between:
+        """Return what ran since then, of which these values are used now."""
+        count = next_node_number() - self._number
+        if not count:
+            return (0,)
+        tensors = (value for value in values if isinstance(value, torch.Tensor))
+        nodes: list[Any] = [tensor.grad_fn for tensor in tensors]
+        known: dict[Any, str] = {}
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in known or leaf_of(node) is not None:
+                continue
+            if made_number(node) >= self._number:
+                known[node] = node.name()
+                nodes += [following for following, _ in node.next_functions]
+        return (count, *known.values())
+
+
+def agree(one: Between, other: Between) -> bool:
+    """Whether the same ran in no graph, or it is not known of one."""
+    return one == other or not one or not other
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """Which graphs a forward pass comes to, and what runs between them.
+
+    Parameters
+    ----------
+    codes
+        The graphs in order.
+    between
+        What runs before each, and after the last once the pass is over.
+    """
+
+    codes: list[RegionCode] = field(default_factory=list[RegionCode])
+    between: list[Between] = field(default_factory=list[Between])
+
+    def is_like(self, other: "Route") -> bool:
+        """Whether another pass came to the same graphs over the same code."""
+        between = map(agree, self.between, other.between)
+        return self.codes == other.codes and all(between)
 
 
 @dataclass(kw_only=True)
@@ -97,6 +157,8 @@ class Gathering:
     changed
         The blocks that were written in place after a region made them or was given
         them, by another one or by code in between.
+    between
+        What ran before each region, and after the last.
     """
 
     def __init__(
@@ -110,6 +172,7 @@ class Gathering:
         self._is_kept = before is None
         self._keeps_bytes = keeps_bytes
         self.seen: list[SeenRegion] = []
+        self.between: list[Between] = []
         self.held: dict[int, int] = {}
         self.eager: dict[int, int] = {}
         self.sizes_bytes: dict[int, int] = {}

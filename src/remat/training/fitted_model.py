@@ -614,6 +614,7 @@ class FittedModel:
         planner.batch = (args, kwargs)
         known_count = planner.planned_count
         started_s = time.monotonic()
+        outputs: Any = None
         is_done = False
         try:
             with (
@@ -631,7 +632,7 @@ class FittedModel:
             raise_capture_error(error, self.backend.failure)
         finally:
             planner.batch = self.backend.asked = planner.varying_inputs = ()
-            self.after_call(is_done=is_done)
+            self.after_call(outputs, is_done=is_done)
             # Its traceback holds the batch and the model.
             self.backend.failure = None
         if is_training and planner.planned_count > known_count:
@@ -645,7 +646,7 @@ class FittedModel:
     ) -> None:
         """Prepare for a call that is about to run by its plan, or to be planned."""
 
-    def after_call(self, *, is_done: bool) -> None:
+    def after_call(self, outputs: Any, *, is_done: bool) -> None:
         """Take note that a call has ended, with outputs or an error."""
 
     def _check_nesting(self) -> None:

@@ -2,9 +2,9 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 
 from remat.capture.autocast import autocast_now
 from remat.capture.first_call import prepare
-from remat.capture.gathering import MARK, Gathering, RegionCode
+from remat.capture.gathering import MARK, Gathering, Route
 from remat.capture.surroundings import plain_tensors, tensors_in
 from remat.capture.tracing import TRACE_ERRORS, example_error, traced_entry
 from remat.core.errors import BudgetError, CaptureError, RematError
@@ -70,8 +70,8 @@ class _Call:
     runs_hooks: bool
     gradient_bytes: int
     kind: Any = None
-    # Its graphs, if it took a way without a plan.
-    codes: Sequence[RegionCode] = ()
+    # Where it came, if it took a way without a plan.
+    route: Route = field(default_factory=Route)
 
 
 class FittedRegions(FittedModel):
@@ -107,8 +107,8 @@ class FittedRegions(FittedModel):
         # The call that runs now, and the last one that took a way without a plan.
         self._call: _Call | None = None
         self._unplanned: _Call | None = None
-        # Per kind of call, graphs of ways that do not fit, and what these need.
-        self._refused: dict[Any, list[tuple[Sequence[RegionCode], int]]] = {}
+        # Per kind of call, ways that do not fit, and what these need.
+        self._refused: dict[Any, list[tuple[Route, int]]] = {}
 
     @property
     def regions(self) -> Regions:
@@ -168,8 +168,7 @@ class FittedRegions(FittedModel):
             finally:
                 planner.gathering, planner.batch = None, ()
             ways = self._steps_by_kind.setdefault(self._kind, [])
-            codes = step.codes
-            others = (way for way in ways if way.codes != codes)
+            others = (way for way in ways if not way.route.is_like(step.route))
             ways[:] = planner.with_best_beginning([*others, step])
         return self.latest_plan()
 
@@ -266,6 +265,7 @@ class FittedRegions(FittedModel):
             )
             try:
                 with gathering_alone(planner.groups) as planner.gathered, around:
+                    planner.between.restart()
                     outputs = self.run(args, kwargs)
             # The model's own code runs, which may raise anything.
             except BaseException as error:
@@ -274,6 +274,7 @@ class FittedRegions(FittedModel):
                 if is_of_example and not isinstance(error, (RematError, *TRACE_ERRORS)):
                     raise example_error(error) from error
                 raise
+            gathering.between.append(planner.between.leading_to(tensors_in(outputs)))
             gathering.end_step(self._residents(args, kwargs))
             gathering.stay.update(map(gathering.note, plain_tensors(self.model)))
         return gathering, outputs, not found.has_new_hooks
@@ -322,10 +323,13 @@ class FittedRegions(FittedModel):
         """Run the same once more and return what was allocated between the regions.
 
         What regions return is known from before, and they run again only where not.
+        What autograd makes between them is noted of this pass, in which nothing is
+        traced.
         """
         recorder = AllocationRecorder(self.planner.device_type, mark_prefix=MARK)
         with recorder:
-            self._gathered_once(args, kwargs, recorder.region(), before)
+            again, _, _ = self._gathered_once(args, kwargs, recorder.region(), before)
+        before.between = again.between
         return recorder.recording
 
     def before_call(
@@ -356,7 +360,7 @@ class FittedRegions(FittedModel):
             self.plan_step(call.args, call.kwargs, call.gradient_bytes)
         except BudgetError as error:
             refused = self._refused.setdefault(call.kind, [])
-            refused.append((call.codes, error.required_bytes))
+            refused.append((call.route, error.required_bytes))
             logger.warning(
                 "no plan is known for the way of %s that was not planned: %s. Calls that "
                 "take it raise an error from now on",
@@ -407,7 +411,7 @@ class FittedRegions(FittedModel):
             other = next(reversed(known.values()))[-1]
             planner.begin_step(other.without_plan(gradient_bytes))
 
-    def after_call(self, *, is_done: bool) -> None:
+    def after_call(self, outputs: Any, *, is_done: bool) -> None:
         """Say, once, that a step took a way that was not planned.
 
         It is planned before the next call of its kind, with the batch that took it: a
@@ -419,13 +423,13 @@ class FittedRegions(FittedModel):
         if running is None:
             return
         if is_done:
-            self.planner.check_end(running)
+            self.planner.check_end(running, tensors_in(outputs))
         if running.unplanned is None:
             return
         self._failed_counts[self._kind] += 1
         if call is not None and self._failed_counts[self._kind] <= _MOST_PLANS:
             self._unplanned = call
-            call.codes = running.codes
+            call.route = running.route
         if is_done and "unplanned" not in self.told:
             self.told.add("unplanned")
             logger.warning(

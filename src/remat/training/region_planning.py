@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import operator
 import time
 import weakref
 from collections.abc import Mapping, Sequence, Set
@@ -14,7 +15,15 @@ import torch
 from torch import fx, nn
 
 from remat.capture.autocast import Autocast, autocast_again, autocast_now
-from remat.capture.gathering import Gathering, RegionCode, SeenRegion
+from remat.capture.gathering import (
+    Between,
+    Gathering,
+    NodesBetween,
+    RegionCode,
+    Route,
+    SeenRegion,
+    agree,
+)
 from remat.capture.joint_program import HELD_OUTPUT, JointProgram
 from remat.capture.outputs import FakeOutputs, fakes_like
 from remat.capture.returned import is_loss, loss_in
@@ -109,6 +118,8 @@ class PlannedStep:
     plan, choices, composed, schedule
         The plan, how each region runs by it, the step that it is of, and the order in
         which that step's ops run then.
+    between
+        What runs before each region, and after the last.
     kept
         Groups of gathered parameters, and whether each stays whole between its passes.
     held_bytes
@@ -120,6 +131,7 @@ class PlannedStep:
 
     plan: Plan
     choices: tuple[RegionChoice, ...]
+    between: tuple[Between, ...]
     composed: ComposedStep
     schedule: Schedule
     held_bytes: tuple[int, ...]
@@ -129,14 +141,17 @@ class PlannedStep:
     )
 
     @property
-    def codes(self) -> list[RegionCode]:
-        """Which graphs run."""
-        return [choice.code for choice in self.choices]
+    def route(self) -> Route:
+        """Which graphs run, and what runs between them."""
+        codes = [choice.code for choice in self.choices]
+        return Route(codes=codes, between=list(self.between))
 
     def without_plan(self, gradient_bytes: int) -> "PlannedStep":
         """Return a step of which no region is planned, onto so many gradients."""
         before = self.held_bytes[0] + gradient_bytes
-        return replace(self, choices=(), held_bytes=(before,), backward_bytes=(0,))
+        return replace(
+            self, choices=(), between=(), held_bytes=(before,), backward_bytes=(0,)
+        )
 
 
 @dataclass
@@ -148,15 +163,15 @@ class Running:
     step, others
         The plan that it began with or turned to, and other ways that it may turn to.
     refused
-        The graphs of ways that do not fit the budget, and the bytes that these need.
+        Ways that do not fit the budget, and the bytes that these need.
     unplanned
         Its first region that is in no plan.
     """
 
     step: PlannedStep
     others: Sequence[PlannedStep] = ()
-    refused: Sequence[tuple[Sequence[RegionCode], int]] = ()
-    codes: list[RegionCode] = field(default_factory=list[RegionCode])
+    refused: Sequence[tuple[Route, int]] = ()
+    route: Route = field(default_factory=Route)
     # The step with the sizes that its regions have had in this call.
     composed: ComposedStep = field(init=False)
     unplanned: int | None = None
@@ -222,6 +237,8 @@ class RegionPlanner(Planner):
         )
         self.gathering: Gathering | None = None
         self.running: Running | None = None
+        # Since a forward pass began, or a region ended.
+        self.between = NodesBetween()
         # Of each graph its analysis, and the orders in which it runs by their numbers.
         self.programs: weakref.WeakKeyDictionary[RegionCode, JointProgram] = (
             weakref.WeakKeyDictionary()
@@ -740,6 +757,7 @@ class RegionPlanner(Planner):
         return PlannedStep(
             plan=plan,
             choices=tuple(choices),
+            between=tuple(gathering.between),
             composed=composed,
             schedule=plan.schedule,
             held_bytes=composed.held_bytes(plan.schedule, plan.trace),
@@ -763,13 +781,13 @@ class RegionPlanner(Planner):
         """How many regions of the step that runs now have begun."""
         if self.gathering is not None:
             return len(self.gathering.seen)
-        return 0 if self.running is None else len(self.running.codes)
+        return 0 if self.running is None else len(self.running.route.codes)
 
     def begin_step(
         self,
         step: PlannedStep,
         others: Sequence[PlannedStep] = (),
-        refused: Sequence[tuple[Sequence[RegionCode], int]] = (),
+        refused: Sequence[tuple[Route, int]] = (),
     ) -> None:
         """Run the regions that are called from now on by a plan.
 
@@ -780,8 +798,9 @@ class RegionPlanner(Planner):
         others
             Ways that a step which begins like it may take instead.
         refused
-            The graphs of ways that do not fit the budget, and what these need.
+            Ways that do not fit the budget, and what these need.
         """
+        self.between.restart()
         self.running = Running(step, others, refused)
         self.running_plan = step.plan
         for group, is_kept in step.kept.items():
@@ -798,20 +817,24 @@ class RegionPlanner(Planner):
             group.let_go(is_let_go)
         return running
 
-    def check_end(self, running: Running) -> None:
-        """Note where a forward pass has ended before all planned graphs have run.
+    def check_end(self, running: Running, outputs: Sequence[torch.Tensor]) -> None:
+        """Note where a forward pass has ended otherwise than planned.
+
+        It returned before all planned graphs have run, or other operators ran after the
+        last one.
 
         Raises
         ------
         BudgetError
             If the way is known, and does not fit the budget.
         """
-        count = len(running.codes)
-        if running.unplanned is not None or count == len(running.step.choices):
+        count = len(running.route.codes)
+        running.route.between.append(self.between.leading_to(outputs))
+        if running.unplanned is not None or _is_all(running.step, running.route):
             return
         for way in running.others:
             composed = self._taken_so_far(running, way)
-            if composed is None or len(way.choices) > count:
+            if composed is None or not _is_all(way, running.route):
                 continue
             found = self._turned(running.step.choices[:count], way, composed)
             if isinstance(found, PlannedStep):
@@ -821,8 +844,8 @@ class RegionPlanner(Planner):
         self._refuse_known(running, is_over=True)
         running.unplanned = count
 
-    def choice_for(self, code: RegionCode) -> RegionChoice:
-        """Return how the region that is called now runs.
+    def choice_for(self, code: RegionCode, between: Between) -> RegionChoice:
+        """Return how the region that is called now runs, after this in no graph.
 
         Raises
         ------
@@ -830,13 +853,19 @@ class RegionPlanner(Planner):
             If it is not in the plan, and does not fit what is left of the budget.
         """
         running = self.running
+        if self.gathering is not None:
+            self.gathering.between.append(between)
         if self.gathering is not None or running is None:
             return RegionChoice(code=code, number=FRUGAL)
-        position = len(running.codes)
-        choices = running.step.choices
-        running.codes.append(code)
+        step, position = running.step, len(running.route.codes)
+        running.route.codes.append(code)
+        running.route.between.append(between)
         if running.unplanned is None and (
-            (position < len(choices) and choices[position].code is code)
+            (
+                position < len(step.choices)
+                and step.choices[position].code is code
+                and agree(step.between[position], between)
+            )
             or self._goes_on(running, position)
         ):
             choice = running.step.choices[position]
@@ -944,10 +973,7 @@ class RegionPlanner(Planner):
         def turns(begun: PlannedStep) -> int:
             count = 0
             for other in ways:
-                pairs = zip(begun.codes, other.codes, strict=False)
-                alike = sum(
-                    1 for _ in takewhile(lambda pair: pair[0] is pair[1], pairs)
-                )
+                alike = _count_alike(begun.route, other.route)
                 taken = begun.choices[:alike]
                 found = self._turned(taken, other, other.composed)
                 count += isinstance(found, PlannedStep)
@@ -958,10 +984,15 @@ class RegionPlanner(Planner):
 
     def _refuse_known(self, running: Running, *, is_over: bool) -> None:
         """Raise an error if a step takes a way that does not fit the budget."""
-        count = len(running.codes)
-        for codes, needed_bytes in running.refused:
-            begun = codes if is_over else codes[:count]
-            if len(begun) == count and all(map(self._are_same, begun, running.codes)):
+        codes, between = running.route.codes, running.route.between
+        count = len(codes)
+        for route, needed_bytes in running.refused:
+            begun = route.codes if is_over else route.codes[:count]
+            if (
+                len(begun) == count
+                and all(map(self._are_same, begun, codes))
+                and all(map(agree, route.between, between))
+            ):
                 position = count if is_over else count - 1
                 raise _no_room(running.step, position, needed_bytes)
 
@@ -979,10 +1010,13 @@ class RegionPlanner(Planner):
         """
         is_own = way is running.step
         composed = running.composed if is_own else way.composed
-        if len(way.choices) < len(running.codes) or (way.kept and not is_own):
+        codes, between = running.route.codes, running.route.between
+        if len(way.choices) < len(codes) or (way.kept and not is_own):
             return None
-        first = len(running.codes) - 1 if is_own else 0
-        for place, code in enumerate(running.codes[first:], first):
+        if not all(map(agree, way.between[: len(codes)], between)):
+            return None
+        first = len(codes) - 1 if is_own else 0
+        for place, code in enumerate(codes[first:], first):
             resized = self._resized(composed, place, way.choices[place].code, code)
             if resized is None:
                 return None
@@ -1011,11 +1045,24 @@ class RegionPlanner(Planner):
         running.held_bytes += held_bytes
 
 
+def _is_all(step: PlannedStep, route: Route) -> bool:
+    """Whether a pass that is over, and went like a step so far, was the whole of it."""
+    is_over = len(step.choices) == len(route.codes)
+    return is_over and all(map(agree, step.between, route.between))
+
+
+def _count_alike(one: Route, other: Route) -> int:
+    """Return how many regions ways begin with in common."""
+    are_same = map(operator.is_, one.codes, other.codes)
+    pairs = zip(are_same, map(agree, one.between, other.between), strict=False)
+    return sum(1 for _ in takewhile(all, pairs))
+
+
 def _no_room(step: PlannedStep, position: int, needed_bytes: int) -> BudgetError:
     budget_bytes = step.plan.budget_bytes or 0
     msg = (
-        f"graph {position} of the step was not there when it was planned, or not of "
-        f"this size: the step needs at least {format_bytes(needed_bytes)} "
+        f"graph {position} of the step, or what runs before it, was not there when it "
+        f"was planned, or not of this size: the step needs at least {format_bytes(needed_bytes)} "
         f"({needed_bytes} bytes) with it, of {format_bytes(budget_bytes)} "
         f"({budget_bytes} bytes). Give a larger budget, or fit an example that takes "
         "this way"
