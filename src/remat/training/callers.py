@@ -11,6 +11,7 @@ from remat.torch_compat.attributes import (
     has_backward_hooks,
     must_not_be_traced,
     smallest_bucket_bytes,
+    viewed,
 )
 from remat.torch_compat.names import (
     DispatchModeKey,
@@ -49,15 +50,17 @@ def gradient_buckets_bytes() -> int:
     0 where no ``DistributedDataParallel`` is around it. Its buckets hold each gradient
     once more, during the whole step. Gradients that are views of them already count
     with the plan; those that are yet to be views do so from when they are computed.
+    What passes under ``no_sync()`` left are no views, though they are to become some.
     """
     wrapper = active_wrapper()
     if wrapper is None:
         return 0
+    has_views = wrapper.gradient_as_bucket_view
     return sum(
         p.nbytes
         for p in wrapper.module.parameters()
         if p.requires_grad
-        and not (wrapper.gradient_as_bucket_view and p.grad is not None)
+        and not (has_views and p.grad is not None and viewed(p.grad) is not None)
     )
 
 
