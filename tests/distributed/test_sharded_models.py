@@ -69,7 +69,10 @@ def run(rank: int) -> dict[str, dict[str, Any]]:
         optimizer = optimizer_of(model)
         plan = remat.fit(model, ids, optimizer=optimizer, **options)
         is_equal = are_equal(trained(model, ids, optimizer), expected)
-        bytes_of_one = sum(p.numel() * 4 for p in model.blocks[0].parameters())
+        bytes_of_one = sum(
+            p.numel() * (2 if "cast" in name else 4)
+            for p in model.blocks[0].parameters()
+        )
         found[name] = {
             "is_equal": is_equal,
             "budget": options["budget"],
@@ -182,8 +185,9 @@ def test_a_sharded_step_is_within_its_budget_and_bitwise(
         # Threads of the process group let go of a block of pieces when they come to it.
         assert min(found["measured"]) <= found["budget"]
         assert min(found["measured"]) <= found["predicted"]
-        excess_bytes = found["predicted"] - min(found["measured"])
-        assert excess_bytes <= 2 * found["gathered"] + 0.01 * found["predicted"]
+        # They are given two blocks, and the rest is as predicted.
+        room_bytes = found["predicted"] - min(found["measured"])
+        assert room_bytes <= 2 * found["gathered"] + 0.001 * found["predicted"]
         assert found["planned"] == 1
     assert len({result[policy]["digest"] for result in results}) == 1
 

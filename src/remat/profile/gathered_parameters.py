@@ -8,8 +8,9 @@ one is needed. In forward passes the same is measured; backward passes follow th
 of ``torch.distributed.fsdp._fully_shard``, in which nothing is decided by the plan.
 """
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -20,6 +21,9 @@ from remat.profile.collectives import exchange_ns
 from remat.profile.eager_parts import BackwardOrder
 from remat.torch_compat.attributes import leaf_of, made_number, storage_identity
 from remat.torch_compat.sharding import Gathered, GatheredGroup
+
+_LATE_COUNT = 2
+"""How many gathered parts gloo's threads are taken to hold for longer than the step."""
 
 
 def check_groups(groups: list[GatheredGroup]) -> None:
@@ -54,13 +58,43 @@ def leave_out(gathering: Gathering, groups: list[GatheredGroup]) -> frozenset[in
 def held_for(
     groups: list[GatheredGroup], tensors: Iterable[torch.Tensor]
 ) -> Generator[None]:
-    """Let those whole parameters be there inside that are among tensors."""
+    """Let those whole parameters be there inside that are among tensors, and no others.
+
+    What a step gathers for its backward pass counts by itself.
+    """
     needed = {storage_identity(tensor) for tensor in tensors}
     with ExitStack() as stack:
         for group in groups:
+            stack.enter_context(group.left_in_pieces())
             if any(storage_identity(p) in needed for p in group.parameters):
                 stack.enter_context(group.held())
         yield
+
+
+def let_go_late(
+    gathering: Gathering, groups: list[GatheredGroup], between: dict[int, EagerForward]
+) -> list[int]:
+    """Count the blocks that threads of process groups hold for longer than the step.
+
+    Which, and when, is decided by the system that runs the threads. They get a block
+    of their own, which is there during the whole step.
+
+    Returns
+    -------
+    list of int
+        That block, if there is one.
+    """
+    late = [group for group in groups if group.lets_go_late]
+    inner = [group for group in late if not group.is_outermost]
+    size_bytes = max((sum(group.sizes_bytes) for group in inner or late), default=0)
+    if not size_bytes:
+        return []
+    block = gathering.new_block(_LATE_COUNT * size_bytes)
+    before = between.get(0, EagerForward(made={}, workspace_bytes=0))
+    made = {**before.made, block: gathering.sizes_bytes[block]}
+    between[0] = replace(before, made=made)
+    gathering.held[block] = len(gathering.seen)
+    return [block]
 
 
 class ChosenToKeep:
@@ -164,6 +198,8 @@ class GatheredBackward:
         What stays of it.
     choice, kept
         The groups that may be kept whole, and those of them that are.
+    late
+        Blocks that are there to the end, see :func:`let_go_late`.
 
     Attributes
     ----------
@@ -179,8 +215,10 @@ class GatheredBackward:
         between: Mapping[int, EagerForward],
         choice: ChosenToKeep,
         kept: frozenset[GatheredGroup],
+        late: Sequence[int] = (),
     ) -> None:
         self.backward = backward
+        self.late = late
         self.gathering = gathering
         # A module that is called several times is expected as often.
         self.order = list(gathered.order)
@@ -232,7 +270,8 @@ class GatheredBackward:
         for group in [*outer, *inner]:
             if group not in done:
                 found += self.end(group)
-        found.append(EagerWork(name="the end of gathering", reads=self.waiting))
+        left = [*self.waiting, *self.late]
+        found.append(EagerWork(name="the end of gathering", reads=left))
         return found
 
     def _group_of(
@@ -254,9 +293,6 @@ class GatheredBackward:
                 reads=[self.fetched[group]],
                 made=sizes,
             )
-            # The threads of a process group on the CPU may let go of it later.
-            if group.device_type == "cpu":
-                self.whole[group].append(self.fetched[group])
             del self.fetched[group]
         position = max(i for i, known in enumerate(self.order) if known == group)
         if position:

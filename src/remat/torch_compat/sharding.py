@@ -211,6 +211,23 @@ class GatheredGroup:
         """Whether a backward pass that comes now hands gradients out in pieces."""
         return self._group.reduce_grads
 
+    @property
+    def lets_go_late(self) -> bool:
+        """Whether threads hold what was exchanged until they come to it, as gloo's."""
+        return torch.distributed.get_backend(self.process_group) == "gloo"
+
+    @contextmanager
+    def left_in_pieces(self) -> Generator[None]:
+        """Let backward passes inside gather nothing.
+
+        A hook does that at what the module returned, also where one node runs alone.
+        """
+        self._group.pre_backward = lambda *_: None
+        try:
+            yield
+        finally:
+            del self._group.pre_backward
+
     @contextmanager
     def held(self) -> Generator[None]:
         """Let the whole parameters be there inside."""

@@ -67,6 +67,7 @@ from remat.profile.gathered_parameters import (
     GatheredBackward,
     held_for,
     leave_out,
+    let_go_late,
 )
 from remat.profile.known import KnownCosts
 from remat.profile.optimizer_memory import LossMemory, assumed_loss_bytes
@@ -199,6 +200,7 @@ class _SeenStep:
     left: frozenset[int]
     gathered: frozenset[int]
     choice: ChosenToKeep
+    late: Sequence[int]
     # The step that was composed last, by the groups that stay whole in it.
     composed: dict[frozenset[GatheredGroup], tuple[JointProgram, ComposedStep]] = field(
         default_factory=dict[
@@ -540,6 +542,8 @@ class RegionPlanner(Planner):
         }
         left, kept = left_behind(gathering, tensors_in(self._outputs), backward)
         between = eager_forwards(gathering, recording)
+        choice = ChosenToKeep(gathering, self.gathered, between)
+        late = let_go_late(gathering, self.groups, between)
         # What autograd keeps as well is held no longer than that, if not returned.
         held = dict.fromkeys([*outputs, *gathering.stay, *kept], count)
         for block, last in gathering.held.items():
@@ -555,7 +559,8 @@ class RegionPlanner(Planner):
             held=held,
             left=left,
             gathered=gathered,
-            choice=ChosenToKeep(gathering, self.gathered, between),
+            choice=choice,
+            late=late,
         )
 
     def _parts(self, seen: _SeenStep, kept: frozenset[GatheredGroup]) -> Parts:
@@ -566,6 +571,7 @@ class RegionPlanner(Planner):
             seen.between,
             seen.choice,
             kept,
+            seen.late,
         )
         return Parts(
             regions=seen.regions,
