@@ -59,5 +59,9 @@ def test_bytes_of_each_process_are_those_of_closed_formulas(processes: int) -> N
     assert made["pieces of gradients of blocks.1"] == piece_bytes(block, processes)
     assert made["gradients of the model"] == gathered_bytes(outside, processes)
     assert made["pieces of gradients of the model"] == piece_bytes(outside, processes)
+    # A hook gathers there, for the whole backward pass.
+    nodes = [op.workspace_bytes[0] for op in plan.graph.ops if "Backward" in op.name]
+    assert nodes
+    assert max(nodes) < min(padded_bytes, gathered_bytes(outside, processes))
     left = [v for name, v in made.items() if name.startswith("pieces of gradients")]
     assert sum(left) == all_bytes
