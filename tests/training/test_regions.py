@@ -16,7 +16,12 @@ from torch import nn
 from torch._dynamo.variables.tensor import TensorVariable
 
 import remat
-from remat.core.errors import BudgetError, CaptureError, PlanMismatchError
+from remat.core.errors import (
+    BudgetError,
+    CaptureError,
+    PlanMismatchError,
+    PlanWarning,
+)
 from remat.training.fitted_model import fitted_on
 from remat.training.fitted_regions import FittedRegions, _kind_of
 
@@ -453,6 +458,61 @@ def test_ways_of_equal_graphs_are_told_apart_by_what_runs_in_no_graph(
     assert sum("another way" in r.getMessage() for r in caplog.records) == 1
 
 
+def test_a_way_that_planning_does_not_see_again_is_told() -> None:
+    class Counting(Tied):
+        count = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inner = torch.tanh(self.inside(x))
+            inner = self.between(inner)
+            return torch.tanh(inner).pow(2).mean()
+
+        @in_no_graph
+        def between(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            return x * 2 if self.count % 3 else many_exponentials(x)
+
+    model = Counting()
+    remat.fit(model, X, budget="100%", **BREAK)
+
+    def train() -> None:
+        for _ in range(8):
+            model(X).backward()
+            model.zero_grad()
+
+    with pytest.warns(PlanWarning, match="was not there any more") as told:
+        train()
+    assert len(told) == 1
+
+
+def test_casts_of_autocast_make_no_other_ways(caplog: pytest.LogCaptureFixture) -> None:
+    class Casting(Tied):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(128, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inner = in_no_graph(self.last.forward)(torch.tanh(self.inside(x)))
+            return torch.tanh(inner).float().pow(2).mean()
+
+    model, plain = pair(Casting)
+    remat.fit(model, X, budget="100%", **BREAK)
+    for each in (model, plain):
+        for _ in range(3):
+            each.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = each(X)
+            loss.backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+    assert "another way" not in caplog.text
+    fitted = fitted_on(model)
+    assert isinstance(fitted, FittedRegions)
+    assert fitted.planner.planned_count == 2
+
+
 def test_steps_that_are_traced_again_keep_the_budget() -> None:
     model, x = Deciding(), X[:128].clone()
     budget = smallest_budget(model, x, costs="estimated")
@@ -698,6 +758,7 @@ def test_what_cannot_be_measured_is_named() -> None:
         remat.fit(Broken(), X, budget="100%", **BREAK)
 
 
+@pytest.mark.filterwarnings("ignore:a way that a step of:UserWarning")
 def test_ways_that_are_drawn_are_taken_as_without_remat() -> None:
     model, plain = pair(Drawing)
     remat.fit(model, X, budget="200%", **BREAK)

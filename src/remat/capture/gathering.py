@@ -40,42 +40,46 @@ class RegionCode:
     sources: tuple[str, ...]
 
 
-Between = tuple[int | str, ...]
-"""What ran in no graph, as far as autograd shows it: how many nodes it made, and the
-names of those that lead to what comes next. Empty if it is not known."""
+Between = tuple[str, ...]
+"""What ran in no graph: the kinds of autograd's nodes that lead to what comes next."""
+
+_CAST = "ToCopyBackward0"
+"""The node of a cast. Autocast makes those of weights once in a context."""
 
 
 class NodesBetween:
-    """The nodes that autograd makes of what runs between graphs."""
+    """The nodes that autograd makes of what runs between the graphs of one pass."""
 
     def __init__(self) -> None:
-        self.restart()
+        self.begin(())
 
-    def restart(self) -> None:
-        """Begin again: a forward pass begins, or a graph ends."""
-        self._number = next_node_number()
+    def begin(self, given: Iterable[Any]) -> None:
+        """Begin with a forward pass that is given these values."""
+        self._first = next_node_number()
+        # No references, which would keep what nodes save.
+        self._known = {made_number(node) for node in _nodes_of(given)}
 
     def leading_to(self, values: Iterable[Any]) -> Between:
-        """Return what ran since then, of which these values are used now."""
-        count = next_node_number() - self._number
-        if not count:
-            return (0,)
-        tensors = (value for value in values if isinstance(value, torch.Tensor))
-        nodes: list[Any] = [tensor.grad_fn for tensor in tensors]
-        known: dict[Any, str] = {}
+        """Return what ran to make these values, and was not told of before."""
+        nodes, kinds = _nodes_of(values), set[str]()
         while nodes:
             node = nodes.pop()
-            if node is None or node in known or leaf_of(node) is not None:
+            number = made_number(node)
+            if number < self._first or number in self._known:
                 continue
-            if made_number(node) >= self._number:
-                known[node] = node.name()
-                nodes += [following for following, _ in node.next_functions]
-        return (count, *known.values())
+            if leaf_of(node) is not None:
+                continue
+            self._known.add(number)
+            if is_compiled_step(node):
+                continue
+            kinds.add(node.name())
+            nodes += [each for each, _ in node.next_functions if each is not None]
+        return tuple(sorted(kinds - {_CAST}))
 
 
-def agree(one: Between, other: Between) -> bool:
-    """Whether the same ran in no graph, or it is not known of one."""
-    return one == other or not one or not other
+def _nodes_of(values: Iterable[Any]) -> list[Any]:
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +96,6 @@ class Route:
 
     codes: list[RegionCode] = field(default_factory=list[RegionCode])
     between: list[Between] = field(default_factory=list[Between])
-
-    def is_like(self, other: "Route") -> bool:
-        """Whether another pass came to the same graphs over the same code."""
-        between = map(agree, self.between, other.between)
-        return self.codes == other.codes and all(between)
 
 
 @dataclass(kw_only=True)

@@ -168,7 +168,7 @@ class FittedRegions(FittedModel):
             finally:
                 planner.gathering, planner.batch = None, ()
             ways = self._steps_by_kind.setdefault(self._kind, [])
-            others = (way for way in ways if not way.route.is_like(step.route))
+            others = (way for way in ways if way.route != step.route)
             ways[:] = planner.with_best_beginning([*others, step])
         return self.latest_plan()
 
@@ -265,7 +265,6 @@ class FittedRegions(FittedModel):
             )
             try:
                 with gathering_alone(planner.groups) as planner.gathered, around:
-                    planner.between.restart()
                     outputs = self.run(args, kwargs)
             # The model's own code runs, which may raise anything.
             except BaseException as error:
@@ -323,13 +322,10 @@ class FittedRegions(FittedModel):
         """Run the same once more and return what was allocated between the regions.
 
         What regions return is known from before, and they run again only where not.
-        What autograd makes between them is noted of this pass, in which nothing is
-        traced.
         """
         recorder = AllocationRecorder(self.planner.device_type, mark_prefix=MARK)
         with recorder:
-            again, _, _ = self._gathered_once(args, kwargs, recorder.region(), before)
-        before.between = again.between
+            self._gathered_once(args, kwargs, recorder.region(), before)
         return recorder.recording
 
     def before_call(
@@ -337,7 +333,9 @@ class FittedRegions(FittedModel):
     ) -> None:
         """Plan a call of a new kind before it runs."""
         planner = self.planner
-        gradient_bytes = planner.gradient_bytes_now(tree_flatten((args, kwargs))[0])
+        values = tree_flatten((args, kwargs))[0]
+        planner.between.begin(values)
+        gradient_bytes = planner.gradient_bytes_now(values)
         call = _Call(args, kwargs, runs_hooks, gradient_bytes)
         call.kind = self._kind = self._kind_of_call(call)
         if planner.gathering is not None:
@@ -351,6 +349,7 @@ class FittedRegions(FittedModel):
                 self._plan_way(was)
             if call.kind not in known:
                 self.plan_step(args, kwargs, gradient_bytes)
+            planner.between.begin(values)
         self._call, self._kind = call, call.kind
         self.begin_call(gradient_bytes)
 
@@ -366,6 +365,15 @@ class FittedRegions(FittedModel):
                 "take it raise an error from now on",
                 self.name,
                 error,
+            )
+            return
+        if all(way.route != call.route for way in self._steps_by_kind[call.kind]):
+            self.tell(
+                f"a way that a step of {self.name} took was not there any more when it "
+                "was planned with the same batch: it depends on what differs from call "
+                "to call, such as a counter of the model or random numbers. Steps that "
+                "take it may need more than the budget; let it depend on what the model "
+                "is given, or fit an example that takes it"
             )
 
     def _kind_of_call(self, call: "_Call") -> Any:

@@ -137,24 +137,20 @@ class RegionBackend(PlannedBackend):
 
         # While a step runs, memory counts.
         is_trace_held = self.planner.running is not None
-        is_traced_now = True
 
         def run(*inputs: Any) -> Any:
-            nonlocal is_trace_held, is_traced_now
+            nonlocal is_trace_held
             planner = self.planner
-            # Tracing makes nodes as well.
-            between = () if is_traced_now else planner.between.leading_to(inputs)
-            is_traced_now = False
             if is_trace_held:
                 is_trace_held = False
                 # The tracer's own objects refer to each other and to what it was given.
                 # It collects young ones only, so that values of the step would stay.
                 gc.collect()
+            between = planner.between.leading_to(inputs)
             choice = planner.choice_for(code_now(), between)
             outputs = variant(choice, inputs)(*inputs)
             if planner.gathering is not None:
                 planner.gathering.note_node(outputs)
-            planner.between.restart()
             return outputs
 
         variant(RegionChoice(code=code_now(), number=FRUGAL), example_inputs)

@@ -22,7 +22,6 @@ from remat.capture.gathering import (
     RegionCode,
     Route,
     SeenRegion,
-    agree,
 )
 from remat.capture.joint_program import HELD_OUTPUT, JointProgram
 from remat.capture.outputs import FakeOutputs, fakes_like
@@ -132,7 +131,7 @@ class PlannedStep:
 
     plan: Plan
     choices: tuple[RegionChoice, ...]
-    between: tuple[Between, ...]
+    between: list[Between]
     composed: ComposedStep
     schedule: Schedule
     held_bytes: tuple[int, ...]
@@ -145,13 +144,13 @@ class PlannedStep:
     def route(self) -> Route:
         """Which graphs run, and what runs between them."""
         codes = [choice.code for choice in self.choices]
-        return Route(codes=codes, between=list(self.between))
+        return Route(codes=codes, between=self.between)
 
     def without_plan(self, gradient_bytes: int) -> "PlannedStep":
         """Return a step of which no region is planned, onto so many gradients."""
         before = self.held_bytes[0] + gradient_bytes
         return replace(
-            self, choices=(), between=(), held_bytes=(before,), backward_bytes=(0,)
+            self, choices=(), between=[], held_bytes=(before,), backward_bytes=(0,)
         )
 
 
@@ -239,7 +238,7 @@ class RegionPlanner(Planner):
         )
         self.gathering: Gathering | None = None
         self.running: Running | None = None
-        # Since a forward pass began, or a region ended.
+        # Of the forward pass that runs now.
         self.between = NodesBetween()
         # Of each graph its analysis, and the orders in which it runs by their numbers.
         self.programs: weakref.WeakKeyDictionary[RegionCode, JointProgram] = (
@@ -763,7 +762,7 @@ class RegionPlanner(Planner):
         return PlannedStep(
             plan=plan,
             choices=tuple(choices),
-            between=tuple(gathering.between),
+            between=gathering.between,
             composed=composed,
             schedule=plan.schedule,
             held_bytes=composed.held_bytes(plan.schedule, plan.trace),
@@ -806,7 +805,6 @@ class RegionPlanner(Planner):
         refused
             Ways that do not fit the budget, and what these need.
         """
-        self.between.restart()
         self.running = Running(step, others, refused)
         self.running_plan = step.plan
         for group, is_kept in step.kept.items():
@@ -870,7 +868,7 @@ class RegionPlanner(Planner):
             (
                 position < len(step.choices)
                 and step.choices[position].code is code
-                and agree(step.between[position], between)
+                and step.between[position] == between
             )
             or self._goes_on(running, position)
         ):
@@ -997,7 +995,7 @@ class RegionPlanner(Planner):
             if (
                 len(begun) == count
                 and all(map(self._are_same, begun, codes))
-                and all(map(agree, route.between, between))
+                and route.between[: len(between)] == between
             ):
                 position = count if is_over else count - 1
                 raise _no_room(running.step, position, needed_bytes)
@@ -1019,7 +1017,7 @@ class RegionPlanner(Planner):
         codes, between = running.route.codes, running.route.between
         if len(way.choices) < len(codes) or (way.kept and not is_own):
             return None
-        if not all(map(agree, way.between[: len(codes)], between)):
+        if way.between[: len(codes)] != between[: len(codes)]:
             return None
         first = len(codes) - 1 if is_own else 0
         for place, code in enumerate(codes[first:], first):
@@ -1054,14 +1052,13 @@ class RegionPlanner(Planner):
 def _is_all(step: PlannedStep, route: Route) -> bool:
     """Whether a pass that is over, and went like a step so far, was the whole of it."""
     is_over = len(step.choices) == len(route.codes)
-    return is_over and all(map(agree, step.between, route.between))
+    return is_over and step.between == route.between
 
 
 def _count_alike(one: Route, other: Route) -> int:
     """Return how many regions ways begin with in common."""
-    are_same = map(operator.is_, one.codes, other.codes)
-    pairs = zip(are_same, map(agree, one.between, other.between), strict=False)
-    return sum(1 for _ in takewhile(all, pairs))
+    stops = [zip(route.codes, route.between, strict=False) for route in (one, other)]
+    return sum(1 for _ in takewhile(bool, map(operator.eq, *stops)))
 
 
 def _no_room(step: PlannedStep, position: int, needed_bytes: int) -> BudgetError:
