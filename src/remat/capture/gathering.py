@@ -78,8 +78,11 @@ class NodesBetween:
 
 
 def _nodes_of(values: Iterable[Any]) -> list[Any]:
-    tensors = (value for value in values if isinstance(value, torch.Tensor))
-    return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    return [
+        node
+        for value in values
+        if isinstance(value, torch.Tensor) and (node := value.grad_fn) is not None
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
