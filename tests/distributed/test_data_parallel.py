@@ -78,31 +78,34 @@ def accumulated(
 def after_accumulating(rank: int, kind: str) -> dict[str, Any]:
     """Return what one process finds at the smallest budget of two passes."""
     ids, options = batch_of(rank), OPTIONS[kind]
-    budget, found = 1, {}
-    while not found:
+    budget = 1
+    while True:
         model = language()
         optimizer = optimizer_of(model)
         wrapped = parallel(model, kind)
-
-        def step() -> None:
-            accumulated(wrapped, ids, optimizer)  # noqa: B023
-
         try:
             remat.fit(model, ids, budget=budget, optimizer=optimizer, **options)
-            step()
+            accumulated(wrapped, ids, optimizer)
+            break
         except remat.BudgetError as error:
             # The largest that a process has.
             budget = -smallest(-error.required_bytes)
-            continue
-        resident = [wrapped, optimizer, ids]
-        measured = remat.measure(step, warmup=1, repeats=0, resident=resident)
-        found = {"budget": budget, "measured": measured.peak_bytes}
+
+    def step() -> None:
+        accumulated(wrapped, ids, optimizer)
+
+    resident = [wrapped, optimizer, ids]
+    measured = remat.measure(step, warmup=1, repeats=0, resident=resident)
     plain = parallel(language(), kind)
-    optimizer = optimizer_of(plain)
+    optimizer_of_plain = optimizer_of(plain)
     for _ in range(3):
-        accumulated(plain, ids, optimizer)
+        accumulated(plain, ids, optimizer_of_plain)
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return found | {"is_equal": all(torch.equal(*pair) for pair in pairs)}
+    return {
+        "budget": budget,
+        "measured": measured.peak_bytes,
+        "is_equal": all(torch.equal(*pair) for pair in pairs),
+    }
 
 
 def run(rank: int) -> dict[str, dict[str, Any]]:

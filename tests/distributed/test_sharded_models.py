@@ -93,6 +93,9 @@ def run(rank: int) -> dict[str, dict[str, Any]]:
     with pytest.raises(CaptureError) as caught:
         remat.fit(sharded(language()), ids, budget="70%", regions="whole")
     found["whole"] = {"message": str(caught.value)}
+    with pytest.raises(CaptureError) as caught:
+        remat.fit(sharded(language()), ids, budget="70%", in_flight=2)
+    found["in flight"] = {"message": str(caught.value)}
     return found
 
 
@@ -221,3 +224,5 @@ def test_one_graph_of_a_sharded_model_is_refused_with_the_cure(
     results: list[dict[str, dict[str, Any]]],
 ) -> None:
     assert all("regions='blocks'" in result["whole"]["message"] for result in results)
+    for result in results:
+        assert "Leave it out, and call backward" in result["in flight"]["message"]

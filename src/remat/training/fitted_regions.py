@@ -52,6 +52,8 @@ def fitted_for(
     """Return what runs a model as one graph, or as several, as was asked for."""
     kind = FittedModel if request.regions == "whole" else FittedRegions
     parts = sharded_parts(model)
+    if parts:
+        _check_for_blocks(request)
     if request.regions == "auto" and request.may_be_split and parts:
         kind, request = FittedRegions, replace(request, regions=parts)
     if request.regions == "auto":
@@ -59,6 +61,29 @@ def fitted_for(
         is_split = is_split and not any(map(is_in_pieces, model.parameters()))
         kind = FittedDeepModel if is_split else FittedModel
     return kind(model, request, is_only_planned=is_only_planned)
+
+
+def _check_for_blocks(request: PlanRequest) -> None:
+    """Refuse, for a sharded model, what is planned for one graph only.
+
+    Raises
+    ------
+    CaptureError
+        Naming what to leave out.
+    """
+    asked = {
+        f"in_flight={request.passes_in_flight}": request.passes_in_flight > 1,
+        f"kernels={request.kernels!r}": request.kernels != "eager",
+        "more than one device": request.has_several_devices,
+    }
+    for name in (name for name, is_asked in asked.items() if is_asked):
+        msg = (
+            "the model is divided by torch.distributed.fsdp.fully_shard, and is planned "
+            f"block by block; {name} plans a model of one graph. Leave it out"
+        )
+        if "in_flight" in name:
+            msg += ", and call backward after each forward pass"
+        raise CaptureError(msg)
 
 
 @dataclass
