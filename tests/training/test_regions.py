@@ -5,6 +5,7 @@ import logging
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -483,6 +484,26 @@ def test_a_way_that_planning_does_not_see_again_is_told() -> None:
     with pytest.warns(PlanWarning, match="was not there any more") as told:
         train()
     assert len(told) == 1
+
+
+def test_a_way_that_was_cut_short_by_an_error_is_planned_and_runs() -> None:
+    class Wider(Branching):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inner = torch.tanh(self.first(x))
+            if x.sum() > 0:
+                inner = nn.functional.gelu(torch.cat([inner, inner]).sin().exp())
+            torch._dynamo.graph_break()
+            return torch.tanh(self.one(inner)).pow(2).mean()
+
+    x = X - X.mean() + 0.1
+    model = Wider()
+    budget = smallest_budget(model, x, costs="estimated")
+    remat.fit(model, -x, budget=budget, **BREAK)
+    for batch in (-x, x, -x):
+        with suppress(BudgetError):
+            model(batch).backward()
+        model.zero_grad()
+    assert peak_of_step(model, x) <= budget
 
 
 def test_casts_of_autocast_make_no_other_ways(caplog: pytest.LogCaptureFixture) -> None:

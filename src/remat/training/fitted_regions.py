@@ -392,7 +392,8 @@ class FittedRegions(FittedModel):
                 error,
             )
             return
-        if all(way.route != call.route for way in self._steps_by_kind[call.kind]):
+        ways = self._steps_by_kind[call.kind]
+        if not any(way.route.may_be_that_of(call.route) for way in ways):
             self.tell(
                 f"a way that a step of {self.name} took was not there any more when it "
                 "was planned with the same batch: it depends on what differs from call "
