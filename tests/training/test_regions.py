@@ -15,6 +15,8 @@ import torch
 from tests.training.test_fitting import mean_square
 from torch import nn
 from torch._dynamo.variables.tensor import TensorVariable
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 
 import remat
 from remat.core.errors import (
@@ -504,6 +506,30 @@ def test_a_way_that_was_cut_short_by_an_error_is_planned_and_runs() -> None:
             model(batch).backward()
         model.zero_grad()
     assert peak_of_step(model, x) <= budget
+
+
+def test_planning_leaves_nothing_to_cached_parametrizations() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = weight_norm(nn.Linear(WIDTH, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.tanh(self.layer(x))
+            torch._dynamo.graph_break()
+            return torch.tanh(self.layer(x)).pow(2).mean()
+
+    model, plain = pair(Normed)
+    remat.fit(model, X, budget="150%", **BREAK)
+    for _ in range(4):
+        for each in (model, plain):
+            each.zero_grad()
+            with parametrize.cached():
+                each(X).backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            assert torch.equal(one.grad, other.grad)
 
 
 def test_casts_of_autocast_make_no_other_ways(caplog: pytest.LogCaptureFixture) -> None:

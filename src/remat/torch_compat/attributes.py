@@ -17,6 +17,7 @@ from torch._dynamo import eval_frame, symbolic_convert
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as modules
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 
 from remat.torch_compat import names
 from remat.torch_compat.sharding import local_part
@@ -149,6 +150,17 @@ def smallest_bucket_bytes(wrapper: DistributedDataParallel) -> int:
     It is smaller than the others, so that exchanging begins early.
     """
     return min(wrapper.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
+
+
+@contextmanager
+def parametrizations_put_back() -> Generator[None]:
+    """Let ``parametrize.cached`` keep none of what is computed inside."""
+    before = dict(parametrize._cache)
+    try:
+        yield
+    finally:
+        parametrize._cache.clear()
+        parametrize._cache.update(before)
 
 
 @contextmanager

@@ -393,6 +393,9 @@ ATTRIBUTES: dict[str, Private] = {
         "torch:UntypedStorage._new_with_weak_ptr", "graphs that run again as a whole"
     ),
     "_base": Private("torch:Tensor()._base", "outputs that are views"),
+    "_cache": Private(
+        "torch.nn.utils.parametrize:_cache", "planning inside of parametrize.cached"
+    ),
     "_view_func_unsafe": Private(
         "torch:Tensor()._view_func_unsafe", "outputs that are views"
     ),

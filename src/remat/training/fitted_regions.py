@@ -21,7 +21,12 @@ from remat.planning.plan import Plan
 from remat.profile.allocations import AllocationRecorder, Recording
 from remat.profile.gathered_parameters import check_groups
 from remat.torch_compat.accelerators import forked_random_state, is_accelerator
-from remat.torch_compat.attributes import MODULE_STATE, own_buffers, trace_again
+from remat.torch_compat.attributes import (
+    MODULE_STATE,
+    own_buffers,
+    parametrizations_put_back,
+    trace_again,
+)
 from remat.torch_compat.names import profiler_enabled, tree_flatten
 from remat.torch_compat.patches import alone
 from remat.torch_compat.sharding import (
@@ -652,7 +657,7 @@ def kept(model: nn.Module) -> Generator[Kept]:
 
     Buffers, and tensors that are attributes, are copies meanwhile. Random generators,
     those of Python and NumPy too, the attributes of the modules, what is in lists and
-    mappings among them, and hooks are put back.
+    mappings among them, hooks, and what ``parametrize.cached`` has are put back.
     """
     found = Kept()
     modules = list(model.modules())
@@ -683,7 +688,7 @@ def kept(model: nn.Module) -> Generator[Kept]:
     devices = {p.device for p in model.parameters() if is_accelerator(p.device)}
     host = host_random_state()
     try:
-        with forked_random_state(devices):
+        with forked_random_state(devices), parametrizations_put_back():
             yield found
     finally:
         set_host_random_state(host)
