@@ -508,6 +508,25 @@ def test_a_way_that_was_cut_short_by_an_error_is_planned_and_runs() -> None:
     assert peak_of_step(model, x) <= budget
 
 
+def test_a_way_with_another_number_each_time_is_not_said_to_be_gone() -> None:
+    class Numbered(Tied):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inner = torch.tanh(self.inside(x))
+            if x.sum() > 0:
+                inner = torch.tanh(inner @ self.outside.weight) @ self.inside.weight.T
+            number = int(inner.mean().item() * 1e6)
+            return (inner + number * 1e-9).pow(2).mean()
+
+    x = X - X.mean() + 0.1
+    model = Numbered()
+    remat.fit(model, -x, budget="300%", **BREAK)
+    # Warnings are errors.
+    trained(model, [-x, x, x, -x, x])
+    fitted = fitted_on(model)
+    assert isinstance(fitted, FittedRegions)
+    assert fitted.planner.planned_count == 2
+
+
 def test_planning_leaves_nothing_to_cached_parametrizations() -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:

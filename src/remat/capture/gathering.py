@@ -100,15 +100,6 @@ class Route:
     codes: list[RegionCode] = field(default_factory=list[RegionCode])
     between: list[Between] = field(default_factory=list[Between])
 
-    def may_be_that_of(self, begun: "Route") -> bool:
-        """Whether a pass that came so far, or is over, went this way."""
-        count, is_over = len(begun.codes), len(begun.between) > len(begun.codes)
-        return (
-            self.codes[:count] == begun.codes
-            and self.between[: len(begun.between)] == begun.between
-            and (not is_over or len(self.codes) == count)
-        )
-
 
 @dataclass(kw_only=True)
 class SeenRegion:

@@ -398,7 +398,7 @@ class FittedRegions(FittedModel):
             )
             return
         ways = self._steps_by_kind[call.kind]
-        if not any(way.route.may_be_that_of(call.route) for way in ways):
+        if not self.planner.is_known(call.route, ways):
             self.tell(
                 f"a way that a step of {self.name} took was not there any more when it "
                 "was planned with the same batch: it depends on what differs from call "

@@ -1014,13 +1014,28 @@ class RegionPlanner(Planner):
         """
         is_own = way is running.step
         composed = running.composed if is_own else way.composed
-        codes, between = running.route.codes, running.route.between
-        if len(way.choices) < len(codes) or (way.kept and not is_own):
+        if way.kept and not is_own:
             return None
-        if way.between[: len(codes)] != between[: len(codes)]:
+        first = len(running.route.codes) - 1 if is_own else 0
+        return self._sized_like(running.route, way, composed, first)
+
+    def is_known(self, route: Route, ways: Sequence[PlannedStep]) -> bool:
+        """Whether a pass that came so far, or is over, may have gone a planned way."""
+        is_over = len(route.between) > len(route.codes)
+        return any(
+            self._sized_like(route, way, way.composed, 0) is not None
+            and (not is_over or _is_all(way, route))
+            for way in ways
+        )
+
+    def _sized_like(
+        self, route: Route, way: PlannedStep, composed: ComposedStep, first: int
+    ) -> ComposedStep | None:
+        """Return a way's step with the sizes of a route from one of its graphs on."""
+        count = len(route.codes)
+        if len(way.choices) < count or way.between[:count] != route.between[:count]:
             return None
-        first = len(codes) - 1 if is_own else 0
-        for place, code in enumerate(codes[first:], first):
+        for place, code in enumerate(route.codes[first:], first):
             resized = self._resized(composed, place, way.choices[place].code, code)
             if resized is None:
                 return None
