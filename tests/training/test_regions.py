@@ -272,6 +272,16 @@ def trained(model: nn.Module, batches: list[torch.Tensor]) -> list[torch.Tensor]
     return [*losses, *(p.detach() for p in model.parameters())]
 
 
+def train_alike(
+    model: nn.Module, plain: nn.Module, batches: list[torch.Tensor]
+) -> None:
+    """Train both, and check that all losses and parameters are equal."""
+    for one, other in zip(
+        trained(model, batches), trained(plain, batches), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
 def pair(kind: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     model = kind()
@@ -285,10 +295,7 @@ def test_training_is_that_without_remat_also_in_new_shapes(
     model, plain = pair(Layers)
     remat.fit(model, X, budget="80%", **BREAK)
     batches = [X, X + 1, X[:100], X, X[:100]]
-    for one, other in zip(
-        trained(model, batches), trained(plain, batches), strict=True
-    ):
-        assert torch.equal(one, other)
+    train_alike(model, plain, batches)
     planned = [r for r in caplog.records if "planned a new kind" in r.getMessage()]
     assert len(planned) == 1
     assert "[100, 32]" in planned[0].getMessage()
@@ -301,10 +308,7 @@ def test_a_graph_that_was_not_planned_keeps_nothing_and_is_said_once(
     x = X - X.mean() + 0.1
     plan = remat.fit(model, x, budget="110%", **BREAK)
     batches = [x, -x, x, -x]
-    for one, other in zip(
-        trained(model, batches), trained(plain, batches), strict=True
-    ):
-        assert torch.equal(one, other)
+    train_alike(model, plain, batches)
     said = [r.getMessage() for r in caplog.records if "another way" in r.getMessage()]
     assert len(said) == 1
     assert "at graph 1" in said[0]
@@ -354,10 +358,7 @@ def test_ways_that_were_planned_keep_the_budget_in_turn(
     remat.fit(model, x, budget=budget, **BREAK)
     # The second way is planned before the next call, whichever way that takes.
     batches = [x, -x, x, -x, x, -x]
-    for one, other in zip(
-        trained(model, batches), trained(plain, batches), strict=True
-    ):
-        assert torch.equal(one, other)
+    train_alike(model, plain, batches)
     fitted = fitted_on(model)
     assert isinstance(fitted, FittedRegions)
     assert fitted.planner.planned_count == 2
@@ -449,10 +450,7 @@ def test_ways_of_equal_graphs_are_told_apart_by_what_runs_in_no_graph(
     assert budget > smallest_budget(model, -x, costs="estimated")
     remat.fit(model, -x, budget=budget, **BREAK)
     batches = [-x, x, -x, x, -x]
-    for one, other in zip(
-        trained(model, batches), trained(plain, batches), strict=True
-    ):
-        assert torch.equal(one, other)
+    train_alike(model, plain, batches)
     fitted = fitted_on(model)
     assert isinstance(fitted, FittedRegions)
     assert fitted.planner.planned_count == 2
