@@ -23,7 +23,7 @@ from remat.torch_compat.attributes import leaf_of, made_number, storage_identity
 from remat.torch_compat.sharding import Gathered, GatheredGroup
 
 _LATE_COUNT = 2
-"""How many gathered parts gloo's threads are taken to hold for longer than the step."""
+"""How many gathered parts gloo's threads are taken to hold after their use."""
 
 
 def check_groups(groups: list[GatheredGroup]) -> None:
@@ -71,13 +71,13 @@ def held_for(
         yield
 
 
-def let_go_late(
+def add_late_blocks(
     gathering: Gathering, groups: list[GatheredGroup], between: dict[int, EagerForward]
 ) -> list[int]:
-    """Count the blocks that threads of process groups hold for longer than the step.
+    """Add what threads of process groups hold after its use.
 
-    Which, and when, is decided by the system that runs the threads. They get a block
-    of their own, which is there during the whole step.
+    Which blocks, and when, is decided by the system that runs the threads. They get one
+    of their own among what runs before the first region, there during the whole step.
 
     Returns
     -------
@@ -90,7 +90,7 @@ def let_go_late(
     if not size_bytes:
         return []
     block = gathering.new_block(_LATE_COUNT * size_bytes)
-    before = between.get(0, EagerForward(made={}, workspace_bytes=0))
+    before = between.get(0, EagerForward())
     made = {**before.made, block: gathering.sizes_bytes[block]}
     between[0] = replace(before, made=made)
     gathering.held[block] = len(gathering.seen)
@@ -199,7 +199,7 @@ class GatheredBackward:
     choice, kept
         The groups that may be kept whole, and those of them that are.
     late
-        Blocks that are there to the end, see :func:`let_go_late`.
+        Blocks that are there to the end, see :func:`add_late_blocks`.
 
     Attributes
     ----------
@@ -215,7 +215,7 @@ class GatheredBackward:
         between: Mapping[int, EagerForward],
         choice: ChosenToKeep,
         kept: frozenset[GatheredGroup],
-        late: Sequence[int] = (),
+        late: Sequence[int],
     ) -> None:
         self.backward = backward
         self.late = late

@@ -81,7 +81,9 @@ def _check_for_blocks(request: PlanRequest) -> None:
         f"kernels={request.kernels!r}": request.kernels != "eager",
         "more than one device": request.has_several_devices,
     }
-    for name in (name for name, is_asked in asked.items() if is_asked):
+    for name, is_asked in asked.items():
+        if not is_asked:
+            continue
         msg = (
             "the model is divided by torch.distributed.fsdp.fully_shard, and is planned "
             f"block by block; {name} plans a model of one graph. Leave it out"

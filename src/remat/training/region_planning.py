@@ -64,9 +64,9 @@ from remat.profile.eager_parts import (
 from remat.profile.gathered_parameters import (
     ChosenToKeep,
     GatheredBackward,
+    add_late_blocks,
     held_for,
     leave_out,
-    let_go_late,
 )
 from remat.profile.known import KnownCosts
 from remat.profile.optimizer_memory import LossMemory, assumed_loss_bytes
@@ -542,7 +542,7 @@ class RegionPlanner(Planner):
         left, kept = left_behind(gathering, tensors_in(self._outputs), backward)
         between = eager_forwards(gathering, recording)
         choice = ChosenToKeep(gathering, self.gathered, between)
-        late = let_go_late(gathering, self.groups, between)
+        late = add_late_blocks(gathering, self.groups, between)
         # What autograd keeps as well is held no longer than that, if not returned.
         held = dict.fromkeys([*outputs, *gathering.stay, *kept], count)
         for block, last in gathering.held.items():
@@ -1080,10 +1080,10 @@ def _no_room(step: PlannedStep, position: int, needed_bytes: int) -> BudgetError
     budget_bytes = step.plan.budget_bytes or 0
     msg = (
         f"graph {position} of the step, or what runs before it, was not there when it "
-        f"was planned, or not of this size: the step needs at least {format_bytes(needed_bytes)} "
-        f"({needed_bytes} bytes) with it, of {format_bytes(budget_bytes)} "
-        f"({budget_bytes} bytes). Give a larger budget, or fit an example that takes "
-        "this way"
+        "was planned, or not of this size: the step needs at least "
+        f"{format_bytes(needed_bytes)} ({needed_bytes} bytes) with it, of "
+        f"{format_bytes(budget_bytes)} ({budget_bytes} bytes). Give a larger budget, or "
+        "fit an example that takes this way"
     )
     return BudgetError(msg, budget_bytes=budget_bytes, required_bytes=needed_bytes)
 
