@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from remat.capture.gathering import Gathering
 from remat.profile.eager_parts import _dependent_nodes, _made_where
-from remat.torch_compat.attributes import made_number
+from remat.torch_compat.attributes import LEAF_NUMBER, leaf_of, made_number
 from remat.torch_compat.names import next_node_number
 
 
@@ -95,3 +95,7 @@ def test_nodes_behind_regions_without_gradients_are_told_apart():
     ]
     first, before, second, after = numbers
     assert first <= made_number(before) < second <= made_number(after)
+    leaf = torch.ones(1, requires_grad=True)
+    (found, _), _ = (leaf * 2).grad_fn.next_functions
+    assert leaf_of(found) is leaf
+    assert made_number(found) == LEAF_NUMBER

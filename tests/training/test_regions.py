@@ -5,7 +5,6 @@ import logging
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from remat.core.errors import (
     BudgetError,
     CaptureError,
     PlanMismatchError,
-    PlanWarning,
 )
 from remat.training.fitted_model import fitted_on
 from remat.training.fitted_regions import FittedRegions, _kind_of
@@ -347,182 +345,6 @@ def peak_of_step(model: nn.Module, x: torch.Tensor) -> int:
     )
     model.zero_grad()
     return measured.peak_bytes
-
-
-def test_ways_that_were_planned_keep_the_budget_in_turn(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    x = X - X.mean() + 0.1
-    model, plain = pair(Recurrent)
-    budget = smallest_budget(model, -x, costs="estimated")
-    remat.fit(model, x, budget=budget, **BREAK)
-    # The second way is planned before the next call, whichever way that takes.
-    batches = [x, -x, x, -x, x, -x]
-    train_alike(model, plain, batches)
-    fitted = fitted_on(model)
-    assert isinstance(fitted, FittedRegions)
-    assert fitted.planner.planned_count == 2
-    for batch in (x, -x, x, -x):
-        assert peak_of_step(model, batch) <= budget
-    assert fitted.planner.planned_count == 2
-    assert sum("another way" in r.getMessage() for r in caplog.records) == 1
-
-
-def test_a_way_that_no_plan_fits_is_refused_when_it_is_taken_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Longer(Recurrent):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            inner = torch.tanh(self.first(x)).view(8, -1, WIDTH)
-            if bool(x.sum() > 0):
-                return torch.tanh(self.last(inner)).pow(2).mean()
-            inner = self.memory(self.memory(inner)[0])[0]
-            return torch.tanh(self.first(inner)).pow(2).mean()
-
-    x = X - X.mean() + 0.1
-    model = Longer()
-    remat.fit(model, x, budget="120%", **BREAK)
-    model(x).backward()
-    model.zero_grad()
-    model(-x).backward()
-    model.zero_grad()
-    for _ in range(2):
-        model(x).backward()
-        model.zero_grad()
-        with pytest.raises(BudgetError, match="was not there when it was planned"):
-            model(-x)
-    said = [r for r in caplog.records if "no plan is known for the way" in r.message]
-    assert len(said) == 1
-
-
-def test_a_way_that_ends_before_its_plan_is_planned(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Shorter(Recurrent):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            inner = torch.tanh(self.first(x)).view(8, -1, WIDTH)
-            if bool(x.sum() > 0):
-                return torch.tanh(self.last(inner)).pow(2).mean()
-            return in_no_graph(self.memory)(inner)[0].pow(2).mean()
-
-    x = X - X.mean() + 0.1
-    model = Shorter()
-    remat.fit(model, x, budget="400%", **BREAK)
-    for each in (x, -x, x, -x):
-        model(each).backward()
-        model.zero_grad()
-    fitted = fitted_on(model)
-    assert isinstance(fitted, FittedRegions)
-    assert fitted.planner.planned_count == 2
-    said = [r.message for r in caplog.records if "another way at graph 1" in r.message]
-    assert len(said) == 1
-
-
-def many_exponentials(x: torch.Tensor) -> torch.Tensor:
-    return torch.stack([x] * 8).sin().exp().sum(0)
-
-
-def in_order(x: torch.Tensor) -> torch.Tensor:
-    return x.sort(dim=0).values
-
-
-@pytest.mark.parametrize("is_last", [False, True], ids=["between", "last"])
-@pytest.mark.parametrize("larger", [in_order, many_exponentials])
-def test_ways_of_equal_graphs_are_told_apart_by_what_runs_in_no_graph(
-    larger: Callable[[torch.Tensor], torch.Tensor],
-    is_last: bool,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    @in_no_graph
-    def between(x: torch.Tensor, is_large: bool) -> torch.Tensor:
-        x = larger(x) if is_large else x * 2
-        return x.pow(2).mean() if is_last else x
-
-    class Alike(Tied):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            inner = torch.tanh(self.inside(x))
-            found = between(inner, bool(x.sum() > 0))
-            return found if is_last else torch.tanh(found).pow(2).mean()
-
-    x = X - X.mean() + 0.1
-    model, plain = pair(Alike)
-    budget = smallest_budget(model, x, costs="estimated")
-    assert budget > smallest_budget(model, -x, costs="estimated")
-    remat.fit(model, -x, budget=budget, **BREAK)
-    batches = [-x, x, -x, x, -x]
-    train_alike(model, plain, batches)
-    fitted = fitted_on(model)
-    assert isinstance(fitted, FittedRegions)
-    assert fitted.planner.planned_count == 2
-    for batch in (x, -x):
-        assert peak_of_step(model, batch) <= budget
-    assert sum("another way" in r.getMessage() for r in caplog.records) == 1
-
-
-def test_a_way_that_planning_does_not_see_again_is_told() -> None:
-    class Counting(Tied):
-        count = 0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            inner = torch.tanh(self.inside(x))
-            inner = self.between(inner)
-            return torch.tanh(inner).pow(2).mean()
-
-        @in_no_graph
-        def between(self, x: torch.Tensor) -> torch.Tensor:
-            self.count += 1
-            return x * 2 if self.count % 3 else many_exponentials(x)
-
-    model = Counting()
-    remat.fit(model, X, budget="100%", **BREAK)
-
-    def train() -> None:
-        for _ in range(8):
-            model(X).backward()
-            model.zero_grad()
-
-    with pytest.warns(PlanWarning, match="was not there any more") as told:
-        train()
-    assert len(told) == 1
-
-
-def test_a_way_that_was_cut_short_by_an_error_is_planned_and_runs() -> None:
-    class Wider(Branching):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            inner = torch.tanh(self.first(x))
-            if x.sum() > 0:
-                inner = nn.functional.gelu(torch.cat([inner, inner]).sin().exp())
-            torch._dynamo.graph_break()
-            return torch.tanh(self.one(inner)).pow(2).mean()
-
-    x = X - X.mean() + 0.1
-    model = Wider()
-    budget = smallest_budget(model, x, costs="estimated")
-    remat.fit(model, -x, budget=budget, **BREAK)
-    for batch in (-x, x, -x):
-        with suppress(BudgetError):
-            model(batch).backward()
-        model.zero_grad()
-    assert peak_of_step(model, x) <= budget
-
-
-def test_a_way_with_another_number_each_time_is_not_said_to_be_gone() -> None:
-    class Numbered(Tied):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            inner = torch.tanh(self.inside(x))
-            if x.sum() > 0:
-                inner = torch.tanh(inner @ self.outside.weight) @ self.inside.weight.T
-            number = int(inner.mean().item() * 1e6)
-            return (inner + number * 1e-9).pow(2).mean()
-
-    x = X - X.mean() + 0.1
-    model = Numbered()
-    remat.fit(model, -x, budget="300%", **BREAK)
-    # Warnings are errors.
-    trained(model, [-x, x, x, -x, x])
-    fitted = fitted_on(model)
-    assert isinstance(fitted, FittedRegions)
-    assert fitted.planner.planned_count == 2
 
 
 def test_planning_leaves_nothing_to_cached_parametrizations() -> None:

@@ -6,7 +6,8 @@ regions for a backward pass. It shows which graphs there are, which tensors go f
 to another, and for how long the code in between holds them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -19,8 +20,9 @@ from torch.profiler import record_function
 from remat.capture.joint_program import JointProgram
 from remat.torch_compat.accelerators import note_random_state
 from remat.torch_compat.attributes import (
+    LEAF_NUMBER,
     is_compiled_step,
-    leaf_of,
+    made_count,
     made_number,
     storage_identity,
     version_of,
@@ -40,8 +42,45 @@ class RegionCode:
     sources: tuple[str, ...]
 
 
-Between = tuple[str, ...]
-"""What ran in no graph: the kinds of autograd's nodes that lead to what comes next."""
+@dataclass(frozen=True)
+class Between:
+    """What ran in no graph: autograd's nodes that lead to what comes next.
+
+    Parameters
+    ----------
+    counts
+        How many nodes there are of each kind.
+    made
+        How many elements all that operators returned has, by these kinds. Of very many
+        nodes it is not looked up, and is ``None``.
+    """
+
+    counts: Mapping[str, int]
+    made: Mapping[str, int] | None
+
+    def is_within(self, planned: "Between") -> bool:
+        """Whether the same kinds ran as were planned, no more often and no larger."""
+        return self.counts.keys() == planned.counts.keys() and (
+            _is_within(self.counts, planned.counts)
+            and (
+                self.made is None
+                or planned.made is None
+                or _is_within(self.made, planned.made)
+            )
+        )
+
+
+def _is_within(found: Mapping[str, int], planned: Mapping[str, int]) -> bool:
+    return all(count <= planned[kind] for kind, count in found.items())
+
+
+def all_within(found: Sequence[Between], planned: Sequence[Between]) -> bool:
+    """Whether what ran is within what was planned, at all places that both have."""
+    return all(map(Between.is_within, found, planned))
+
+
+_MOST_SIZED = 128
+"""Of how many nodes sizes are read, which takes longer than to find the nodes."""
 
 _CAST = "ToCopyBackward0"
 """The node of a cast. Autocast makes those of weights once in a context."""
@@ -57,24 +96,33 @@ class NodesBetween:
         """Begin with a forward pass that is given these values."""
         self._first = next_node_number()
         # No references, which would keep what nodes save.
-        self._known = {made_number(node) for node in _nodes_of(given)}
+        self._known = {LEAF_NUMBER, *map(made_number, _nodes_of(given))}
 
     def leading_to(self, values: Iterable[Any]) -> Between:
         """Return what ran to make these values, and was not told of before."""
-        nodes, kinds = _nodes_of(values), set[str]()
+        nodes, found = _nodes_of(values), list[Any]()
         while nodes:
             node = nodes.pop()
             number = made_number(node)
             if number < self._first or number in self._known:
                 continue
-            if leaf_of(node) is not None:
-                continue
             self._known.add(number)
             if is_compiled_step(node):
                 continue
-            kinds.add(node.name())
+            found.append(node)
             nodes += [each for each, _ in node.next_functions if each is not None]
-        return tuple(sorted(kinds - {_CAST}))
+        return _between(found)
+
+
+def _between(nodes: Sequence[Any]) -> Between:
+    by_kind = [(kind, node) for node in nodes if (kind := node.name()) != _CAST]
+    counts = Counter(kind for kind, _ in by_kind)
+    if len(nodes) > _MOST_SIZED:
+        return Between(counts, None)
+    made = dict.fromkeys(counts, 0)
+    for kind, node in by_kind:
+        made[kind] += made_count(node)
+    return Between(counts, made)
 
 
 def _nodes_of(values: Iterable[Any]) -> list[Any]:
@@ -99,6 +147,10 @@ class Route:
 
     codes: list[RegionCode] = field(default_factory=list[RegionCode])
     between: list[Between] = field(default_factory=list[Between])
+
+    def is_within(self, planned: "Route") -> bool:
+        """Whether a pass that is over came to the planned graphs, and made no more."""
+        return self.codes == planned.codes and all_within(self.between, planned.between)
 
 
 @dataclass(kw_only=True)

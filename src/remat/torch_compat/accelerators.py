@@ -136,9 +136,9 @@ def note_random_state(place: torch.device | str) -> torch.Tensor:
     return torch.get_rng_state()
 
 
-def set_random_state(device_type: str, state: torch.Tensor) -> None:
+def set_random_state(place: torch.device | str, state: torch.Tensor) -> None:
     """Put back what :func:`note_random_state` returned."""
-    if is_accelerator(device_type):
-        device_module(device_type).set_rng_state(state)
+    if is_accelerator(place):
+        device_module(place).set_rng_state(state, place)
     else:
         torch.set_rng_state(state)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from types import MethodType
 from typing import Any, cast
 
@@ -23,6 +24,8 @@ from remat.torch_compat import names
 from remat.torch_compat.sharding import local_part
 
 Call = Callable[..., Any]
+
+_NodeOfPython = torch.autograd.function.BackwardCFunction
 
 MODULE_STATE = (
     "_parameters",
@@ -267,7 +270,13 @@ def is_compiled_step(node: object) -> bool:
 
     Its class is made anew for each step, and has no other mark than this.
     """
-    return hasattr(getattr(node, "_forward_cls", None), "_aot_id")
+    if not isinstance(node, _NodeOfPython):
+        return False
+    return hasattr(cast("Any", node)._forward_cls, "_aot_id")
+
+
+LEAF_NUMBER = 2**64 - 1
+"""The number of all nodes that add up gradients of leaves."""
 
 
 def made_number(node: Any) -> int:
@@ -280,10 +289,19 @@ def gradient_shapes(node: Any) -> list[tuple[Any, torch.dtype, torch.device]]:
     return [(each.shape, each.dtype, each.device) for each in node._input_metadata]
 
 
+def made_count(node: Any) -> int:
+    """Return how many elements what the operator of a node of autograd returned has."""
+    count = 0
+    for each in node._input_metadata:
+        # What a nested tensor is made of counts by itself.
+        if not each.is_nested_tensor:
+            count += prod(each.shape)
+    return count
+
+
 def leaf_of(node: Any) -> torch.Tensor | None:
     """Return the leaf whose gradients a node of autograd adds up, or ``None``."""
-    is_of_python = isinstance(node, torch.autograd.function.BackwardCFunction)
-    return None if is_of_python else getattr(node, "variable", None)
+    return None if isinstance(node, _NodeOfPython) else getattr(node, "variable", None)
 
 
 def saved_tensors(node: Any) -> list[torch.Tensor]:

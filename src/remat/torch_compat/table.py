@@ -401,7 +401,7 @@ ATTRIBUTES: dict[str, Private] = {
     ),
     "_sequence_nr": Private(f"{_NODE}._sequence_nr", "the order of autograd's nodes"),
     "_input_metadata": Private(
-        f"{_NODE}._input_metadata", "measuring operators between graphs"
+        f"{_NODE}._input_metadata", "measuring and comparing operators between graphs"
     ),
     "_version": Private(
         "torch:Tensor()._version", "seeing writes to the caller's state"

@@ -22,7 +22,11 @@ from torch.optim import Optimizer
 
 from remat.capture.first_call import prepared_count
 from remat.core.errors import StateChangedError
-from remat.torch_compat.accelerators import device_module, is_accelerator
+from remat.torch_compat.accelerators import (
+    is_accelerator,
+    note_random_state,
+    set_random_state,
+)
 from remat.torch_compat.attributes import MODULE_STATE, write_count
 
 
@@ -206,24 +210,14 @@ def _of_optimizer(optimizer: Optimizer) -> Iterator[_Noted]:
 
 
 def _of_random_state(model: nn.Module) -> Iterator[_Noted]:
-    yield _Noted(
-        "the random state of the CPU",
-        torch.get_rng_state,
-        torch.get_rng_state(),
-        torch.set_rng_state,
-    )
     devices = {p.device for p in model.parameters() if is_accelerator(p.device)}
-    for device in devices:
+    for place in ("cpu", *devices):
         yield _Noted(
-            f"the random state of {device}",
-            partial(device_module(device).get_rng_state, device),
-            device_module(device).get_rng_state(device),
-            partial(_set_device_state, device),
+            f"the random state of {place}",
+            partial(note_random_state, place),
+            note_random_state(place),
+            partial(set_random_state, place),
         )
-
-
-def _set_device_state(device: torch.device, state: torch.Tensor) -> None:
-    device_module(device).set_rng_state(state, device)
 
 
 def host_random_state() -> tuple[Any, Any]:

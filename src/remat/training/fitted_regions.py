@@ -2,8 +2,8 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -20,13 +20,7 @@ from remat.core.garbage import old_objects_left_alone
 from remat.planning.plan import Plan
 from remat.profile.allocations import AllocationRecorder, Recording
 from remat.profile.gathered_parameters import check_groups
-from remat.torch_compat.accelerators import forked_random_state, is_accelerator
-from remat.torch_compat.attributes import (
-    MODULE_STATE,
-    own_buffers,
-    parametrizations_put_back,
-    trace_again,
-)
+from remat.torch_compat.attributes import trace_again
 from remat.torch_compat.names import profiler_enabled, tree_flatten
 from remat.torch_compat.patches import alone
 from remat.torch_compat.sharding import (
@@ -37,8 +31,8 @@ from remat.torch_compat.sharding import (
     sharded_parts,
 )
 from remat.training.blocks import BlockCalls, blocks_of, is_deep
-from remat.training.caller_state import host_random_state, set_host_random_state
 from remat.training.fitted_model import FittedModel, logger
+from remat.training.forward_state import CallState, kept
 from remat.training.region_backend import RegionBackend
 from remat.training.region_planning import PlannedStep, RegionPlanner
 from remat.training.request import PlanRequest, Regions
@@ -102,6 +96,7 @@ class _Call:
     runs_hooks: bool
     gradient_bytes: int
     kind: Any = None
+    state: CallState | None = None
     # Where it came, if it took a way without a plan.
     route: Route = field(default_factory=Route)
 
@@ -139,6 +134,8 @@ class FittedRegions(FittedModel):
         # The call that runs now, and the last one that took a way without a plan.
         self._call: _Call | None = None
         self._unplanned: _Call | None = None
+        # Whether calls are noted as they begin, as a way hung on more than the batch.
+        self._notes_state = False
         # Per kind of call, ways that do not fit, and what these need.
         self._refused: dict[Any, list[tuple[Route, int]]] = {}
 
@@ -369,13 +366,15 @@ class FittedRegions(FittedModel):
         planner.between.begin(values)
         gradient_bytes = planner.gradient_bytes_now(values)
         call = _Call(args, kwargs, runs_hooks, gradient_bytes)
+        if self._notes_state and planner.gathering is None:
+            call.state = CallState(self.model)
         call.kind = self._kind = self._kind_of_call(call)
         if planner.gathering is not None:
             return
         known = self._steps_by_kind
-        was, self._unplanned = self._unplanned, None
         # A second profiler could not measure what there is between the graphs.
         if not (profiler_enabled() and known):
+            was, self._unplanned = self._unplanned, None
             # This call may take another way than that one. Modes may have changed.
             if was is not None and was.kind == self._kind_of_call(was):
                 self._plan_way(was)
@@ -388,7 +387,8 @@ class FittedRegions(FittedModel):
     def _plan_way(self, call: "_Call") -> None:
         """Plan the way that a call took, or refuse it from now on."""
         try:
-            self.plan_step(call.args, call.kwargs, call.gradient_bytes)
+            with nullcontext() if call.state is None else call.state.again():
+                self.plan_step(call.args, call.kwargs, call.gradient_bytes)
         except BudgetError as error:
             refused = self._refused.setdefault(call.kind, [])
             refused.append((call.route, error.required_bytes))
@@ -400,14 +400,24 @@ class FittedRegions(FittedModel):
             )
             return
         ways = self._steps_by_kind[call.kind]
-        if not self.planner.is_known(call.route, ways):
-            self.tell(
-                f"a way that a step of {self.name} took was not there any more when it "
-                "was planned with the same batch: it depends on what differs from call "
-                "to call, such as a counter of the model or random numbers. Steps that "
-                "take it may need more than the budget; let it depend on what the model "
-                "is given, or fit an example that takes it"
+        if self.planner.is_known(call.route, ways):
+            return
+        if call.state is None:
+            self._notes_state = True
+            logger.info(
+                "a way of %s was not there any more when it was planned with the same "
+                "batch; from now on calls are noted as they begin, with the numbers that "
+                "the model keeps and the random states, to plan such ways with these",
+                self.name,
             )
+            return
+        self.tell(
+            f"a way that a step of {self.name} took was not there any more when it was "
+            "planned with the same batch, numbers that the model keeps and random "
+            "states: it depends on something else that differs from call to call. Steps "
+            "that take it may need more than the budget; let it depend on what the "
+            "model is given, or fit an example that takes it"
+        )
 
     def _kind_of_call(self, call: "_Call") -> Any:
         return (
@@ -447,7 +457,8 @@ class FittedRegions(FittedModel):
             )
         if kind in known:
             *others, step = known[kind]
-            planner.begin_step(step, others, self._refused.get(kind, ()))
+            # Those that are planned for less come first.
+            planner.begin_step(step, others[::-1], self._refused.get(kind, ()))
         else:
             other = next(reversed(known.values()))[-1]
             planner.begin_step(other.without_plan(gradient_bytes))
@@ -644,69 +655,3 @@ def _described(value: Any) -> Any:
         )
     is_plain = isinstance(value, bool | int | float | str | None)
     return (type(value), value if is_plain else None)
-
-
-@dataclass
-class Kept:
-    """What a forward pass changed that was put back."""
-
-    has_new_hooks: bool = False
-
-
-@contextmanager
-def kept(model: nn.Module) -> Generator[Kept]:
-    """Let a forward pass run inside, and put back what it changes of the model.
-
-    Buffers, and tensors that are attributes, are copies meanwhile. Random generators,
-    those of Python and NumPy too, the attributes of the modules, what is in lists and
-    mappings among them, hooks, and what ``parametrize.cached`` has are put back.
-    """
-    found = Kept()
-    modules = list(model.modules())
-    attributes = [dict(vars(module)) for module in modules]
-    # Among them what a module keeps of its own: parameters, buffers, hooks.
-    contents = [
-        (name, value, value.copy())
-        for before in attributes
-        for name, value in before.items()
-        if isinstance(value, list | dict | set)
-    ]
-    generators = [
-        (value, value.get_state())
-        for before in attributes
-        for value in before.values()
-        if isinstance(value, torch.Generator)
-    ]
-    copies: dict[int, torch.Tensor] = {}
-    for module in modules:
-        for name, buffer in list(own_buffers(module).items()):
-            if buffer is not None:
-                copy = copies.setdefault(id(buffer), buffer.clone())
-                own_buffers(module)[name] = copy
-        for name, value in list(vars(module).items()):
-            if isinstance(value, torch.Tensor):
-                copy = copies.setdefault(id(value), value.detach().clone())
-                vars(module)[name] = copy.requires_grad_(value.requires_grad)
-    devices = {p.device for p in model.parameters() if is_accelerator(p.device)}
-    host = host_random_state()
-    try:
-        with forked_random_state(devices), parametrizations_put_back():
-            yield found
-    finally:
-        set_host_random_state(host)
-        for generator, state in generators:
-            generator.set_state(state)
-        found.has_new_hooks = any(
-            name in MODULE_STATE and name.endswith("hooks") and value != before
-            for name, value, before in contents
-        )
-        for _, value, before in contents:
-            _refill(value, before)
-        for module, before in zip(modules, attributes, strict=True):
-            vars(module).clear()
-            vars(module).update(before)
-
-
-def _refill(value: Any, before: Any) -> None:
-    value.clear()
-    (value.extend if isinstance(value, list) else value.update)(before)

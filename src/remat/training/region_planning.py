@@ -22,6 +22,7 @@ from remat.capture.gathering import (
     RegionCode,
     Route,
     SeenRegion,
+    all_within,
 )
 from remat.capture.joint_program import HELD_OUTPUT, JointProgram
 from remat.capture.outputs import FakeOutputs, fakes_like
@@ -109,7 +110,7 @@ class RegionChoice:
     order: RegionOrder | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedStep:
     """The regions of one kind of step in order.
 
@@ -127,6 +128,9 @@ class PlannedStep:
     backward_bytes
         Most bytes in the backward passes of the regions before each, and of all, less
         the gradients that later ones have left by then.
+    turns
+        What is known of steps that begin like this one and turn to another way after so
+        many regions: the step, or else what it needs.
     """
 
     plan: Plan
@@ -139,6 +143,9 @@ class PlannedStep:
     kept: Mapping[GatheredGroup, bool] = field(
         default_factory=dict[GatheredGroup, bool]
     )
+    turns: "dict[tuple[int, PlannedStep], PlannedStep | int | None]" = field(
+        default_factory=dict[Any, Any], repr=False
+    )
 
     @property
     def route(self) -> Route:
@@ -150,7 +157,12 @@ class PlannedStep:
         """Return a step of which no region is planned, onto so many gradients."""
         before = self.held_bytes[0] + gradient_bytes
         return replace(
-            self, choices=(), between=[], held_bytes=(before,), backward_bytes=(0,)
+            self,
+            choices=(),
+            between=[],
+            held_bytes=(before,),
+            backward_bytes=(0,),
+            turns={},
         )
 
 
@@ -840,7 +852,7 @@ class RegionPlanner(Planner):
             composed = self._taken_so_far(running, way)
             if composed is None or not _is_all(way, running.route):
                 continue
-            found = self._turned(running.step.choices[:count], way, composed)
+            found = self._turned(running.step, count, way, composed)
             if isinstance(found, PlannedStep):
                 return
             if found is not None:
@@ -868,7 +880,7 @@ class RegionPlanner(Planner):
             (
                 position < len(step.choices)
                 and step.choices[position].code is code
-                and step.between[position] == between
+                and between.is_within(step.between[position])
             )
             or self._goes_on(running, position)
         ):
@@ -908,7 +920,6 @@ class RegionPlanner(Planner):
         BudgetError
             If all known ways that go on like this break the budget.
         """
-        taken = running.step.choices[:position]
         needed: list[int] = []
         for way in (running.step, *running.others):
             composed = self._taken_so_far(running, way)
@@ -916,7 +927,7 @@ class RegionPlanner(Planner):
                 continue
             if composed is running.composed:
                 return True
-            found = self._turned(taken, way, composed)
+            found = self._turned(running.step, position, way, composed)
             if isinstance(found, PlannedStep):
                 running.step, running.composed = found, composed
                 self.running_plan = way.plan
@@ -929,14 +940,18 @@ class RegionPlanner(Planner):
         return False
 
     def _turned(
-        self, taken: Sequence[RegionChoice], way: PlannedStep, composed: ComposedStep
+        self,
+        begun: PlannedStep,
+        position: int,
+        way: PlannedStep,
+        composed: ComposedStep,
     ) -> PlannedStep | int | None:
         """Return a step that goes on by a way's plan, or else with nothing kept.
 
         Parameters
         ----------
-        taken
-            How the regions run that have begun.
+        begun, position
+            The step that it begins with, and how many regions have run by its plan.
         way, composed
             The way, and its step with the sizes of now.
 
@@ -946,44 +961,29 @@ class RegionPlanner(Planner):
             If it breaks the budget, the bytes that it needs; ``None`` if regions of it
             run again as a whole.
         """
-        needed: list[int] = []
-        frugal = [replace(c, number=FRUGAL, order=None) for c in way.choices]
-        for rest in (way.choices, frugal):
-            choices = (*taken, *rest[len(taken) :])
-            schedule = way.schedule
-            if choices != way.choices:
-                if any(choice.order and choice.order.remade for choice in choices):
-                    continue
-                schedule = composed.schedule_of(_orders(choices, composed.regions))
-            trace = simulate(composed.graph, way.plan.platform, schedule)
-            if trace.violation is None:
-                return replace(
-                    way,
-                    choices=choices,
-                    schedule=schedule,
-                    held_bytes=composed.held_bytes(schedule, trace),
-                    backward_bytes=composed.backward_bytes(schedule, trace),
-                )
-            needed.append(trace.peak_bytes[0])
-        return min(needed, default=None)
+        if composed is not way.composed:
+            return _turn(begun.choices[:position], way, composed)
+        if (position, way) not in begun.turns:
+            taken = begun.choices[:position]
+            begun.turns[position, way] = _turn(taken, way, composed)
+        return begun.turns[position, way]
 
     def with_best_beginning(self, ways: Sequence[PlannedStep]) -> list[PlannedStep]:
         """Return ways of one kind of step, the one to begin with at the end.
 
         From its plan, as many as possible of the others can be turned to within the
-        budget. Of equally good ones it is the last.
+        budget. Of equally good ones it is one that is planned for less, or the last.
         """
 
-        def turns(begun: PlannedStep) -> int:
+        def merit(begun: PlannedStep) -> tuple[int, int]:
             count = 0
             for other in ways:
                 alike = _count_alike(begun.route, other.route)
-                taken = begun.choices[:alike]
-                found = self._turned(taken, other, other.composed)
+                found = self._turned(begun, alike, other, other.composed)
                 count += isinstance(found, PlannedStep)
-            return count
+            return count, sum(begun.route.is_within(each.route) for each in ways)
 
-        *others, best = sorted(ways, key=turns)
+        *others, best = sorted(ways, key=merit)
         return [*others, best]
 
     def _refuse_known(self, running: Running, *, is_over: bool) -> None:
@@ -995,7 +995,8 @@ class RegionPlanner(Planner):
             if (
                 len(begun) == count
                 and all(map(self._are_same, begun, codes))
-                and route.between[: len(between)] == between
+                # What made no less does not fit either.
+                and all_within(route.between, between)
             ):
                 position = count if is_over else count - 1
                 raise _no_room(running.step, position, needed_bytes)
@@ -1033,7 +1034,9 @@ class RegionPlanner(Planner):
     ) -> ComposedStep | None:
         """Return a way's step with the sizes of a route from one of its graphs on."""
         count = len(route.codes)
-        if len(way.choices) < count or way.between[:count] != route.between[:count]:
+        if len(way.choices) < count or not all_within(
+            route.between[:count], way.between
+        ):
             return None
         for place, code in enumerate(route.codes[first:], first):
             resized = self._resized(composed, place, way.choices[place].code, code)
@@ -1064,16 +1067,43 @@ class RegionPlanner(Planner):
         running.held_bytes += held_bytes
 
 
+def _turn(
+    taken: Sequence[RegionChoice], way: PlannedStep, composed: ComposedStep
+) -> PlannedStep | int | None:
+    needed: list[int] = []
+    frugal = [replace(c, number=FRUGAL, order=None) for c in way.choices]
+    for rest in (way.choices, frugal):
+        choices = (*taken, *rest[len(taken) :])
+        schedule = way.schedule
+        if choices != way.choices:
+            if any(choice.order and choice.order.remade for choice in choices):
+                continue
+            schedule = composed.schedule_of(_orders(choices, composed.regions))
+        trace = simulate(composed.graph, way.plan.platform, schedule)
+        if trace.violation is None:
+            return replace(
+                way,
+                choices=choices,
+                schedule=schedule,
+                held_bytes=composed.held_bytes(schedule, trace),
+                backward_bytes=composed.backward_bytes(schedule, trace),
+                turns={},
+            )
+        needed.append(trace.peak_bytes[0])
+    return min(needed, default=None)
+
+
 def _is_all(step: PlannedStep, route: Route) -> bool:
     """Whether a pass that is over, and went like a step so far, was the whole of it."""
-    is_over = len(step.choices) == len(route.codes)
-    return is_over and step.between == route.between
+    is_over = len(step.between) == len(route.between)
+    return is_over and all_within(route.between, step.between)
 
 
-def _count_alike(one: Route, other: Route) -> int:
-    """Return how many regions ways begin with in common."""
-    stops = [zip(route.codes, route.between, strict=False) for route in (one, other)]
-    return sum(1 for _ in takewhile(bool, map(operator.eq, *stops)))
+def _count_alike(begun: Route, other: Route) -> int:
+    """Return how many regions of a way run by the plan of one that it begins with."""
+    codes = map(operator.is_, begun.codes, other.codes)
+    between = map(Between.is_within, other.between, begun.between)
+    return sum(1 for _ in takewhile(all, zip(codes, between, strict=False)))
 
 
 def _no_room(step: PlannedStep, position: int, needed_bytes: int) -> BudgetError:
