@@ -9,9 +9,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
 
 import remat
-from remat.core.errors import BudgetError, CaptureError, PlanWarning
+from remat.core.errors import BudgetError, CaptureError
 from remat.planning.same_plan import plan_digest
+from remat.torch_compat.sharding import gathered_groups
 from remat.training.fitted_model import fitted_on
+from remat.training.fitted_regions import FittedRegions
 from tests.distributed.models import (
     Language,
     are_equal,
@@ -85,9 +87,7 @@ def run(rank: int) -> dict[str, dict[str, Any]]:
         }
         if not policy:
             found["accumulated"] = {"is_equal": accumulated(ids, plain, model)}
-            model.set_requires_gradient_sync(False)
-            with pytest.warns(PlanWarning, match="gradients of .* stay whole"):
-                model(ids)
+        found[f"{name}, not reduced"] = not_reduced(ids, policy)
     found["chosen"] = chosen(rank)
     found["before"] = {"is_equal": fitted_before_sharding(ids)}
     with pytest.raises(CaptureError) as caught:
@@ -149,6 +149,49 @@ def gathered_in(model: Any, ids: torch.Tensor) -> list[int]:
     ]
 
 
+def not_reduced(ids: torch.Tensor, policy: dict[str, Any]) -> dict[str, Any]:
+    """Return what passes find of which only the last one reduces gradients."""
+    plain, model = sharded(language(), **policy), sharded(language(), **policy)
+    expected, plain_peaks = passes(plain, ids)
+    budget = smallest(max(plain_peaks)) * 8 // 10
+    remat.fit(model, ids, optimizer=optimizer_of(model), budget=budget)
+    gradients, peaks = passes(model, ids)
+    fitted = fitted_on(model)
+    assert isinstance(fitted, FittedRegions)
+    _, *planned = [step.plan.peak_bytes for step in fitted.steps]
+    return {
+        "is_equal": are_equal(gradients, expected),
+        "budget": budget,
+        "predicted": planned,
+        "measured": peaks,
+    }
+
+
+def passes(model: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], list[int]]:
+    """Return gradients of three passes, and the peak of each: the lowest of several."""
+    optimizer = optimizer_of(model)
+    trained(model, ids, optimizer, 1)
+    torch.manual_seed(5)
+    peaks: list[list[int]] = [[], [], []]
+    found: list[torch.Tensor] = []
+    for round_ in range(STEPS):
+        for index, measured in enumerate(peaks):
+            model.set_requires_gradient_sync(index == 2)
+            if not round_:
+                model(ids).backward()
+                continue
+            whole = [
+                g for group in gathered_groups(model) for g in group.whole_gradients
+            ]
+            resident = [model, ids, optimizer, whole]
+            step = lambda: model(ids).backward()  # noqa: E731
+            found_peak = remat.measure(step, warmup=0, repeats=0, resident=resident)
+            measured.append(found_peak.peak_bytes)
+        found += [p.grad.to_local().clone() for p in model.parameters()]
+        model.zero_grad()
+    return found, [min(measured) for measured in peaks]
+
+
 def fitted_before_sharding(ids: torch.Tensor) -> bool:
     """Whether a model that is fitted first trains as one that is not."""
     plain, model = sharded(language()), language()
@@ -193,6 +236,19 @@ def test_a_sharded_step_is_within_its_budget_and_bitwise(
         assert room_bytes <= 2 * found["gathered"] + 0.001 * found["predicted"]
         assert found["planned"] == 1
     assert len({result[policy]["digest"] for result in results}) == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_passes_that_reduce_no_gradients_are_within_the_budget_and_bitwise(
+    results: list[dict[str, dict[str, Any]]], policy: str
+) -> None:
+    for found in (result[f"{policy}, not reduced"] for result in results):
+        assert found["is_equal"]
+        assert len(found["predicted"]) == len(found["measured"]) == 3
+        for predicted, measured in zip(
+            found["predicted"], found["measured"], strict=True
+        ):
+            assert measured <= predicted <= found["budget"]
 
 
 def test_weights_stay_gathered_where_the_budget_has_room(

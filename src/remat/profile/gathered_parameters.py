@@ -16,7 +16,7 @@ import torch
 
 from remat.capture.gathering import Gathering
 from remat.core.errors import CaptureError
-from remat.planning.regions import EagerBackward, EagerForward, EagerWork
+from remat.planning.regions import EagerBackward, EagerForward, EagerWork, Slot
 from remat.profile.collectives import exchange_ns
 from remat.profile.eager_parts import BackwardOrder
 from remat.torch_compat.attributes import leaf_of, made_number, storage_identity
@@ -65,7 +65,7 @@ def held_for(
     needed = {storage_identity(tensor) for tensor in tensors}
     with ExitStack() as stack:
         for group in groups:
-            stack.enter_context(group.left_in_pieces())
+            stack.enter_context(group.left_alone())
             if any(storage_identity(p) in needed for p in group.parameters):
                 stack.enter_context(group.held())
         yield
@@ -319,9 +319,14 @@ class GatheredBackward:
             name=f"the end of {group.name}", reads=[*self.whole[group], *self.waiting]
         )
         self.waiting.clear()
-        slots = self.slots.get(group, [])
-        if not slots:
+        sizes = self.slots.get(group, {})
+        if not sizes:
             return
+        if not group.reduces_gradients:
+            yield from self.keep(group, sizes)
+            return
+        # Where an earlier pass left whole gradients, each was added as it came.
+        slots = [slot for slot in sizes if not self.backward.leaves[slot]]
         whole_bytes, own_bytes, copied_bytes = group.reduced_bytes
         whole, own = self._block(whole_bytes), self._block(own_bytes)
         self.waiting.append(whole)
@@ -335,6 +340,21 @@ class GatheredBackward:
             made={own: own_bytes},
             workspace_bytes=copied_bytes,
         )
+
+    def keep(
+        self, group: GatheredGroup, sizes: Mapping[Slot, int]
+    ) -> Iterator[EagerWork]:
+        """Yield how gradients stay whole, cast one by one if they are."""
+        if group.kept_dtype is None:
+            return
+        has_gradients = bool(group.whole_gradients)
+        for slot, count in sizes.items():
+            made = {}
+            if not has_gradients:
+                size_bytes = count * group.kept_dtype.itemsize
+                made = {self._block(size_bytes): size_bytes}
+                self.stay.update(made)
+            yield EagerWork(name=f"gradients of {group.name}", takes=[slot], made=made)
 
     def _block(self, size_bytes: int) -> int:
         return self.gathering.new_block(size_bytes)
@@ -359,17 +379,17 @@ class GatheredBackward:
                 del left[block]
         return found
 
-    def _slots(self) -> dict[GatheredGroup, list[int]]:
-        """Return where gradients of whole parameters come together."""
+    def _slots(self) -> dict[GatheredGroup, dict[Slot, int]]:
+        """Return where gradients of whole parameters come together, and their sizes."""
         groups = {
             storage_identity(parameter): group
             for group in self.order
             for parameter in group.parameters
         }
-        found: dict[GatheredGroup, list[int]] = {}
+        found: dict[GatheredGroup, dict[Slot, int]] = {}
         for (node, _), slot in self.backward.slots.items():
             leaf = leaf_of(node)
-            group = None if leaf is None else groups.get(storage_identity(leaf))
-            if group is not None:
-                found.setdefault(group, []).append(slot)
+            if leaf is not None and storage_identity(leaf) in groups:
+                group = groups[storage_identity(leaf)]
+                found.setdefault(group, {})[slot] = leaf.numel()
         return found

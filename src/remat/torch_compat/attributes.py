@@ -4,7 +4,7 @@ What each is needed for stands in :data:`remat.torch_compat.table.ATTRIBUTES`.
 """
 
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -287,6 +287,27 @@ def made_number(node: Any) -> int:
 def gradient_shapes(node: Any) -> list[tuple[Any, torch.dtype, torch.device]]:
     """Return shape, type and device of the gradients that a node of autograd takes."""
     return [(each.shape, each.dtype, each.device) for each in node._input_metadata]
+
+
+@contextmanager
+def without_cast_gradients(tensors: Iterable[Any]) -> Generator[None]:
+    """Take gradients of another type than their leaves' away inside.
+
+    ``fully_shard`` leaves such of torch 2.15, which makes no fake tensors of them.
+    """
+    leaves = [t for t in tensors if isinstance(t, torch.Tensor) and t.is_leaf]
+    found = [
+        (leaf, leaf.grad)
+        for leaf in leaves
+        if leaf.grad is not None and leaf.grad.dtype != leaf.dtype
+    ]
+    for leaf, _ in found:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in found:
+            leaf.grad = gradient
 
 
 def made_count(node: Any) -> int:

@@ -212,21 +212,42 @@ class GatheredGroup:
         return self._group.reduce_grads
 
     @property
+    def whole_gradients(self) -> list[torch.Tensor]:
+        """Gradients of whole parameters, which passes have left that reduced none."""
+        found: list[torch.Tensor | None] = []
+        for parameter in self._group.fsdp_params:
+            # There once the module was called.
+            whole = getattr(parameter, "_unsharded_param", None)
+            found += [whole.grad] if whole is not None else []
+            found.append(parameter.unsharded_accumulated_grad)
+        return [gradient for gradient in found if gradient is not None]
+
+    @property
+    def kept_dtype(self) -> torch.dtype | None:
+        """Type in which whole gradients stay that are not reduced, if they are cast."""
+        for parameter in self._group.fsdp_params:
+            if parameter.reduce_dtype not in (None, parameter._unsharded_param.dtype):
+                return parameter.reduce_dtype
+        return None
+
+    @property
     def lets_go_late(self) -> bool:
         """Whether threads hold what was exchanged until they come to it, as gloo's."""
         return torch.distributed.get_backend(self.process_group) == "gloo"
 
     @contextmanager
-    def left_in_pieces(self) -> Generator[None]:
-        """Let backward passes inside gather nothing.
+    def left_alone(self) -> Generator[None]:
+        """Let backward passes inside gather and reduce nothing.
 
-        A hook does that at what the module returned, also where one node runs alone.
+        Hooks do that at what the module returned and was given, also where one node
+        runs alone.
         """
-        self._group.pre_backward = lambda *_: None
+        group = self._group
+        group.pre_backward = group.post_backward = lambda *_: None
         try:
             yield
         finally:
-            del self._group.pre_backward
+            del group.pre_backward, group.post_backward
 
     @contextmanager
     def held(self) -> Generator[None]:

@@ -364,6 +364,8 @@ class FittedRegions(FittedModel):
         planner = self.planner
         values = tree_flatten((args, kwargs))[0]
         planner.between.begin(values)
+        if not self._steps_by_kind:
+            planner.groups = gathered_groups(self.model)
         gradient_bytes = planner.gradient_bytes_now(values)
         call = _Call(args, kwargs, runs_hooks, gradient_bytes)
         if self._notes_state and planner.gathering is None:
@@ -426,6 +428,9 @@ class FittedRegions(FittedModel):
             self.backend.backward_autocast,
             call.gradient_bytes,
             self.planner.optimizer_memory,
+            tuple(
+                each.name for each in self.planner.groups if not each.reduces_gradients
+            ),
         )
 
     def kind_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -447,14 +452,6 @@ class FittedRegions(FittedModel):
     def begin_call(self, gradient_bytes: int) -> None:
         """Let the call that is about to run, of the kind seen last, run by its plan."""
         planner, known, kind = self.planner, self._steps_by_kind, self._kind
-        if not all(group.reduces_gradients for group in planner.groups):
-            self.tell(
-                f"gradients of {self.name} stay whole between passes, as "
-                "set_requires_gradient_sync(False) was called, and its plan does not "
-                "count them: steps may need more than the budget by as many bytes as all "
-                "parameters have. Let each pass reduce its gradients, and fit with "
-                "accumulate=True"
-            )
         if kind in known:
             *others, step = known[kind]
             # Those that are planned for less come first.

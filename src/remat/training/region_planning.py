@@ -72,6 +72,7 @@ from remat.profile.gathered_parameters import (
 from remat.profile.known import KnownCosts
 from remat.profile.optimizer_memory import LossMemory, assumed_loss_bytes
 from remat.runtime.remade import RemadeValues
+from remat.torch_compat.attributes import storage_identity
 from remat.torch_compat.metadata import outputs_of_tangents
 from remat.torch_compat.names import FakeTensorMode, tree_map
 from remat.torch_compat.sharding import Gathered, GatheredGroup, gathering_alone
@@ -790,6 +791,21 @@ class RegionPlanner(Planner):
             known.append(order)
         number = FRUGAL + 1 + known.index(order)
         return RegionChoice(code=code, number=number, order=order)
+
+    def gradient_bytes_now(self, inputs: Sequence[Any]) -> int:
+        """Return the bytes of the gradients that earlier passes left, and of buckets.
+
+        Some are whole where parameters are in pieces.
+        """
+        found_bytes = super().gradient_bytes_now(inputs)
+        if self.plans_ahead:
+            return found_bytes
+        whole = {
+            storage_identity(gradient): gradient.nbytes
+            for group in self.groups
+            for gradient in group.whole_gradients
+        }
+        return found_bytes + sum(whole.values())
 
     # --- running -----------------------------------------------------------------
 

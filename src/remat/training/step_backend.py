@@ -35,7 +35,7 @@ from remat.runtime.copies import runnable
 from remat.runtime.early_gradients import EarlyGradients
 from remat.runtime.lowering import LoweredStep, lower
 from remat.runtime.undefined import DefinedTangents, without
-from remat.torch_compat.attributes import boxed
+from remat.torch_compat.attributes import boxed, without_cast_gradients
 from remat.torch_compat.metadata import example_of, source_of
 from remat.torch_compat.names import BoxedCodeGen, aot_autograd, preserve_rng_state
 from remat.training.backward_autocast import BackwardAutocast
@@ -207,6 +207,7 @@ class PlannedBackend:
         with ExitStack() as tracing:
             tracing.enter_context(eager_tracing())
             tracing.enter_context(backward_traced_under(traced_under))
+            tracing.enter_context(without_cast_gradients(example_inputs))
             # Numbers for the sizes would make it a trace of one shape.
             compiled = compiler(module, sizes.traced if sizes else example_inputs)
 
