@@ -167,6 +167,9 @@ class Drawing(Tied):
     def __init__(self) -> None:
         super().__init__()
         self.count, self.counts = 0, [0]
+        self.generator = torch.Generator().manual_seed(2)
+        self.numpy_generator = np.random.default_rng(1)
+        self.python_generator = random.Random(2)
         self.register_buffer("counter", torch.zeros(()))
         self.decide: dict[str, Callable[[], int]] = {
             "counted": lambda: self.count,
@@ -175,6 +178,11 @@ class Drawing(Tied):
             "drawn by torch": lambda: int(torch.randint(4, ())),
             "drawn by NumPy": lambda: np.random.randint(4),  # noqa: NPY002
             "drawn by Python": lambda: random.randrange(4),
+            "drawn by its own": lambda: int(
+                torch.randint(4, (), generator=self.generator)
+            ),
+            "drawn by its own of NumPy": lambda: int(self.numpy_generator.integers(4)),
+            "drawn by its own of Python": lambda: self.python_generator.randrange(4),
             "elsewhere": lambda: next(self.tick),
         }
 
@@ -201,6 +209,9 @@ class Drawing(Tied):
         "drawn by torch",
         "drawn by NumPy",
         "drawn by Python",
+        "drawn by its own",
+        "drawn by its own of NumPy",
+        "drawn by its own of Python",
     ],
 )
 def test_ways_that_numbers_of_the_model_or_random_ones_decide_are_planned(

@@ -5,11 +5,14 @@ Where a call went a way that hangs on a counter or on random numbers, planning b
 that call did.
 """
 
-from collections.abc import Generator
+import random
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -42,8 +45,9 @@ def kept(model: nn.Module) -> Generator[Kept]:
     """Let a forward pass run inside, and put back what it changes of the model.
 
     Buffers, and tensors that are attributes, are copies meanwhile. Random generators,
-    those of Python and NumPy too, the attributes of the modules, what is in lists and
-    mappings among them, hooks, and what ``parametrize.cached`` has are put back.
+    those of Python and NumPy and those that are attributes too, the attributes of the
+    modules, what is in lists and mappings among them, hooks, and what
+    ``parametrize.cached`` has are put back.
     """
     found = Kept()
     modules = list(model.modules())
@@ -55,12 +59,7 @@ def kept(model: nn.Module) -> Generator[Kept]:
         for name, value in before.items()
         if isinstance(value, list | dict | set)
     ]
-    generators = [
-        (value, value.get_state())
-        for before in attributes
-        for value in before.values()
-        if isinstance(value, torch.Generator)
-    ]
+    generators = _own_generators(model)
     copies: dict[int, torch.Tensor] = {}
     for module in modules:
         for name, buffer in list(own_buffers(module).items()):
@@ -77,8 +76,8 @@ def kept(model: nn.Module) -> Generator[Kept]:
             yield found
     finally:
         set_host_random_state(host)
-        for generator, state in generators:
-            generator.set_state(state)
+        for set_state, state in generators:
+            set_state(state)
         found.has_new_hooks = any(
             name in MODULE_STATE and name.endswith("hooks") and value != before
             for name, value, before in contents
@@ -95,6 +94,21 @@ def _refill(value: Any, before: Any) -> None:
     (value.extend if isinstance(value, list) else value.update)(before)
 
 
+def _own_generators(model: nn.Module) -> list[tuple[Callable[[Any], object], Any]]:
+    """Return how random generators that are attributes are set, and their states."""
+    found: list[tuple[Callable[[Any], object], Any]] = []
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Generator | np.random.RandomState):
+                found.append((value.set_state, value.get_state()))
+            elif isinstance(value, np.random.Generator):
+                bits = value.bit_generator
+                found.append((partial(setattr, bits, "state"), bits.state))
+            elif isinstance(value, random.Random):  # noqa: S311
+                found.append((value.setstate, value.getstate()))
+    return found
+
+
 def _accelerators(model: nn.Module) -> set[torch.device]:
     return {p.device for p in model.parameters() if is_accelerator(p.device)}
 
@@ -104,7 +118,7 @@ class CallState:
 
     That is each attribute of its modules that is a number, a text or nothing, or a
     list, set or mapping of such; each buffer of one element; and the states of the
-    random generators of torch, Python and NumPy.
+    random generators of torch, Python and NumPy, those that are attributes among them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -118,6 +132,7 @@ class CallState:
             for device in (torch.device("cpu"), *_accelerators(model))
         }
         self._host = host_random_state()
+        self._generators = _own_generators(model)
 
     @contextmanager
     def again(self) -> Generator[None]:
@@ -135,6 +150,8 @@ class CallState:
         for device, state in self._random_states.items():
             set_random_state(device, state)
         set_host_random_state(self._host)
+        for set_state, state in self._generators:
+            set_state(state)
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
