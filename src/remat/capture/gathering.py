@@ -6,8 +6,7 @@ regions for a backward pass. It shows which graphs there are, which tensors go f
 to another, and for how long the code in between holds them.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -20,9 +19,11 @@ from torch.profiler import record_function
 from remat.capture.joint_program import JointProgram
 from remat.torch_compat.accelerators import note_random_state
 from remat.torch_compat.attributes import (
+    CAST_NODE,
     LEAF_NUMBER,
+    VIEW_NODES,
     is_compiled_step,
-    made_count,
+    made_bytes,
     made_number,
     storage_identity,
     version_of,
@@ -48,42 +49,29 @@ class Between:
 
     Parameters
     ----------
-    counts
-        How many nodes there are of each kind.
-    made
-        How many elements all that operators returned has, by these kinds. Of very many
-        nodes it is not looked up, and is ``None``.
+    kinds
+        Their kinds.
+    made_bytes
+        Bytes of what their operators returned, views left out.
     """
 
-    counts: Mapping[str, int]
-    made: Mapping[str, int] | None
-
-    def is_within(self, planned: "Between") -> bool:
-        """Whether the same kinds ran as were planned, no more often and no larger."""
-        return self.counts.keys() == planned.counts.keys() and (
-            _is_within(self.counts, planned.counts)
-            and (
-                self.made is None
-                or planned.made is None
-                or _is_within(self.made, planned.made)
-            )
-        )
+    kinds: frozenset[str]
+    made_bytes: int
 
 
-def _is_within(found: Mapping[str, int], planned: Mapping[str, int]) -> bool:
-    return all(count <= planned[kind] for kind, count in found.items())
+def all_within(
+    found: Iterable[Between], planned: Iterable[Between], room_bytes: float = 0
+) -> bool:
+    """Whether the same kinds ran as were planned, at all places that both have.
 
-
-def all_within(found: Sequence[Between], planned: Sequence[Between]) -> bool:
-    """Whether what ran is within what was planned, at all places that both have."""
-    return all(map(Between.is_within, found, planned))
-
-
-_MOST_SIZED = 128
-"""Of how many nodes sizes are read, which takes longer than to find the nodes."""
-
-_CAST = "ToCopyBackward0"
-"""The node of a cast. Autocast makes those of weights once in a context."""
+    Up to none of these may they have made more than planned by so many bytes.
+    """
+    more_bytes = 0
+    for one, other in zip(found, planned, strict=False):
+        more_bytes += one.made_bytes - other.made_bytes
+        if one.kinds != other.kinds or more_bytes > room_bytes:
+            return False
+    return True
 
 
 class NodesBetween:
@@ -100,7 +88,7 @@ class NodesBetween:
 
     def leading_to(self, values: Iterable[Any]) -> Between:
         """Return what ran to make these values, and was not told of before."""
-        nodes, found = _nodes_of(values), list[Any]()
+        nodes, kinds, made = _nodes_of(values), set[str](), 0
         while nodes:
             node = nodes.pop()
             number = made_number(node)
@@ -109,20 +97,16 @@ class NodesBetween:
             self._known.add(number)
             if is_compiled_step(node):
                 continue
-            found.append(node)
-            nodes += [each for each, _ in node.next_functions if each is not None]
-        return _between(found)
-
-
-def _between(nodes: Sequence[Any]) -> Between:
-    by_kind = [(kind, node) for node in nodes if (kind := node.name()) != _CAST]
-    counts = Counter(kind for kind, _ in by_kind)
-    if len(nodes) > _MOST_SIZED:
-        return Between(counts, None)
-    made = dict.fromkeys(counts, 0)
-    for kind, node in by_kind:
-        made[kind] += made_count(node)
-    return Between(counts, made)
+            following = [each for each, _ in node.next_functions if each is not None]
+            nodes += following
+            kind = node.name()
+            # Autocast makes the casts of weights once in a context.
+            if kind == CAST_NODE and {*map(made_number, following)} == {LEAF_NUMBER}:
+                continue
+            kinds.add(kind)
+            if kind not in VIEW_NODES:
+                made += made_bytes(node)
+        return Between(frozenset(kinds), made)
 
 
 def _nodes_of(values: Iterable[Any]) -> list[Any]:

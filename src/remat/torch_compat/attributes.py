@@ -275,6 +275,35 @@ def is_compiled_step(node: object) -> bool:
     return hasattr(cast("Any", node)._forward_cls, "_aot_id")
 
 
+CAST_NODE = "ToCopyBackward0"
+"""Kind of autograd's node of a cast."""
+
+VIEW_NODES = frozenset(
+    f"{name}Backward0"
+    for name in [
+        "Alias",
+        "AsStrided",
+        "Diagonal",
+        "Expand",
+        "Permute",
+        "ReshapeAlias",
+        "Select",
+        "Slice",
+        "Split",
+        "SplitWithSizes",
+        "Squeeze",
+        "T",
+        "Transpose",
+        "Unbind",
+        "Unfold",
+        "UnsafeSplit",
+        "UnsafeView",
+        "Unsqueeze",
+        "View",
+    ]
+) | {"SqueezeBackward1"}
+"""Kinds of autograd's nodes of operators that return views."""
+
 LEAF_NUMBER = 2**64 - 1
 """The number of all nodes that add up gradients of leaves."""
 
@@ -310,14 +339,14 @@ def without_cast_gradients(tensors: Iterable[Any]) -> Generator[None]:
             leaf.grad = gradient
 
 
-def made_count(node: Any) -> int:
-    """Return how many elements what the operator of a node of autograd returned has."""
-    count = 0
+def made_bytes(node: Any) -> int:
+    """Return the bytes of what the operator of a node of autograd returned."""
+    size_bytes = 0
     for each in node._input_metadata:
         # What a nested tensor is made of counts by itself.
         if not each.is_nested_tensor:
-            count += prod(each.shape)
-    return count
+            size_bytes += prod(each.shape) * each.dtype.itemsize
+    return size_bytes
 
 
 def leaf_of(node: Any) -> torch.Tensor | None:

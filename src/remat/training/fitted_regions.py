@@ -20,7 +20,7 @@ from remat.core.garbage import old_objects_left_alone
 from remat.planning.plan import Plan
 from remat.profile.allocations import AllocationRecorder, Recording
 from remat.profile.gathered_parameters import check_groups
-from remat.torch_compat.attributes import trace_again
+from remat.torch_compat.attributes import parameters_in, trace_again, version_of
 from remat.torch_compat.names import profiler_enabled, tree_flatten
 from remat.torch_compat.patches import alone
 from remat.torch_compat.sharding import (
@@ -31,6 +31,7 @@ from remat.torch_compat.sharding import (
     sharded_parts,
 )
 from remat.training.blocks import BlockCalls, blocks_of, is_deep
+from remat.training.caller_state import unchanged
 from remat.training.fitted_model import FittedModel, logger
 from remat.training.forward_state import CallState, kept
 from remat.training.region_backend import RegionBackend
@@ -95,6 +96,8 @@ class _Call:
     kwargs: Mapping[str, Any]
     runs_hooks: bool
     gradient_bytes: int
+    # How often what it is given, and each parameter, was written when it began.
+    versions: list[int]
     kind: Any = None
     state: CallState | None = None
     # Where it came, if it took a way without a plan.
@@ -131,9 +134,9 @@ class FittedRegions(FittedModel):
         self._steps_by_kind: dict[Any, list[PlannedStep]] = {}
         self._kind: Any = None
         self._failed_counts: Counter[Any] = Counter()
-        # The call that runs now, and the last one that took a way without a plan.
+        # The call that runs now, and per kind the last one without a plan for its way.
         self._call: _Call | None = None
-        self._unplanned: _Call | None = None
+        self._unplanned: dict[Any, _Call] = {}
         # Whether calls are noted as they begin, as a way hung on more than the batch.
         self._notes_state = False
         # Per kind of call, ways that do not fit, and what these need.
@@ -184,7 +187,7 @@ class FittedRegions(FittedModel):
         planner.groups = gathered_groups(self.model)
         check_groups(planner.groups)
         planner.gradient_bytes = gradient_bytes
-        with self.planning(gradient_bytes):
+        with unchanged(self.model, None), self.planning(gradient_bytes):
             try:
                 gathering, outputs = self._gathered(args, kwargs)
                 recording = self._recorded(args, kwargs, gathering)
@@ -326,7 +329,7 @@ class FittedRegions(FittedModel):
         trace_again(error)
         self._compiled.clear()
         self._steps_by_kind.clear()
-        self._unplanned = None
+        self._unplanned.clear()
         self._refused.clear()
         self._blocks = self._block_calls(self.planner.request.regions)
 
@@ -342,7 +345,7 @@ class FittedRegions(FittedModel):
         """Forget all plans, so that what is called next is traced and planned."""
         super().forget()
         self._steps_by_kind.clear()
-        self._unplanned = None
+        self._unplanned.clear()
         self._refused.clear()
 
     def _recorded(
@@ -367,7 +370,8 @@ class FittedRegions(FittedModel):
         if not self._steps_by_kind:
             planner.groups = gathered_groups(self.model)
         gradient_bytes = planner.gradient_bytes_now(values)
-        call = _Call(args, kwargs, runs_hooks, gradient_bytes)
+        versions = self._versions_of(values)
+        call = _Call(args, kwargs, runs_hooks, gradient_bytes, versions)
         if self._notes_state and planner.gathering is None:
             call.state = CallState(self.model)
         call.kind = self._kind = self._kind_of_call(call)
@@ -376,9 +380,9 @@ class FittedRegions(FittedModel):
         known = self._steps_by_kind
         # A second profiler could not measure what there is between the graphs.
         if not (profiler_enabled() and known):
-            was, self._unplanned = self._unplanned, None
-            # This call may take another way than that one. Modes may have changed.
-            if was is not None and was.kind == self._kind_of_call(was):
+            was = self._unplanned.pop(call.kind, None)
+            # This call may take another way than that one.
+            if was is not None:
                 self._plan_way(was)
             if call.kind not in known:
                 self.plan_step(args, kwargs, gradient_bytes)
@@ -388,6 +392,15 @@ class FittedRegions(FittedModel):
 
     def _plan_way(self, call: "_Call") -> None:
         """Plan the way that a call took, or refuse it from now on."""
+        values = tree_flatten((call.args, call.kwargs))[0]
+        if self._versions_of(values)[: len(values)] != call.versions[: len(values)]:
+            self.tell(
+                f"a way that a step of {self.name} took cannot be planned, as its batch "
+                "was written over before the next call. Steps that take it may need more "
+                "than the budget; give each call tensors of its own, or fit an example "
+                "that takes it"
+            )
+            return
         try:
             with nullcontext() if call.state is None else call.state.again():
                 self.plan_step(call.args, call.kwargs, call.gradient_bytes)
@@ -420,6 +433,13 @@ class FittedRegions(FittedModel):
             "that take it may need more than the budget; let it depend on what the "
             "model is given, or fit an example that takes it"
         )
+
+    def _versions_of(self, values: list[Any]) -> list[int]:
+        """Return how often each value, and then each parameter, was written."""
+        known = parameters_in(self.model)
+        return [version_of(v) if isinstance(v, torch.Tensor) else 0 for v in values] + [
+            version_of(parameter) for parameter in known
+        ]
 
     def _kind_of_call(self, call: "_Call") -> Any:
         return (
@@ -455,7 +475,12 @@ class FittedRegions(FittedModel):
         if kind in known:
             *others, step = known[kind]
             # Those that are planned for less come first.
-            planner.begin_step(step, others[::-1], self._refused.get(kind, ()))
+            planner.begin_step(
+                step,
+                others[::-1],
+                self._refused.get(kind, ()),
+                takes_any_size=self._failed_counts[kind] > _MOST_PLANS,
+            )
         else:
             other = next(reversed(known.values()))[-1]
             planner.begin_step(other.without_plan(gradient_bytes))
@@ -476,9 +501,15 @@ class FittedRegions(FittedModel):
         if running.unplanned is None:
             return
         self._failed_counts[self._kind] += 1
-        if call is not None and self._failed_counts[self._kind] <= _MOST_PLANS:
-            self._unplanned = call
-            call.route = running.route
+        if self._failed_counts[self._kind] > _MOST_PLANS:
+            self.tell(
+                f"steps of {self.name} took more than {_MOST_PLANS} ways that were not "
+                "planned, and no more are: steps that take another one may need more "
+                "than the budget. Those in which only more is made between graphs run by "
+                "the plan of a known way; leave room in the budget"
+            )
+        elif call is not None:
+            self._note_unplanned(call, running.route)
         if is_done and "unplanned" not in self.told:
             self.told.add("unplanned")
             logger.warning(
@@ -491,6 +522,19 @@ class FittedRegions(FittedModel):
                 running.unplanned,
                 _MOST_PLANS,
             )
+
+    def _note_unplanned(self, call: "_Call", route: Route) -> None:
+        """Let the way of a call that is over be planned before the next of its kind."""
+        values = tree_flatten((call.args, call.kwargs))[0]
+        if self._versions_of(values)[len(values) :] != call.versions[len(values) :]:
+            self.tell(
+                f"a way that a step of {self.name} took writes parameters in its forward "
+                "pass, and cannot be planned, as that runs it again. Such steps may need "
+                "more than the budget; write parameters outside of the model"
+            )
+            return
+        call.route = route
+        self._unplanned[call.kind] = call
 
 
 class _OneGraphError(Exception):

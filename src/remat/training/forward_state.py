@@ -6,7 +6,8 @@ that call did.
 """
 
 import random
-from collections.abc import Callable, Generator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,11 +27,21 @@ from remat.torch_compat.attributes import (
     MODULE_STATE,
     own_buffers,
     parametrizations_put_back,
+    version_of,
 )
 from remat.training.caller_state import host_random_state, set_host_random_state
 
-_PLAIN = (bool, int, float, str, bytes, type(None))
+_PLAIN = (bool, int, float, str, bytes, type(None), np.generic)
 """What attributes may be that ways hang on."""
+
+_MOST_ENTRIES = 64
+"""Of lists, sets, mappings and tuples that ways hang on."""
+
+_OF_EACH_MODULE = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes in which no model counts."""
+
+_DEEPEST = 3
+"""How deep containers are looked into."""
 
 
 @dataclass
@@ -54,10 +65,9 @@ def kept(model: nn.Module) -> Generator[Kept]:
     attributes = [dict(vars(module)) for module in modules]
     # Among them what a module keeps of its own: parameters, buffers, hooks.
     contents = [
-        (name, value, value.copy())
+        _Contents(name, value)
         for before in attributes
         for name, value in before.items()
-        if isinstance(value, list | dict | set)
     ]
     generators = _own_generators(model)
     copies: dict[int, torch.Tensor] = {}
@@ -79,19 +89,84 @@ def kept(model: nn.Module) -> Generator[Kept]:
         for set_state, state in generators:
             set_state(state)
         found.has_new_hooks = any(
-            name in MODULE_STATE and name.endswith("hooks") and value != before
-            for name, value, before in contents
+            each.name in MODULE_STATE
+            and each.name.endswith("hooks")
+            and each.has_changed
+            for each in contents
         )
-        for _, value, before in contents:
-            _refill(value, before)
+        for each in contents:
+            each.put_back()
         for module, before in zip(modules, attributes, strict=True):
             vars(module).clear()
             vars(module).update(before)
 
 
-def _refill(value: Any, before: Any) -> None:
-    value.clear()
-    (value.extend if isinstance(value, list) else value.update)(before)
+class _Contents:
+    """What is in an attribute that may change without being set anew.
+
+    That is a list, mapping, set or queue, what is in it in turn, an array of NumPy, or
+    a tensor in any of these.
+    """
+
+    def __init__(self, name: str, value: Any, depth: int = 0) -> None:
+        self.name = name
+        self.value = value
+        self.before: Any = None
+        self.inner: list[_Contents] = []
+        self.version = 0
+        if isinstance(value, np.ndarray):
+            self.before = value.copy()
+        elif isinstance(value, torch.Tensor):
+            # Those that are attributes themselves are others meanwhile.
+            if depth and name not in MODULE_STATE:
+                self.before, self.version = value.detach().clone(), version_of(value)
+        elif isinstance(value, dict):
+            self.before = dict(value)
+            self._look_into(value.values(), depth)
+        elif isinstance(value, list | set | deque):
+            self.before = list(value)
+            self._look_into(value, depth)
+        elif isinstance(value, tuple):
+            self._look_into(value, depth)
+
+    def _look_into(self, values: Iterable[Any], depth: int) -> None:
+        if depth < _DEEPEST and self.name not in MODULE_STATE:
+            changeable = (each for each in values if not isinstance(each, _PLAIN))
+            self.inner += [_Contents(self.name, each, depth + 1) for each in changeable]
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether it is otherwise now; what is inside of it is not looked at."""
+        value, before = self.value, self.before
+        if before is None:
+            return False
+        if isinstance(value, np.ndarray):
+            return value.tobytes() != before.tobytes()
+        if isinstance(value, torch.Tensor):
+            return version_of(value) != self.version
+        return _identities(value) != _identities(before)
+
+    def put_back(self) -> None:
+        """Let it be as before, and what is inside of it."""
+        value, before = self.value, self.before
+        if self.has_changed:
+            if isinstance(value, np.ndarray):
+                value[...] = before
+            elif isinstance(value, torch.Tensor):
+                with torch.no_grad():
+                    value.copy_(before)
+            else:
+                value.clear()
+                (value.extend if isinstance(value, list | deque) else value.update)(
+                    before
+                )
+        for each in self.inner:
+            each.put_back()
+
+
+def _identities(values: Any) -> list[int]:
+    found = [*map(id, values)]
+    return [*found, *map(id, values.values())] if isinstance(values, dict) else found
 
 
 def _own_generators(model: nn.Module) -> list[tuple[Callable[[Any], object], Any]]:
@@ -117,14 +192,20 @@ class CallState:
     """What a call of a model may depend on beside its weights and what it is given.
 
     That is each attribute of its modules that is a number, a text or nothing, or a
-    list, set or mapping of such; each buffer of one element; and the states of the
-    random generators of torch, Python and NumPy, those that are attributes among them.
+    list, set, mapping or tuple of few such; each buffer of one element; and the states
+    of the random generators of torch, Python and NumPy, those that are attributes among
+    them.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._modules = [
-            (module, _plain_attributes(module), _small_buffers(module))
+            (
+                module,
+                frozenset(vars(module)),
+                _plain_attributes(module),
+                _small_buffers(module),
+            )
             for module in model.modules()
         ]
         self._random_states = {
@@ -142,10 +223,17 @@ class CallState:
             yield
 
     def _set(self) -> None:
-        for module, attributes, buffers in self._modules:
-            for name in _plain_attributes(module).keys() - attributes.keys():
-                del vars(module)[name]
-            vars(module).update(attributes)
+        for module, names, attributes, buffers in self._modules:
+            now = vars(module)
+            for name in _plain_attributes(module).keys() - names:
+                del now[name]
+            # What holds tensors now is left as it is.
+            held = _plain_attributes(module).keys()
+            now |= {
+                name: value
+                for name, value in attributes.items()
+                if name in held or name not in now
+            }
             own_buffers(module).update(buffers)
         for device, state in self._random_states.items():
             set_random_state(device, state)
@@ -157,14 +245,15 @@ class CallState:
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in vars(module).items():
-        if name in MODULE_STATE:
+        if name in _OF_EACH_MODULE:
             continue
         if isinstance(value, _PLAIN):
             found[name] = value
-        elif isinstance(value, list | set | dict):
+        # Not of other kinds that behave like these.
+        elif type(value) in (list, set, dict, tuple) and len(value) <= _MOST_ENTRIES:
             values = value.values() if isinstance(value, dict) else value
             if all(isinstance(each, _PLAIN) for each in values):
-                found[name] = value.copy()
+                found[name] = value if isinstance(value, tuple) else value.copy()
     return found
 
 

@@ -129,6 +129,8 @@ class PlannedStep:
     backward_bytes
         Most bytes in the backward passes of the regions before each, and of all, less
         the gradients that later ones have left by then.
+    peak_bytes
+        The peak of that order.
     turns
         What is known of steps that begin like this one and turn to another way after so
         many regions: the step, or else what it needs.
@@ -141,12 +143,21 @@ class PlannedStep:
     schedule: Schedule
     held_bytes: tuple[int, ...]
     backward_bytes: tuple[int, ...]
+    peak_bytes: int
     kept: Mapping[GatheredGroup, bool] = field(
         default_factory=dict[GatheredGroup, bool]
     )
     turns: "dict[tuple[int, PlannedStep], PlannedStep | int | None]" = field(
         default_factory=dict[Any, Any], repr=False
     )
+
+    @property
+    def room_bytes(self) -> int:
+        """How much more may be made between graphs than was planned.
+
+        It is kept for backward, and makes gradients there.
+        """
+        return max(0, (self.plan.budget_bytes or 0) - self.peak_bytes) // 2
 
     @property
     def route(self) -> Route:
@@ -177,6 +188,8 @@ class Running:
         The plan that it began with or turned to, and other ways that it may turn to.
     refused
         Ways that do not fit the budget, and the bytes that these need.
+    takes_any_size
+        Whether what runs between graphs may make more than was planned.
     unplanned
         Its first region that is in no plan.
     """
@@ -184,7 +197,10 @@ class Running:
     step: PlannedStep
     others: Sequence[PlannedStep] = ()
     refused: Sequence[tuple[Route, int]] = ()
+    takes_any_size: bool = False
     route: Route = field(default_factory=Route)
+    # What ran between graphs made so much more than was planned.
+    more_bytes: int = 0
     # The step with the sizes that its regions have had in this call.
     composed: ComposedStep = field(init=False)
     unplanned: int | None = None
@@ -198,6 +214,16 @@ class Running:
 
     def __post_init__(self) -> None:
         self.composed = self.step.composed
+
+    def room_bytes(self, way: PlannedStep) -> float:
+        """Return how much more than planned may be made between graphs of a way."""
+        return math.inf if self.takes_any_size else way.room_bytes
+
+    def turn_to(self, step: PlannedStep, composed: ComposedStep) -> None:
+        """Go on as a way that began like this step."""
+        self.step, self.composed = step, composed
+        made = zip(self.route.between, step.between, strict=False)
+        self.more_bytes = sum(one.made_bytes - other.made_bytes for one, other in made)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -780,6 +806,7 @@ class RegionPlanner(Planner):
             schedule=plan.schedule,
             held_bytes=composed.held_bytes(plan.schedule, plan.trace),
             backward_bytes=composed.backward_bytes(plan.schedule, plan.trace),
+            peak_bytes=plan.trace.peak_bytes[0],
         )
 
     def _choice(self, code: RegionCode, order: RegionOrder | None) -> RegionChoice:
@@ -821,6 +848,8 @@ class RegionPlanner(Planner):
         step: PlannedStep,
         others: Sequence[PlannedStep] = (),
         refused: Sequence[tuple[Route, int]] = (),
+        *,
+        takes_any_size: bool = False,
     ) -> None:
         """Run the regions that are called from now on by a plan.
 
@@ -832,8 +861,10 @@ class RegionPlanner(Planner):
             Ways that a step which begins like it may take instead.
         refused
             Ways that do not fit the budget, and what these need.
+        takes_any_size
+            Whether what runs between graphs may make more than was planned.
         """
-        self.running = Running(step, others, refused)
+        self.running = Running(step, others, refused, takes_any_size)
         self.running_plan = step.plan
         for group, is_kept in step.kept.items():
             self.running.let_go[group] = group.is_let_go
@@ -862,11 +893,14 @@ class RegionPlanner(Planner):
         """
         count = len(running.route.codes)
         running.route.between.append(self.between.leading_to(outputs))
-        if running.unplanned is not None or _is_all(running.step, running.route):
+        if running.unplanned is not None or _is_all(
+            running.step, running.route, running.room_bytes(running.step)
+        ):
             return
         for way in running.others:
             composed = self._taken_so_far(running, way)
-            if composed is None or not _is_all(way, running.route):
+            room_bytes = running.room_bytes(way)
+            if composed is None or not _is_all(way, running.route, room_bytes):
                 continue
             found = self._turned(running.step, count, way, composed)
             if isinstance(found, PlannedStep):
@@ -889,16 +923,11 @@ class RegionPlanner(Planner):
             self.gathering.between.append(between)
         if self.gathering is not None or running is None:
             return RegionChoice(code=code, number=FRUGAL)
-        step, position = running.step, len(running.route.codes)
+        position = len(running.route.codes)
         running.route.codes.append(code)
         running.route.between.append(between)
         if running.unplanned is None and (
-            (
-                position < len(step.choices)
-                and step.choices[position].code is code
-                and between.is_within(step.between[position])
-            )
-            or self._goes_on(running, position)
+            _is_next(running, code, between) or self._goes_on(running, position)
         ):
             choice = running.step.choices[position]
             return choice if choice.code is code else self._choice(code, choice.order)
@@ -942,10 +971,11 @@ class RegionPlanner(Planner):
             if composed is None:
                 continue
             if composed is running.composed:
+                running.turn_to(way, composed)
                 return True
             found = self._turned(running.step, position, way, composed)
             if isinstance(found, PlannedStep):
-                running.step, running.composed = found, composed
+                running.turn_to(found, composed)
                 self.running_plan = way.plan
                 return True
             if found is not None:
@@ -1033,6 +1063,12 @@ class RegionPlanner(Planner):
         composed = running.composed if is_own else way.composed
         if way.kept and not is_own:
             return None
+        if not all_within(
+            running.route.between[: len(running.route.codes)],
+            way.between,
+            running.room_bytes(way),
+        ):
+            return None
         first = len(running.route.codes) - 1 if is_own else 0
         return self._sized_like(running.route, way, composed, first)
 
@@ -1040,8 +1076,9 @@ class RegionPlanner(Planner):
         """Whether a pass that came so far, or is over, may have gone a planned way."""
         is_over = len(route.between) > len(route.codes)
         return any(
-            self._sized_like(route, way, way.composed, 0) is not None
-            and (not is_over or _is_all(way, route))
+            all_within(route.between[: len(route.codes)], way.between, way.room_bytes)
+            and self._sized_like(route, way, way.composed, 0) is not None
+            and (not is_over or _is_all(way, route, way.room_bytes))
             for way in ways
         )
 
@@ -1049,10 +1086,7 @@ class RegionPlanner(Planner):
         self, route: Route, way: PlannedStep, composed: ComposedStep, first: int
     ) -> ComposedStep | None:
         """Return a way's step with the sizes of a route from one of its graphs on."""
-        count = len(route.codes)
-        if len(way.choices) < count or not all_within(
-            route.between[:count], way.between
-        ):
+        if len(way.choices) < len(route.codes):
             return None
         for place, code in enumerate(route.codes[first:], first):
             resized = self._resized(composed, place, way.choices[place].code, code)
@@ -1103,23 +1137,39 @@ def _turn(
                 schedule=schedule,
                 held_bytes=composed.held_bytes(schedule, trace),
                 backward_bytes=composed.backward_bytes(schedule, trace),
+                peak_bytes=trace.peak_bytes[0],
                 turns={},
             )
         needed.append(trace.peak_bytes[0])
     return min(needed, default=None)
 
 
-def _is_all(step: PlannedStep, route: Route) -> bool:
+def _is_next(running: Running, code: RegionCode, between: Between) -> bool:
+    """Whether a region that begins is the next one of the planned step."""
+    step, position = running.step, len(running.route.codes) - 1
+    if position >= len(step.choices) or step.choices[position].code is not code:
+        return False
+    planned = step.between[position]
+    more_bytes = running.more_bytes + between.made_bytes - planned.made_bytes
+    if between.kinds != planned.kinds or more_bytes > running.room_bytes(step):
+        return False
+    running.more_bytes = more_bytes
+    return True
+
+
+def _is_all(step: PlannedStep, route: Route, room_bytes: float) -> bool:
     """Whether a pass that is over, and went like a step so far, was the whole of it."""
     is_over = len(step.between) == len(route.between)
-    return is_over and all_within(route.between, step.between)
+    return is_over and all_within(route.between, step.between, room_bytes)
 
 
 def _count_alike(begun: Route, other: Route) -> int:
     """Return how many regions of a way run by the plan of one that it begins with."""
     codes = map(operator.is_, begun.codes, other.codes)
-    between = map(Between.is_within, other.between, begun.between)
-    return sum(1 for _ in takewhile(all, zip(codes, between, strict=False)))
+    alike = sum(1 for _ in takewhile(bool, codes))
+    while not all_within(other.between[:alike], begun.between):
+        alike -= 1
+    return alike
 
 
 def _no_room(step: PlannedStep, position: int, needed_bytes: int) -> BudgetError:
