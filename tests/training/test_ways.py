@@ -2,9 +2,11 @@
 
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,8 +116,21 @@ def often(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def often_in_rows(x: torch.Tensor, count: int) -> torch.Tensor:
-    return torch.cat([often(x[:count]), x[count:]])
+def often_in_rows(x: torch.Tensor, count: int, times: int = 1) -> torch.Tensor:
+    rows = x[:count]
+    for _ in range(times):
+        rows = often(rows)
+    return torch.cat([rows, x[count:]])
+
+
+def products(x: torch.Tensor, *, is_square: bool) -> torch.Tensor:
+    for _ in range(9):
+        x = x * x if is_square else x * 0.9
+    return x
+
+
+def twice_in(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype).sin().sin().float()
 
 
 @pytest.mark.parametrize("is_last", [False, True], ids=["between", "last"])
@@ -126,8 +141,25 @@ def often_in_rows(x: torch.Tensor, count: int) -> torch.Tensor:
         (torch.neg, many_exponentials),
         (torch.sin, often),
         (partial(often_in_rows, count=8), partial(often_in_rows, count=250)),
+        (
+            partial(often_in_rows, count=8, times=20),
+            partial(often_in_rows, count=250, times=20),
+        ),
+        (
+            partial(twice_in, dtype=torch.float16),
+            partial(twice_in, dtype=torch.float64),
+        ),
+        (partial(products, is_square=False), partial(products, is_square=True)),
     ],
-    ids=["other", "others", "more", "larger"],
+    ids=[
+        "other",
+        "others",
+        "more",
+        "larger",
+        "many larger",
+        "wider",
+        "itself",
+    ],
 )
 def test_ways_of_equal_graphs_are_told_apart_by_what_runs_in_no_graph(
     smaller: Callable[[torch.Tensor], torch.Tensor],
@@ -175,14 +207,14 @@ class Drawing(Tied):
             "counted": lambda: self.count,
             "in a list": lambda: self.counts[0],
             "in a buffer": lambda: int(self.counter),
-            "drawn by torch": lambda: int(torch.randint(4, ())),
-            "drawn by NumPy": lambda: np.random.randint(4),  # noqa: NPY002
-            "drawn by Python": lambda: random.randrange(4),
+            "drawn by torch": lambda: int(torch.randint(8, ())),
+            "drawn by NumPy": lambda: np.random.randint(8),  # noqa: NPY002
+            "drawn by Python": lambda: random.randrange(8),
             "drawn by its own": lambda: int(
-                torch.randint(4, (), generator=self.generator)
+                torch.randint(8, (), generator=self.generator)
             ),
-            "drawn by its own of NumPy": lambda: int(self.numpy_generator.integers(4)),
-            "drawn by its own of Python": lambda: self.python_generator.randrange(4),
+            "drawn by its own of NumPy": lambda: int(self.numpy_generator.integers(8)),
+            "drawn by its own of Python": lambda: self.python_generator.randrange(8),
             "elsewhere": lambda: next(self.tick),
         }
 
@@ -193,7 +225,7 @@ class Drawing(Tied):
 
     @in_no_graph
     def between(self, x: torch.Tensor) -> torch.Tensor:
-        is_large = self.decide[self.by]() % 4 == 3
+        is_large = self.decide[self.by]() % 8 == 7
         self.count += 1
         self.counts[0] += 1
         self.counter += 1
@@ -229,8 +261,10 @@ def test_ways_that_numbers_of_the_model_or_random_ones_decide_are_planned(
 
     # Warnings are errors.
     assert all(map(torch.equal, steps_from(2, model), steps_from(2, plain)))
-    assert fitted.planner.planned_count == 2
+    # Of its first step it is not known how it began.
+    assert sum(fitted._failed_counts.values()) <= 2
     assert all(map(torch.equal, steps_from(3, model), steps_from(3, plain)))
+    assert sum(fitted._failed_counts.values()) <= 2
     assert fitted.planner.planned_count == 2
 
 
@@ -244,12 +278,204 @@ def steps_from(number: int, model: nn.Module) -> list[torch.Tensor]:
     """Return the gradients of steps from this seed on, and what is drawn next."""
     seed(number)
     found: list[torch.Tensor] = []
-    for _ in range(16):
+    for _ in range(40):
         model.zero_grad()
         model(X).backward()
         found += [p.grad for p in model.parameters() if p.grad is not None]
     drawn = [random.random(), np.random.rand()]  # noqa: NPY002
     return [*found, torch.rand(1), torch.tensor(drawn)]
+
+
+class Settings(dict[str, Any]):
+    """A mapping whose keys are attributes, as those of libraries are."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Holding(Drawing):
+    """Changes what it holds beside its buffers at each call, of which some are rare."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings(every=4)
+        self.queue = deque([1.0], maxlen=5)
+        self.array = np.zeros(3)
+        self.tensors = [torch.zeros(2)]
+        self.nested = {"of": [[0]]}
+        self.register_buffer("total", torch.zeros(()))
+        self.same = [self.total]
+        self.hidden: torch.Tensor | None = None
+        self.waiting: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.tanh(self.inside(x))
+        return torch.tanh(self.step(inner)).pow(2).mean()
+
+    @in_no_graph
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        self.queue.append(self.queue[-1] + 1)
+        self.array += 1
+        self.tensors[0] += 1
+        self.nested["of"][0][0] += 1
+        self.waiting.append(x.detach()[:1])
+        if self.hidden is not None:
+            x = x + self.hidden
+        self.hidden = x.detach()
+        self.count += 1
+        if self.count % self.settings.every:
+            return x.sin()
+        self.same[0] += 1
+        self.hidden = None
+        self.waiting.clear()
+        return often(x)
+
+    def held(self) -> list[Any]:
+        hidden = None if self.hidden is None else float(self.hidden.sum())
+        tensors = [*map(float, self.tensors[0]), float(self.total), hidden]
+        return [*self.queue, *self.array, *tensors, self.nested, len(self.waiting)]
+
+
+@pytest.mark.filterwarnings("ignore::remat.core.errors.PlanWarning")
+def test_planning_ways_leaves_what_a_model_holds_as_it_was() -> None:
+    model, plain = pair(Holding)
+    remat.fit(model, X, budget="300%", **BREAK)
+    for _ in range(4):
+        assert all(map(torch.equal, steps_from(2, model), steps_from(2, plain)))
+        assert isinstance(model, Holding)
+        assert isinstance(plain, Holding)
+        assert model.held() == plain.held()
+        assert type(model.settings) is Settings
+
+
+def test_ways_that_write_parameters_are_told_and_not_run_again() -> None:
+    class Moving(Drawing):
+        def __init__(self) -> None:
+            super().__init__()
+            self.average = nn.Parameter(torch.zeros(128, WIDTH), requires_grad=False)
+
+        @in_no_graph
+        def between(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            if self.count % 4:
+                return x.sin()
+            with torch.no_grad():
+                self.average.add_(self.inside.weight)
+            return often(x)
+
+    model, plain = pair(Moving)
+    remat.fit(model, X, budget="300%", **BREAK)
+    with pytest.warns(PlanWarning, match="writes parameters in its forward pass"):
+        gradients = steps_from(2, model)
+    assert all(map(torch.equal, gradients, steps_from(2, plain)))
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+class Valued(Tied):
+    """A way that the batch decides, and one that is small."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.tanh(self.inside(x))
+        inner = in_no_graph(often if x.sum() > 0 else torch.sin)(inner)
+        return torch.tanh(inner).pow(2).mean()
+
+
+def test_batches_that_are_written_over_are_told() -> None:
+    x = X - X.mean() + 0.1
+    model = Valued()
+    place = -x
+    remat.fit(model, place, budget="300%", **BREAK)
+
+    def train() -> None:
+        for each in (-x, x, -x):
+            model(place.copy_(each)).backward()
+            model.zero_grad()
+
+    with pytest.warns(PlanWarning, match="its batch was written over"):
+        train()
+
+
+def test_ways_are_planned_when_the_next_call_of_their_kind_comes() -> None:
+    x = X - X.mean() + 0.1
+    model = Valued()
+    budget = smallest_budget(model, x, costs="estimated")
+    remat.fit(model, -x, budget=budget, **BREAK)
+    for _ in range(3):
+        with suppress(BudgetError):
+            model(x).backward()
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(-x)
+        loss.backward()
+        model.zero_grad()
+    assert peak_of_step(model, x) <= budget
+
+
+def test_what_fits_beside_a_plan_is_no_other_way(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    x = X - X.mean() + 0.1
+    model = Valued()
+    plan = remat.fit(model, -x, budget="1000%", **BREAK)
+    for batch in (-x, x, -x):
+        assert peak_of_step(model, batch) <= (plan.budget_bytes or 0)
+    assert "another way" not in caplog.text
+
+
+def test_more_ways_than_are_planned_are_told() -> None:
+    names = [
+        "sin",
+        "cos",
+        "tanh",
+        "sinh",
+        "cosh",
+        "exp",
+        "sigmoid",
+        "asinh",
+        "atan",
+        "erf",
+        "expm1",
+        "log1p",
+    ]
+    ways: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        partial(often_in_rows, count=8),
+        *(getattr(torch, name) for name in names),
+        partial(often_in_rows, count=250),
+    ]
+
+    class Many(Tied):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inner = torch.sigmoid(self.inside(x))
+            inner = in_no_graph(ways[int(x[0, 0])])(inner)
+            return torch.tanh(inner).pow(2).mean()
+
+    model, plain = pair(Many)
+    batches = [X.clone() for _ in ways]
+    for number, batch in enumerate(batches):
+        batch[0, 0] = number
+    # Of what is in between, the last one makes thirty times as much as the first.
+    remat.fit(model, batches[0], budget="105%", **BREAK)
+
+    def train() -> None:
+        for batch in batches[1:-1]:
+            with suppress(BudgetError):
+                model(batch).backward()
+            model.zero_grad()
+
+    with pytest.warns(PlanWarning, match="more than 8 ways that were not planned"):
+        train()
+    fitted = fitted_on(model)
+    assert isinstance(fitted, FittedRegions)
+    assert sum(fitted._failed_counts.values()) == len(names)
+    for each in (model, plain):
+        each.zero_grad()
+        each(batches[-1]).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+    assert sum(fitted._failed_counts.values()) == len(names)
 
 
 def test_a_way_that_planning_does_not_see_again_is_told() -> None:
@@ -260,7 +486,7 @@ def test_a_way_that_planning_does_not_see_again_is_told() -> None:
     remat.fit(model, X, budget="300%", **BREAK)
 
     def train() -> None:
-        for _ in range(16):
+        for _ in range(40):
             model(X).backward()
             model.zero_grad()
 

@@ -50,12 +50,12 @@ class Between:
     Parameters
     ----------
     kinds
-        Their kinds.
+        Their kinds, each with how many others they hand gradients to.
     made_bytes
         Bytes of what their operators returned, views left out.
     """
 
-    kinds: frozenset[str]
+    kinds: frozenset[tuple[str, int]]
     made_bytes: int
 
 
@@ -88,7 +88,7 @@ class NodesBetween:
 
     def leading_to(self, values: Iterable[Any]) -> Between:
         """Return what ran to make these values, and was not told of before."""
-        nodes, kinds, made = _nodes_of(values), set[str](), 0
+        nodes, kinds, made = _nodes_of(values), set[tuple[str, int]](), 0
         while nodes:
             node = nodes.pop()
             number = made_number(node)
@@ -103,7 +103,7 @@ class NodesBetween:
             # Autocast makes the casts of weights once in a context.
             if kind == CAST_NODE and {*map(made_number, following)} == {LEAF_NUMBER}:
                 continue
-            kinds.add(kind)
+            kinds.add((kind, len(following)))
             if kind not in VIEW_NODES:
                 made += made_bytes(node)
         return Between(frozenset(kinds), made)

@@ -500,15 +500,7 @@ class FittedRegions(FittedModel):
             self.planner.check_end(running, tensors_in(outputs))
         if running.unplanned is None:
             return
-        self._failed_counts[self._kind] += 1
-        if self._failed_counts[self._kind] > _MOST_PLANS:
-            self.tell(
-                f"steps of {self.name} took more than {_MOST_PLANS} ways that were not "
-                "planned, and no more are: steps that take another one may need more "
-                "than the budget. Those in which only more is made between graphs run by "
-                "the plan of a known way; leave room in the budget"
-            )
-        elif call is not None:
+        if call is not None:
             self._note_unplanned(call, running.route)
         if is_done and "unplanned" not in self.told:
             self.told.add("unplanned")
@@ -516,8 +508,8 @@ class FittedRegions(FittedModel):
                 "a step of %s took another way at graph %d than in its plan: graphs "
                 "that are not in it keep nothing, and are computed again in backward; "
                 "what runs between them is not measured yet, and this step may need more "
-                "than the budget. Such ways are planned before the next call, up to %d "
-                "of them",
+                "than the budget. Such ways are planned before the next such call, up to "
+                "%d of them",
                 self.name,
                 running.unplanned,
                 _MOST_PLANS,
@@ -531,6 +523,15 @@ class FittedRegions(FittedModel):
                 f"a way that a step of {self.name} took writes parameters in its forward "
                 "pass, and cannot be planned, as that runs it again. Such steps may need "
                 "more than the budget; write parameters outside of the model"
+            )
+            return
+        self._failed_counts[call.kind] += 1
+        if self._failed_counts[call.kind] > _MOST_PLANS:
+            self.tell(
+                f"steps of {self.name} took more than {_MOST_PLANS} ways that were not "
+                "planned, and no more are: steps that take another one may need more "
+                "than the budget. Those in which only more is made between graphs run by "
+                "the plan of a known way; leave room in the budget"
             )
             return
         call.route = route

@@ -173,7 +173,9 @@ def _own_generators(model: nn.Module) -> list[tuple[Callable[[Any], object], Any
     """Return how random generators that are attributes are set, and their states."""
     found: list[tuple[Callable[[Any], object], Any]] = []
     for module in model.modules():
-        for value in vars(module).values():
+        for name, value in vars(module).items():
+            if name in _OF_EACH_MODULE:
+                continue
             if isinstance(value, torch.Generator | np.random.RandomState):
                 found.append((value.set_state, value.get_state()))
             elif isinstance(value, np.random.Generator):
