@@ -300,6 +300,7 @@ class Holding(Drawing):
         super().__init__()
         self.settings = Settings(every=4)
         self.queue = deque([1.0], maxlen=5)
+        self.total: torch.Tensor
         self.array = np.zeros(3)
         self.tensors = [torch.zeros(2)]
         self.nested = {"of": [[0]]}

@@ -202,12 +202,7 @@ class CallState:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._modules = [
-            (
-                module,
-                frozenset(vars(module)),
-                _plain_attributes(module),
-                _small_buffers(module),
-            )
+            (module, _plain_attributes(module), _small_buffers(module))
             for module in model.modules()
         ]
         self._random_states = {
@@ -225,17 +220,8 @@ class CallState:
             yield
 
     def _set(self) -> None:
-        for module, names, attributes, buffers in self._modules:
-            now = vars(module)
-            for name in _plain_attributes(module).keys() - names:
-                del now[name]
-            # What holds tensors now is left as it is.
-            held = _plain_attributes(module).keys()
-            now |= {
-                name: value
-                for name, value in attributes.items()
-                if name in held or name not in now
-            }
+        for module, attributes, buffers in self._modules:
+            vars(module).update(attributes)
             own_buffers(module).update(buffers)
         for device, state in self._random_states.items():
             set_random_state(device, state)
