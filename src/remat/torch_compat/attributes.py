@@ -114,6 +114,14 @@ def parameters_in(model: nn.Module) -> list[nn.Parameter]:
     ]
 
 
+def parameter_versions(model: nn.Module) -> list[int]:
+    """Return how often each parameter was written, at each call of the model."""
+    return [
+        0 if parameter.is_inference() else parameter._version
+        for parameter in parameters_in(model)
+    ]
+
+
 def forward_hooks(module: nn.Module) -> Iterator[Any]:
     """Yield the hooks before and after a module's forward, those of all modules too."""
     yield from module._forward_hooks.values()

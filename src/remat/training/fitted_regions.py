@@ -20,7 +20,7 @@ from remat.core.garbage import old_objects_left_alone
 from remat.planning.plan import Plan
 from remat.profile.allocations import AllocationRecorder, Recording
 from remat.profile.gathered_parameters import check_groups
-from remat.torch_compat.attributes import parameters_in, trace_again, version_of
+from remat.torch_compat.attributes import parameter_versions, trace_again, version_of
 from remat.torch_compat.names import profiler_enabled, tree_flatten
 from remat.torch_compat.patches import alone
 from remat.torch_compat.sharding import (
@@ -96,9 +96,10 @@ class _Call:
     kwargs: Mapping[str, Any]
     runs_hooks: bool
     gradient_bytes: int
-    # How often what it is given, and each parameter, was written when it began.
-    versions: list[int]
     kind: Any = None
+    # How often what it is given, and each parameter, was written when it began.
+    given_versions: list[int] = field(default_factory=list[int])
+    parameter_versions: list[int] = field(default_factory=list[int])
     state: CallState | None = None
     # Where it came, if it took a way without a plan.
     route: Route = field(default_factory=Route)
@@ -370,8 +371,9 @@ class FittedRegions(FittedModel):
         if not self._steps_by_kind:
             planner.groups = gathered_groups(self.model)
         gradient_bytes = planner.gradient_bytes_now(values)
-        versions = self._versions_of(values)
-        call = _Call(args, kwargs, runs_hooks, gradient_bytes, versions)
+        call = _Call(args, kwargs, runs_hooks, gradient_bytes)
+        call.given_versions = _versions_of(values)
+        call.parameter_versions = parameter_versions(self.model)
         if self._notes_state and planner.gathering is None:
             call.state = CallState(self.model)
         call.kind = self._kind = self._kind_of_call(call)
@@ -393,7 +395,7 @@ class FittedRegions(FittedModel):
     def _plan_way(self, call: "_Call") -> None:
         """Plan the way that a call took, or refuse it from now on."""
         values = tree_flatten((call.args, call.kwargs))[0]
-        if self._versions_of(values)[: len(values)] != call.versions[: len(values)]:
+        if _versions_of(values) != call.given_versions:
             self.tell(
                 f"a way that a step of {self.name} took cannot be planned, as its batch "
                 "was written over before the next call. Steps that take it may need more "
@@ -433,13 +435,6 @@ class FittedRegions(FittedModel):
             "that take it may need more than the budget; let it depend on what the "
             "model is given, or fit an example that takes it"
         )
-
-    def _versions_of(self, values: list[Any]) -> list[int]:
-        """Return how often each value, and then each parameter, was written."""
-        known = parameters_in(self.model)
-        return [version_of(v) if isinstance(v, torch.Tensor) else 0 for v in values] + [
-            version_of(parameter) for parameter in known
-        ]
 
     def _kind_of_call(self, call: "_Call") -> Any:
         return (
@@ -517,8 +512,7 @@ class FittedRegions(FittedModel):
 
     def _note_unplanned(self, call: "_Call", route: Route) -> None:
         """Let the way of a call that is over be planned before the next of its kind."""
-        values = tree_flatten((call.args, call.kwargs))[0]
-        if self._versions_of(values)[len(values) :] != call.versions[len(values) :]:
+        if parameter_versions(self.model) != call.parameter_versions:
             self.tell(
                 f"a way that a step of {self.name} took writes parameters in its forward "
                 "pass, and cannot be planned, as that runs it again. Such steps may need "
@@ -671,6 +665,11 @@ def _that_helps_more(by_blocks: RematError, as_one: RematError) -> RematError:
     if not isinstance(as_one, BudgetError):
         return by_blocks
     return min(by_blocks, as_one, key=lambda error: error.required_bytes)
+
+
+def _versions_of(values: list[Any]) -> list[int]:
+    """Return how often each value was written in place."""
+    return [version_of(v) if isinstance(v, torch.Tensor) else 0 for v in values]
 
 
 def _kind_of(

@@ -131,7 +131,9 @@ class _Contents:
 
     def _look_into(self, values: Iterable[Any], depth: int) -> None:
         if depth < _DEEPEST and self.name not in MODULE_STATE:
-            changeable = (each for each in values if not isinstance(each, _PLAIN))
+            # Parameters are many bytes; whether they were written is looked at before.
+            kinds = (*_PLAIN, nn.Parameter)
+            changeable = (each for each in values if not isinstance(each, kinds))
             self.inner += [_Contents(self.name, each, depth + 1) for each in changeable]
 
     @property
