@@ -174,7 +174,7 @@ def passes(model: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], list[int]
     torch.manual_seed(5)
     peaks: list[list[int]] = [[], [], []]
     found: list[torch.Tensor] = []
-    for round_ in range(STEPS):
+    for round_ in range(4):
         for index, measured in enumerate(peaks):
             model.set_requires_gradient_sync(index == 2)
             if not round_:

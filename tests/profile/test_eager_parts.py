@@ -96,6 +96,7 @@ def test_nodes_behind_regions_without_gradients_are_told_apart():
     first, before, second, after = numbers
     assert first <= made_number(before) < second <= made_number(after)
     leaf = torch.ones(1, requires_grad=True)
-    (found, _), _ = (leaf * 2).grad_fn.next_functions
+    node: Any = (leaf * 2).grad_fn
+    (found, _), _ = node.next_functions
     assert leaf_of(found) is leaf
     assert made_number(found) == LEAF_NUMBER
