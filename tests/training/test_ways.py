@@ -1,7 +1,9 @@
 """Ways through a model that the tracer splits, of which each step takes one."""
 
+import gc
 import itertools
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -308,6 +310,7 @@ class Holding(Drawing):
         self.same = [self.total]
         self.hidden: torch.Tensor | None = None
         self.waiting: list[torch.Tensor] = []
+        self.hard: list[Any] = [torch.zeros(3), torch.zeros(1).expand(3), np.zeros(2)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = torch.tanh(self.inside(x))
@@ -319,6 +322,9 @@ class Holding(Drawing):
         self.array += 1
         self.tensors[0] += 1
         self.nested["of"][0][0] += 1
+        self.hard[0].data += 1
+        self.hard[1][0] += 1
+        self.hard[2].resize(self.hard[2].shape[0] + 1, refcheck=False)
         self.waiting.append(x.detach()[:1])
         if self.hidden is not None:
             x = x + self.hidden
@@ -334,7 +340,15 @@ class Holding(Drawing):
     def held(self) -> list[Any]:
         hidden = None if self.hidden is None else float(self.hidden.sum())
         tensors = [*map(float, self.tensors[0]), float(self.total), hidden]
-        return [*self.queue, *self.array, *tensors, self.nested, len(self.waiting)]
+        hard = [each.tolist() for each in self.hard]
+        return [
+            *self.queue,
+            *self.array,
+            *tensors,
+            self.nested,
+            len(self.waiting),
+            hard,
+        ]
 
 
 @pytest.mark.filterwarnings("ignore::remat.core.errors.PlanWarning")
@@ -382,7 +396,8 @@ class Valued(Tied):
         return torch.tanh(inner).pow(2).mean()
 
 
-def test_batches_that_are_written_over_are_told() -> None:
+@pytest.mark.parametrize("is_data", [False, True], ids=["values", "data"])
+def test_batches_that_are_written_over_are_told(is_data: bool) -> None:
     x = X - X.mean() + 0.1
     model = Valued()
     place = -x
@@ -390,7 +405,11 @@ def test_batches_that_are_written_over_are_told() -> None:
 
     def train() -> None:
         for each in (-x, x, -x):
-            model(place.copy_(each)).backward()
+            if is_data:
+                place.data = each.clone()
+            else:
+                place.copy_(each)
+            model(place).backward()
             model.zero_grad()
 
     with pytest.warns(PlanWarning, match="its batch was written over"):
@@ -413,15 +432,59 @@ def test_ways_are_planned_when_the_next_call_of_their_kind_comes() -> None:
     assert peak_of_step(model, x) <= budget
 
 
-def test_what_fits_beside_a_plan_is_no_other_way(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_batch_whose_container_is_used_again_is_told() -> None:
+    class Mapped(Valued):
+        def forward(self, x: Any) -> torch.Tensor:
+            return super().forward(x["x"])
+
+    x = X - X.mean() + 0.1
+    model = Mapped()
+    batch = {"x": -x}
+    remat.fit(model, batch, budget="300%", **BREAK)
+
+    def train() -> None:
+        for each in (-x, x, -x):
+            batch["x"] = each.clone()
+            model(batch).backward()
+            model.zero_grad()
+
+    with pytest.warns(PlanWarning, match="its batch was written over"):
+        train()
+
+
+def test_batches_wait_for_a_plan_in_small_numbers() -> None:
     x = X - X.mean() + 0.1
     model = Valued()
-    plan = remat.fit(model, -x, budget="1000%", **BREAK)
-    for batch in (-x, x, -x):
-        assert peak_of_step(model, batch) <= (plan.budget_bytes or 0)
-    assert "another way" not in caplog.text
+    remat.fit(model, -x, budget="1000%", **BREAK)
+    kept: list[weakref.ref[torch.Tensor]] = []
+    for count in range(10, 18):
+        batch = x[:count].clone()
+        model(-batch).backward()
+        model.zero_grad()
+        model(batch).backward()
+        model.zero_grad()
+        kept.append(weakref.ref(batch))
+        del batch
+    gc.collect()
+    assert sum(each() is not None for each in kept) <= 2
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_way_that_does_not_train_is_told_and_the_next_call_runs() -> None:
+    class Leaving(Valued):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inner = torch.tanh(self.inside(x))
+            if x.sum() > 0:
+                return x.sum() * 0
+            return torch.tanh(in_no_graph(torch.sin)(inner)).pow(2).mean()
+
+    x = X - X.mean() + 0.1
+    model = Leaving()
+    remat.fit(model, -x, budget="300%", **BREAK)
+    model(x)
+    with pytest.warns(PlanWarning, match="cannot be planned: the model does not train"):
+        model(-x).backward()
+    model(-x).backward()
 
 
 def test_more_ways_than_are_planned_are_told() -> None:

@@ -327,6 +327,9 @@ class GatheredBackward:
             return
         # Where an earlier pass left whole gradients, each was added as it came.
         slots = [slot for slot in sizes if not self.backward.leaves[slot]]
+        if group.kept_dtype is not None and group.whole_gradients:
+            yield from self.keep(group, sizes)
+            slots = []
         whole_bytes, own_bytes, copied_bytes = group.reduced_bytes
         whole, own = self._block(whole_bytes), self._block(own_bytes)
         self.waiting.append(whole)
@@ -354,7 +357,14 @@ class GatheredBackward:
                 size_bytes = count * group.kept_dtype.itemsize
                 made = {self._block(size_bytes): size_bytes}
                 self.stay.update(made)
-            yield EagerWork(name=f"gradients of {group.name}", takes=[slot], made=made)
+            # One in another type is cast to be added.
+            size_bytes = count * group.kept_dtype.itemsize if has_gradients else 0
+            yield EagerWork(
+                name=f"gradients of {group.name}",
+                takes=[slot],
+                made=made,
+                workspace_bytes=size_bytes,
+            )
 
     def _block(self, size_bytes: int) -> int:
         return self.gathering.new_block(size_bytes)

@@ -5,7 +5,7 @@ of a module around its forward and its backward pass, and hands out pieces of gr
 """
 
 import sys
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -287,6 +287,7 @@ def gathering_alone(groups: Sequence[GatheredGroup]) -> Generator[Gathered]:
     """
     found = Gathered()
     before = [each._group._all_gather_comm for each in groups]
+    whole = {id(each._group) for each in groups if each.is_gathered}
     for each in groups:
         each._group._all_gather_comm = _Copies()
     try:
@@ -299,17 +300,19 @@ def gathering_alone(groups: Sequence[GatheredGroup]) -> Generator[Gathered]:
     finally:
         for each, comm in zip(groups, before, strict=True):
             each._group._all_gather_comm = comm
-        _reset(each._group for each in groups)
+        for each in groups:
+            _reset(each._group)
+            # Some stay whole after a backward pass, if the caller said so.
+            if id(each._group) not in whole:
+                each._group.reshard()
 
 
-def _reset(groups: Iterable[Any]) -> None:
-    for group in groups:
-        group._all_gather_result = None
-        group._training_state = type(group._training_state).IDLE
-        group._post_forward_indices.clear()
-        group.comm_ctx.post_forward_order.clear()
-        group.comm_ctx.all_gather_state = None
-        group.reshard()
+def _reset(group: Any) -> None:
+    group._all_gather_result = None
+    group._training_state = type(group._training_state).IDLE
+    group._post_forward_indices.clear()
+    group.comm_ctx.post_forward_order.clear()
+    group.comm_ctx.all_gather_state = None
 
 
 class _Copies:

@@ -20,7 +20,12 @@ from remat.core.garbage import old_objects_left_alone
 from remat.planning.plan import Plan
 from remat.profile.allocations import AllocationRecorder, Recording
 from remat.profile.gathered_parameters import check_groups
-from remat.torch_compat.attributes import parameter_versions, trace_again, version_of
+from remat.torch_compat.attributes import (
+    parameter_versions,
+    storage_identity,
+    trace_again,
+    version_of,
+)
 from remat.torch_compat.names import profiler_enabled, tree_flatten
 from remat.torch_compat.patches import alone
 from remat.torch_compat.sharding import (
@@ -41,6 +46,9 @@ from remat.training.step_planning import Planner
 
 _MANY_TRACES = 3
 """How many graphs that were traced in vain are worth a word."""
+
+_MOST_KEPT = 2
+"""Batches that wait for their ways to be planned: they are in no budget."""
 
 _MOST_PLANS = 8
 """How often a kind of call is planned again as it took another way than planned."""
@@ -98,7 +106,7 @@ class _Call:
     gradient_bytes: int
     kind: Any = None
     # How often what it is given, and each parameter, was written when it began.
-    given_versions: list[int] = field(default_factory=list[int])
+    given_versions: list[Any] = field(default_factory=list[Any])
     parameter_versions: list[int] = field(default_factory=list[int])
     state: CallState | None = None
     # Where it came, if it took a way without a plan.
@@ -395,7 +403,12 @@ class FittedRegions(FittedModel):
     def _plan_way(self, call: "_Call") -> None:
         """Plan the way that a call took, or refuse it from now on."""
         values = tree_flatten((call.args, call.kwargs))[0]
-        if _versions_of(values) != call.given_versions:
+        now = _versions_of(values)
+        # References to one tensor are one; to compare others would compare values.
+        if len(now) != len(call.given_versions) or any(
+            one[0] is not other[0] or one[1:] != other[1:]
+            for one, other in zip(now, call.given_versions, strict=True)
+        ):
             self.tell(
                 f"a way that a step of {self.name} took cannot be planned, as its batch "
                 "was written over before the next call. Steps that take it may need more "
@@ -414,6 +427,12 @@ class FittedRegions(FittedModel):
                 "take it raise an error from now on",
                 self.name,
                 error,
+            )
+            return
+        except CaptureError as error:
+            self.tell(
+                f"a way that a step of {self.name} took cannot be planned: {error}. Steps "
+                "that take it may need more than the budget"
             )
             return
         ways = self._steps_by_kind[call.kind]
@@ -530,6 +549,8 @@ class FittedRegions(FittedModel):
             return
         call.route = route
         self._unplanned[call.kind] = call
+        while len(self._unplanned) > _MOST_KEPT:
+            del self._unplanned[next(iter(self._unplanned))]
 
 
 class _OneGraphError(Exception):
@@ -667,9 +688,13 @@ def _that_helps_more(by_blocks: RematError, as_one: RematError) -> RematError:
     return min(by_blocks, as_one, key=lambda error: error.required_bytes)
 
 
-def _versions_of(values: list[Any]) -> list[int]:
-    """Return how often each value was written in place."""
-    return [version_of(v) if isinstance(v, torch.Tensor) else 0 for v in values]
+def _versions_of(values: list[Any]) -> list[Any]:
+    """Return which tensors there are, where, and how often each was written."""
+    return [
+        (weakref.ref(v), storage_identity(v), version_of(v))
+        for v in values
+        if isinstance(v, torch.Tensor)
+    ]
 
 
 def _kind_of(

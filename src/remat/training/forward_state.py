@@ -119,6 +119,7 @@ class _Contents:
         elif isinstance(value, torch.Tensor):
             # Those that are attributes themselves are others meanwhile.
             if depth and name not in MODULE_STATE:
+                value = self.value = _once(value)
                 self.before, self.version = value.detach().clone(), version_of(value)
         elif isinstance(value, dict):
             self.before = dict(value)
@@ -145,7 +146,8 @@ class _Contents:
         if isinstance(value, np.ndarray):
             return value.tobytes() != before.tobytes()
         if isinstance(value, torch.Tensor):
-            return version_of(value) != self.version
+            # Not all that writes is counted, as what goes by ``data`` is not.
+            return version_of(value) != self.version or not torch.equal(value, before)
         return _identities(value) != _identities(before)
 
     def put_back(self) -> None:
@@ -153,9 +155,13 @@ class _Contents:
         value, before = self.value, self.before
         if self.has_changed:
             if isinstance(value, np.ndarray):
+                if value.shape != before.shape:
+                    value.resize(before.shape, refcheck=False)
                 value[...] = before
             elif isinstance(value, torch.Tensor):
                 with torch.no_grad():
+                    if value.shape != before.shape:
+                        value.resize_(before.shape)
                     value.copy_(before)
             else:
                 value.clear()
@@ -164,6 +170,16 @@ class _Contents:
                 )
         for each in self.inner:
             each.put_back()
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of what an expanded tensor repeats, or the tensor itself."""
+    if tensor.layout != torch.strided:
+        return tensor
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 def _identities(values: Any) -> list[int]:
