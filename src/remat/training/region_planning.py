@@ -102,6 +102,11 @@ FRUGAL = 0
 """Number of the order that keeps nothing, in which graphs run that have no plan."""
 
 
+_KEPT_PER_MADE = 8
+"""How many bytes may be needed for each that is made between graphs: an LSTM keeps its
+gates, and makes gradients of them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RegionChoice:
     """How one region of a step runs: a number for each order of a graph."""
@@ -129,6 +134,8 @@ class PlannedStep:
     backward_bytes
         Most bytes in the backward passes of the regions before each, and of all, less
         the gradients that later ones have left by then.
+    peak_bytes
+        The peak of that order.
     turns
         What is known of steps that begin like this one and turn to another way after so
         many regions: the step, or else what it needs.
@@ -141,12 +148,21 @@ class PlannedStep:
     schedule: Schedule
     held_bytes: tuple[int, ...]
     backward_bytes: tuple[int, ...]
+    peak_bytes: int
     kept: Mapping[GatheredGroup, bool] = field(
         default_factory=dict[GatheredGroup, bool]
     )
     turns: "dict[tuple[int, PlannedStep], PlannedStep | int | None]" = field(
         default_factory=dict[Any, Any], repr=False
     )
+
+    @property
+    def room_bytes(self) -> int:
+        """How much more may be made between graphs than was planned.
+
+        What it keeps for backward may be several times as much.
+        """
+        return max(0, (self.plan.budget_bytes or 0) - self.peak_bytes) // _KEPT_PER_MADE
 
     @property
     def route(self) -> Route:
@@ -204,11 +220,9 @@ class Running:
     def __post_init__(self) -> None:
         self.composed = self.step.composed
 
-    @property
-    def room_bytes(self) -> float:
-        """How much more than planned may be made between graphs."""
-        # What that keeps for backward may be many times as much.
-        return math.inf if self.takes_any_size else 0
+    def room_bytes(self, way: PlannedStep) -> float:
+        """Return how much more than planned may be made between graphs of a way."""
+        return math.inf if self.takes_any_size else way.room_bytes
 
     def turn_to(self, step: PlannedStep, composed: ComposedStep) -> None:
         """Go on as a way that began like this step."""
@@ -797,6 +811,7 @@ class RegionPlanner(Planner):
             schedule=plan.schedule,
             held_bytes=composed.held_bytes(plan.schedule, plan.trace),
             backward_bytes=composed.backward_bytes(plan.schedule, plan.trace),
+            peak_bytes=plan.trace.peak_bytes[0],
         )
 
     def _choice(self, code: RegionCode, order: RegionOrder | None) -> RegionChoice:
@@ -884,13 +899,13 @@ class RegionPlanner(Planner):
         count = len(running.route.codes)
         running.route.between.append(self.between.leading_to(outputs))
         if running.unplanned is not None or _is_all(
-            running.step, running.route, running.room_bytes
+            running.step, running.route, running.room_bytes(running.step)
         ):
             return
         for way in running.others:
             composed = self._taken_so_far(running, way)
-            is_all = _is_all(way, running.route, running.room_bytes)
-            if composed is None or not is_all:
+            room_bytes = running.room_bytes(way)
+            if composed is None or not _is_all(way, running.route, room_bytes):
                 continue
             found = self._turned(running.step, count, way, composed)
             if isinstance(found, PlannedStep):
@@ -1056,7 +1071,7 @@ class RegionPlanner(Planner):
         if not all_within(
             running.route.between[: len(running.route.codes)],
             way.between,
-            running.room_bytes,
+            running.room_bytes(way),
         ):
             return None
         first = len(running.route.codes) - 1 if is_own else 0
@@ -1066,9 +1081,9 @@ class RegionPlanner(Planner):
         """Whether a pass that came so far, or is over, may have gone a planned way."""
         is_over = len(route.between) > len(route.codes)
         return any(
-            all_within(route.between[: len(route.codes)], way.between)
+            all_within(route.between[: len(route.codes)], way.between, way.room_bytes)
             and self._sized_like(route, way, way.composed, 0) is not None
-            and (not is_over or _is_all(way, route, 0))
+            and (not is_over or _is_all(way, route, way.room_bytes))
             for way in ways
         )
 
@@ -1127,6 +1142,7 @@ def _turn(
                 schedule=schedule,
                 held_bytes=composed.held_bytes(schedule, trace),
                 backward_bytes=composed.backward_bytes(schedule, trace),
+                peak_bytes=trace.peak_bytes[0],
                 turns={},
             )
         needed.append(trace.peak_bytes[0])
@@ -1140,7 +1156,7 @@ def _is_next(running: Running, code: RegionCode, between: Between) -> bool:
         return False
     planned = step.between[position]
     more_bytes = running.more_bytes + between.made_bytes - planned.made_bytes
-    if between.kinds != planned.kinds or more_bytes > running.room_bytes:
+    if between.kinds != planned.kinds or more_bytes > running.room_bytes(step):
         return False
     running.more_bytes = more_bytes
     return True
