@@ -174,17 +174,21 @@ def passes(model: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], list[int]
     torch.manual_seed(5)
     peaks: list[list[int]] = [[], [], []]
     found: list[torch.Tensor] = []
+
+    def step() -> None:
+        model(ids).backward()
+
+    # In the first one they are planned.
     for round_ in range(4):
         for index, measured in enumerate(peaks):
             model.set_requires_gradient_sync(index == 2)
             if not round_:
-                model(ids).backward()
+                step()
                 continue
             whole = [
                 g for group in gathered_groups(model) for g in group.whole_gradients
             ]
             resident = [model, ids, optimizer, whole]
-            step = lambda: model(ids).backward()  # noqa: E731
             found_peak = remat.measure(step, warmup=0, repeats=0, resident=resident)
             measured.append(found_peak.peak_bytes)
         found += [p.grad.to_local().clone() for p in model.parameters()]

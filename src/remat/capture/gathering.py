@@ -64,7 +64,7 @@ def all_within(
 ) -> bool:
     """Whether the same kinds ran as were planned, at all places that both have.
 
-    Up to none of these may they have made more than planned by so many bytes.
+    Up to each of these they may have made more than planned by so many bytes.
     """
     more_bytes = 0
     for one, other in zip(found, planned, strict=False):

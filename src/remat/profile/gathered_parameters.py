@@ -347,23 +347,19 @@ class GatheredBackward:
     def keep(
         self, group: GatheredGroup, sizes: Mapping[Slot, int]
     ) -> Iterator[EagerWork]:
-        """Yield how gradients stay whole, cast one by one if they are."""
+        """Yield how gradients are cast one by one, if they are, to stay or be added."""
         if group.kept_dtype is None:
             return
         has_gradients = bool(group.whole_gradients)
         for slot, count in sizes.items():
-            made = {}
-            if not has_gradients:
-                size_bytes = count * group.kept_dtype.itemsize
-                made = {self._block(size_bytes): size_bytes}
-                self.stay.update(made)
-            # One in another type is cast to be added.
-            size_bytes = count * group.kept_dtype.itemsize if has_gradients else 0
+            size_bytes = count * group.kept_dtype.itemsize
+            made = {} if has_gradients else {self._block(size_bytes): size_bytes}
+            self.stay.update(made)
             yield EagerWork(
                 name=f"gradients of {group.name}",
                 takes=[slot],
                 made=made,
-                workspace_bytes=size_bytes,
+                workspace_bytes=size_bytes if has_gradients else 0,
             )
 
     def _block(self, size_bytes: int) -> int:

@@ -57,8 +57,8 @@ def kept(model: nn.Module) -> Generator[Kept]:
 
     Buffers, and tensors that are attributes, are copies meanwhile. Random generators,
     those of Python and NumPy and those that are attributes too, the attributes of the
-    modules, what is in lists and mappings among them, hooks, and what
-    ``parametrize.cached`` has are put back.
+    modules, what is in lists, mappings, sets, queues and arrays among them, hooks, and
+    what ``parametrize.cached`` has are put back.
     """
     found = Kept()
     modules = list(model.modules())
