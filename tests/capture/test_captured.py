@@ -105,7 +105,11 @@ class Keeps(nn.Module):
         super().__init__()
         self.inner = nn.Linear(2, 2)
         self.plain = torch.zeros(1)
-        self.nested = {"a": [torch.zeros(2), (torch.zeros(3),)], "b": None}
+        self.nested: dict[str, Any] = {
+            "a": [torch.zeros(2), (torch.zeros(3),)],
+            "b": None,
+        }
+        self.nested["itself"] = self.nested
 
 
 def test_modules_hold_tensors_in_containers() -> None:

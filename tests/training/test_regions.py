@@ -614,7 +614,32 @@ class Keeping(Tied):
         return (self.kept * torch.tanh(self.outside(x))).pow(2).mean()
 
 
-@pytest.mark.parametrize("kind", [Selecting, Tagger, Residual, Viewing, Keeping])
+class Neighbours(Tied):
+    """Mixes rows by sparse matrices: one that it holds, and one that it learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows = torch.arange(2 * len(X)).view(2, -1) % len(X)
+        self.register_buffer("held", torch.eye(len(X)).roll(1, 0).to_sparse_csr())
+        self.rows, self.learned = rows, nn.Parameter(torch.ones(len(X)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = self.mixed(torch.tanh(self.inside(x)))
+        return (inside * torch.tanh(self.outside(x))).pow(2).mean()
+
+    @in_no_graph
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        size = (len(X), len(X))
+        learned = torch.sparse_coo_tensor(
+            self.rows, self.learned, size, check_invariants=True
+        )
+        return torch.sparse.mm(self.held, torch.sparse.mm(learned, x))
+
+
+@pytest.mark.parametrize(
+    "kind", [Selecting, Tagger, Residual, Viewing, Keeping, Neighbours]
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 def test_operators_in_no_graph_run_as_they_are_and_count(
     kind: Callable[[], nn.Module],
 ) -> None:

@@ -135,6 +135,52 @@ def twice_in(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype).sin().sin().float()
 
 
+def scaled(x: torch.Tensor, *, is_by_tensors: bool) -> torch.Tensor:
+    for _ in range(9):
+        x = x * (torch.full_like(x, 0.9) if is_by_tensors else 0.9)
+    return x
+
+
+class Saving(torch.autograd.Function):
+    """Doubles, and keeps so many tensors for that, one of them as an attribute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, count: int) -> torch.Tensor:
+        ctx.save_for_backward(*(x + each for each in range(count)))
+        ctx.attribute = x.clone()
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        assert ctx.saved_tensors
+        return gradients[0] * 2, None
+
+
+class SavingAttributes(Saving):
+    """Keeps them as attributes of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, count: int) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.attributes = [x + each for each in range(count)]
+        return x * 2
+
+
+TABLE = nn.Parameter(torch.ones(5000, WIDTH))
+
+
+def looked_up(x: torch.Tensor, times: int) -> torch.Tensor:
+    rows = [nn.functional.embedding(torch.arange(4), TABLE) for _ in range(times)]
+    return x + sum(each.mean() for each in rows)
+
+
+def apply_saving(
+    x: torch.Tensor, kind: type[torch.autograd.Function], count: int
+) -> torch.Tensor:
+    found: torch.Tensor = kind.apply(x, count)
+    return found
+
+
 @pytest.mark.parametrize("is_last", [False, True], ids=["between", "last"])
 @pytest.mark.parametrize(
     ("smaller", "larger"),
@@ -152,6 +198,16 @@ def twice_in(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             partial(twice_in, dtype=torch.float64),
         ),
         (partial(products, is_square=False), partial(products, is_square=True)),
+        (partial(scaled, is_by_tensors=False), partial(scaled, is_by_tensors=True)),
+        (
+            partial(apply_saving, kind=Saving, count=1),
+            partial(apply_saving, kind=Saving, count=9),
+        ),
+        (
+            partial(apply_saving, kind=SavingAttributes, count=1),
+            partial(apply_saving, kind=SavingAttributes, count=9),
+        ),
+        (partial(looked_up, times=1), partial(looked_up, times=2)),
     ],
     ids=[
         "other",
@@ -161,6 +217,10 @@ def twice_in(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         "many larger",
         "wider",
         "itself",
+        "by tensors",
+        "of its own",
+        "of its own in attributes",
+        "looked up again",
     ],
 )
 def test_ways_of_equal_graphs_are_told_apart_by_what_runs_in_no_graph(

@@ -24,6 +24,8 @@ def plain_tensors(model: nn.Module) -> list[torch.Tensor]:
     # Of each type, whether it is one of tensors, and of containers: there are few types
     # and very many attributes.
     kinds: dict[type, tuple[bool, bool]] = {}
+    # Containers may hold themselves.
+    seen = set[int]()
     for module in model.modules():
         waiting = list(vars(module).values())
         while waiting:
@@ -35,7 +37,8 @@ def plain_tensors(model: nn.Module) -> list[torch.Tensor]:
             is_tensor, is_container = kinds[kind]
             if is_tensor:
                 found.append(item)
-            elif is_container:
+            elif is_container and id(item) not in seen:
+                seen.add(id(item))
                 waiting.extend(_elements(item))
     return found
 

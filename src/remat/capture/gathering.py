@@ -6,13 +6,15 @@ regions for a backward pass. It shows which graphs there are, which tensors go f
 to another, and for how long the code in between holds them.
 """
 
+import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
@@ -23,14 +25,17 @@ from remat.torch_compat.attributes import (
     LEAF_NUMBER,
     VIEW_NODES,
     is_compiled_step,
+    leaf_of,
     made_bytes,
     made_number,
+    packed_tensors,
+    storage_bytes,
     storage_identity,
+    storage_of,
     version_of,
 )
 from remat.torch_compat.metadata import is_tangent
 from remat.torch_compat.names import next_node_number, profiler_enabled
-from remat.torch_compat.sharding import local_part
 
 MARK = "remat: at the border of graph "
 """Beginning of the marks in a recording where a region begins and where it ends."""
@@ -52,11 +57,36 @@ class Between:
     kinds
         Their kinds, each with how many others they hand gradients to.
     made_bytes
-        Bytes of what their operators returned, views left out.
+        Bytes of what their operators returned, views left out, and of the gradients
+        that they hand to graphs and to leaves.
+    kept_bytes
+        Bytes of what they keep for their backward pass, parameters and buffers left
+        out.
     """
 
     kinds: frozenset[tuple[str, int]]
     made_bytes: int
+    kept_bytes: int
+
+
+@dataclass(frozen=True)
+class MoreThanPlanned:
+    """How much more was made, and kept, than planned, up to some place in a pass."""
+
+    made_bytes: int = 0
+    kept_bytes: int = 0
+
+    def then(self, found: Between, planned: Between) -> "MoreThanPlanned":
+        """Return how much more it is after the next place."""
+        return MoreThanPlanned(
+            self.made_bytes + found.made_bytes - planned.made_bytes,
+            self.kept_bytes + found.kept_bytes - planned.kept_bytes,
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        """Less of the one does not make up for more of the other."""
+        return max(0, self.made_bytes) + max(0, self.kept_bytes)
 
 
 def all_within(
@@ -64,20 +94,27 @@ def all_within(
 ) -> bool:
     """Whether the same kinds ran as were planned, at all places that both have.
 
-    Up to each of these they may have made more than planned by so many bytes.
+    Up to each of these they may have made and kept more than planned by so many bytes.
     """
-    more_bytes = 0
+    more = MoreThanPlanned()
     for one, other in zip(found, planned, strict=False):
-        more_bytes += one.made_bytes - other.made_bytes
-        if one.kinds != other.kinds or more_bytes > room_bytes:
+        more = more.then(one, other)
+        if one.kinds != other.kinds or more.size_bytes > room_bytes:
             return False
     return True
 
 
 class NodesBetween:
-    """The nodes that autograd makes of what runs between the graphs of one pass."""
+    """The nodes that autograd makes of what runs between the graphs of one pass.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    model
+        Its buffers are there anyway, whether a node keeps them or not.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._model = None if model is None else weakref.ref(model)
         self.begin(())
 
     def begin(self, given: Iterable[Any]) -> None:
@@ -85,28 +122,65 @@ class NodesBetween:
         self._first = next_node_number()
         # No references, which would keep what nodes save.
         self._known = {LEAF_NUMBER, *map(made_number, _nodes_of(given))}
+        # The blocks that nodes keep, once there is one that keeps any.
+        self._kept: set[int] | None = None
+        self._uses = Counter[int]()
 
     def leading_to(self, values: Iterable[Any]) -> Between:
         """Return what ran to make these values, and was not told of before."""
-        nodes, kinds, made = _nodes_of(values), set[tuple[str, int]](), 0
+        nodes, kinds, new = _nodes_of(values), set[tuple[str, int]](), set[int]()
+        made = kept = 0
         while nodes:
             node = nodes.pop()
             number = made_number(node)
-            if number < self._first or number in self._known:
+            if number in new or self._is_beyond(node):
                 continue
-            self._known.add(number)
-            if is_compiled_step(node):
-                continue
-            following = [each for each, _ in node.next_functions if each is not None]
-            nodes += following
+            new.add(number)
+            following = [each for each in node.next_functions if each[0] is not None]
+            nodes += [each for each, _ in following]
             kind = node.name()
             # Autocast makes the casts of weights once in a context.
-            if kind == CAST_NODE and {*map(made_number, following)} == {LEAF_NUMBER}:
+            if kind == CAST_NODE and all(
+                made_number(each) == LEAF_NUMBER for each, _ in following
+            ):
                 continue
             kinds.add((kind, len(following)))
             if kind not in VIEW_NODES:
-                made += made_bytes(node)
-        return Between(frozenset(kinds), made)
+                made += sum(made_bytes(node))
+            made += sum(self._handed_bytes(*each) for each in following)
+            kept += sum(map(self._kept_bytes, packed_tensors(node)))
+        self._known |= new
+        return Between(frozenset(kinds), made, kept)
+
+    def _kept_bytes(self, tensor: torch.Tensor) -> int:
+        """Return the bytes of what a node keeps, if none before it kept that."""
+        if self._kept is None:
+            model = None if self._model is None else self._model()
+            buffers = () if model is None else model.buffers()
+            self._kept = {*map(storage_identity, buffers)}
+        identity = storage_identity(tensor)
+        if identity in self._kept:
+            return 0
+        self._kept.add(identity)
+        return storage_bytes(tensor)
+
+    def _is_beyond(self, node: Any) -> bool:
+        number = made_number(node)
+        is_before = number < self._first or number in self._known
+        return is_before or is_compiled_step(node)
+
+    def _handed_bytes(self, node: Any, slot: int) -> int:
+        """Return the bytes of a gradient, if it leaves what runs in no graph."""
+        if not self._is_beyond(node):
+            return 0
+        leaf = leaf_of(node)
+        if leaf is not None:
+            # There are no more than two at a time: what was added up, and the next.
+            identity = storage_identity(leaf)
+            self._uses[identity] += 1
+            if self._uses[identity] > 2:
+                return 0
+        return made_bytes(node)[slot]
 
 
 def _nodes_of(values: Iterable[Any]) -> list[Any]:
@@ -232,12 +306,10 @@ class Gathering:
 
     def note(self, tensor: torch.Tensor) -> int:
         """Return the number of a tensor's block."""
-        tensor = local_part(tensor)
         identity = storage_identity(tensor)
         if identity not in self._storages:
-            storage = tensor.untyped_storage()
-            self._storages[identity] = StorageWeakRef(storage)
-            self.sizes_bytes[identity] = storage.nbytes()
+            self._storages[identity] = StorageWeakRef(storage_of(tensor))
+            self.sizes_bytes[identity] = storage_bytes(tensor)
         return identity
 
     def new_block(self, size_bytes: int) -> int:

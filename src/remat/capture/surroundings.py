@@ -12,7 +12,7 @@ from remat.capture.captured import captured_tensors as captured_tensors
 from remat.capture.captured import plain_tensors as plain_tensors
 from remat.capture.joint_program import InputSpec, JointProgram
 from remat.core.graph import Op, Phase, Role, Storage
-from remat.torch_compat.attributes import storage_identity
+from remat.torch_compat.attributes import storage_bytes, storage_identity
 from remat.torch_compat.messages import BUFFER, ITEM, PARAMETER
 from remat.torch_compat.names import tree_leaves
 from remat.torch_compat.sharding import local_part
@@ -117,8 +117,7 @@ def resident_bytes(
             identity = storage_identity(tensor)
             if tensor.device.type == device.type and identity not in seen:
                 seen.add(identity)
-                size_bytes = tensor.untyped_storage().nbytes()
-                sizes[role] = sizes.get(role, 0) + size_bytes
+                sizes[role] = sizes.get(role, 0) + storage_bytes(tensor)
     return sizes
 
 

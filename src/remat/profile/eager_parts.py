@@ -26,6 +26,7 @@ from remat.torch_compat.attributes import (
     leaf_of,
     made_number,
     saved_tensors,
+    storage_bytes,
     storage_identity,
     viewed,
 )
@@ -387,7 +388,7 @@ class _Backward:
             EagerBackward(
                 name=name,
                 slots=[
-                    (slot, value.untyped_storage().nbytes())
+                    (slot, storage_bytes(value))
                     for slot, value in zip(slots, given, strict=True)
                     if value is not None
                 ],
@@ -416,7 +417,7 @@ class _Backward:
             slot = self.found.slot(following, number)
             self.defined.add(slot)
             position = known.get(storage_identity(value))
-            size_bytes = value.untyped_storage().nbytes()
+            size_bytes = storage_bytes(value)
             found.append((slot, size_bytes if position is None else -1 - position))
             if viewed(value) is not None:
                 views.add(slot)

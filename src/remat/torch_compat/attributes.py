@@ -10,6 +10,7 @@ from functools import partial
 from math import prod
 from types import MethodType
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -229,9 +230,34 @@ def tracer_is_off() -> bool:
 def storage_identity(tensor: torch.Tensor) -> int:
     """Return what no other storage has, while the tensor's storage lives.
 
-    Of a tensor in pieces, that is the storage of the piece of this process.
+    Of a tensor in pieces, that is the storage of the piece of this process, and of a
+    sparse one that of its values.
     """
-    return local_part(tensor).untyped_storage()._cdata
+    return storage_of(tensor)._cdata
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Return the storage of a tensor, of a sparse one that of its values."""
+    return parts_of(local_part(tensor))[-1].untyped_storage()
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's storage, or of all storages of a sparse one."""
+    parts = parts_of(local_part(tensor))
+    return sum(part.untyped_storage().nbytes() for part in parts)
+
+
+def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that a sparse one is made of, its values last, or itself."""
+    layout = tensor.layout
+    if layout in (torch.strided, torch.jagged):
+        return (tensor,)
+    if layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    tensor = tensor.detach()
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -347,14 +373,49 @@ def without_cast_gradients(tensors: Iterable[Any]) -> Generator[None]:
             leaf.grad = gradient
 
 
-def made_bytes(node: Any) -> int:
-    """Return the bytes of what the operator of a node of autograd returned."""
-    size_bytes = 0
-    for each in node._input_metadata:
-        # What a nested tensor is made of counts by itself.
-        if not each.is_nested_tensor:
-            size_bytes += prod(each.shape) * each.dtype.itemsize
-    return size_bytes
+def made_bytes(node: Any) -> list[int]:
+    """Return the bytes of each thing that the operator of a node of autograd returned.
+
+    Of a leaf's node, those of the leaf. What a nested tensor is made of counts by
+    itself.
+    """
+    return [
+        0 if each.is_nested_tensor else prod(each.shape) * each.dtype.itemsize
+        for each in node._input_metadata
+    ]
+
+
+def packed_tensors(node: Any) -> Generator[torch.Tensor]:
+    """Return the tensors that a node of autograd keeps, as they are kept.
+
+    Nothing is unpacked: no hook runs, and what was written in place since is no error.
+    Parameters, and what shares their memory, are left out.
+    """
+    kind = type(node)
+    names_of_kind = _PACKED.get(kind)
+    if names_of_kind is None:
+        found = [name for name in dir(kind) if name.startswith("_raw_saved_")]
+        names_of_kind = _PACKED[kind] = found
+    for name in names_of_kind:
+        packed = getattr(node, name)
+        for each in packed if isinstance(packed, tuple) else (packed,):
+            tensor = each.data
+            if type(tensor) is torch.Tensor:
+                if not isinstance(tensor._base, nn.Parameter):
+                    yield tensor
+            elif tensor is not None and not isinstance(tensor, nn.Parameter):
+                yield from _tensors_in(tensor)
+    if isinstance(node, _NodeOfPython):
+        yield from _tensors_in(vars(node))
+
+
+_PACKED: WeakKeyDictionary[type, list[str]] = WeakKeyDictionary()
+# Names of what nodes of each kind keep.
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    leaves = names.tree_leaves(value)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def leaf_of(node: Any) -> torch.Tensor | None:
@@ -367,7 +428,7 @@ def saved_tensors(node: Any) -> list[torch.Tensor]:
     kept = [name for name in dir(node) if name.startswith("_saved_")]
     found: list[Any] = [getattr(node, name) for name in kept]
     found.append(getattr(node, "saved_tensors", ()))
-    return [leaf for leaf in names.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+    return _tensors_in(found)
 
 
 # --- operators and graphs ------------------------------------------------------------

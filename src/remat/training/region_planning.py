@@ -18,6 +18,7 @@ from remat.capture.autocast import Autocast, autocast_again, autocast_now
 from remat.capture.gathering import (
     Between,
     Gathering,
+    MoreThanPlanned,
     NodesBetween,
     RegionCode,
     Route,
@@ -102,9 +103,9 @@ FRUGAL = 0
 """Number of the order that keeps nothing, in which graphs run that have no plan."""
 
 
-_KEPT_PER_MADE = 8
-"""How many bytes may be needed for each that is made between graphs: an LSTM keeps its
-gates, and makes gradients of them."""
+_NEEDED_PER_BYTE = 2
+"""How many bytes may be needed for each that is made or kept between graphs: an LSTM
+makes gradients of the gates that it keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,11 +159,9 @@ class PlannedStep:
 
     @property
     def room_bytes(self) -> int:
-        """How much more may be made between graphs than was planned.
-
-        What it keeps for backward may be several times as much.
-        """
-        return max(0, (self.plan.budget_bytes or 0) - self.peak_bytes) // _KEPT_PER_MADE
+        """How much more may be made and kept between graphs than was planned."""
+        left_bytes = max(0, (self.plan.budget_bytes or 0) - self.peak_bytes)
+        return left_bytes // _NEEDED_PER_BYTE
 
     @property
     def route(self) -> Route:
@@ -204,8 +203,8 @@ class Running:
     refused: Sequence[tuple[Route, int]] = ()
     takes_any_size: bool = False
     route: Route = field(default_factory=Route)
-    # What ran between graphs made so much more than was planned.
-    more_bytes: int = 0
+    # Of what ran between graphs so far.
+    more: MoreThanPlanned = field(default_factory=MoreThanPlanned)
     # The step with the sizes that its regions have had in this call.
     composed: ComposedStep = field(init=False)
     unplanned: int | None = None
@@ -227,8 +226,9 @@ class Running:
     def turn_to(self, step: PlannedStep, composed: ComposedStep) -> None:
         """Go on as a way that began like this step."""
         self.step, self.composed = step, composed
-        made = zip(self.route.between, step.between, strict=False)
-        self.more_bytes = sum(one.made_bytes - other.made_bytes for one, other in made)
+        self.more = MoreThanPlanned()
+        for found, planned in zip(self.route.between, step.between, strict=False):
+            self.more = self.more.then(found, planned)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,7 +283,7 @@ class RegionPlanner(Planner):
         self.gathering: Gathering | None = None
         self.running: Running | None = None
         # Of the forward pass that runs now.
-        self.between = NodesBetween()
+        self.between = NodesBetween(model)
         # Of each graph its analysis, and the orders in which it runs by their numbers.
         self.programs: weakref.WeakKeyDictionary[RegionCode, JointProgram] = (
             weakref.WeakKeyDictionary()
@@ -335,8 +335,9 @@ class RegionPlanner(Planner):
         if gathering is None or not gathering.seen:
             msg = (
                 "the tracer made no graph of the model: it leaves out functions that "
-                "break the graph in a loop. Move what breaks it into a function of its "
-                "own that these call"
+                "break the graph in a loop, and functions that are given or read a "
+                "sparse tensor. Move what breaks it into a function of its own that "
+                "these call; decorate it with torch.compiler.disable if it reads such"
             )
             raise CaptureError(msg)
         with outside_of_tracing():
@@ -1155,10 +1156,10 @@ def _is_next(running: Running, code: RegionCode, between: Between) -> bool:
     if position >= len(step.choices) or step.choices[position].code is not code:
         return False
     planned = step.between[position]
-    more_bytes = running.more_bytes + between.made_bytes - planned.made_bytes
-    if between.kinds != planned.kinds or more_bytes > running.room_bytes(step):
+    more = running.more.then(between, planned)
+    if between.kinds != planned.kinds or more.size_bytes > running.room_bytes(step):
         return False
-    running.more_bytes = more_bytes
+    running.more = more
     return True
 
 

@@ -25,7 +25,7 @@ from remat.torch_compat.accelerators import (
     forked_random_state,
     is_accelerator,
 )
-from remat.torch_compat.attributes import install_call, installed_call
+from remat.torch_compat.attributes import install_call, installed_call, parts_of
 from remat.torch_compat.names import (
     keystr,
     tree_flatten_with_path,
@@ -484,7 +484,9 @@ def compare(expected: Outcome, found: Outcome) -> tuple[Difference, ...]:
         if one is None or other is None or not _are_alike(one, other):
             differences.append(Difference(name=name, largest=float("nan")))
         elif not _is_bitwise_equal(one, other):
-            gap = (one.double() - other.double()).abs().max().item()
+            gap = (
+                (one.to_dense().double() - other.to_dense().double()).abs().max().item()
+            )
             differences.append(Difference(name=name, largest=gap))
     return tuple(differences)
 
@@ -494,11 +496,15 @@ def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _is_bitwise_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.dtype != other.dtype:
+    if one.dtype != other.dtype or one.layout != other.layout:
         return False
     # Compares bits: equal NaNs are equal, and 0.0 differs from -0.0.
-    left, right = _flat(one.detach()), _flat(other.detach())
-    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+    return all(
+        torch.equal(_flat(left).view(torch.uint8), _flat(right).view(torch.uint8))
+        for left, right in zip(
+            parts_of(one.detach()), parts_of(other.detach()), strict=True
+        )
+    )
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
