@@ -640,6 +640,7 @@ class Neighbours(Tied):
     "kind", [Selecting, Tagger, Residual, Viewing, Keeping, Neighbours]
 )
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 def test_operators_in_no_graph_run_as_they_are_and_count(
     kind: Callable[[], nn.Module],
 ) -> None:

@@ -121,34 +121,47 @@ class NodesBetween:
         """Begin with a forward pass that is given these values."""
         self._first = next_node_number()
         # No references, which would keep what nodes save.
-        self._known = {LEAF_NUMBER, *map(made_number, _nodes_of(given))}
+        self._known = {*map(made_number, _nodes_of(given))}
         # The blocks that nodes keep, once there is one that keeps any.
         self._kept: set[int] | None = None
         self._uses = Counter[int]()
 
     def leading_to(self, values: Iterable[Any]) -> Between:
         """Return what ran to make these values, and was not told of before."""
-        nodes, kinds, new = _nodes_of(values), set[tuple[str, int]](), set[int]()
+        kinds, new = set[tuple[str, int]](), set[int]()
         made = kept = 0
-        while nodes:
+        nodes: list[Any] = []
+        # There may be very many: each is asked for little, and once.
+        reached = [(node, -1) for node in _nodes_of(values)]
+        while True:
+            for node, slot in reached:
+                if node is None or (number := made_number(node)) in new:
+                    continue
+                if number == LEAF_NUMBER:
+                    made += self._leaf_bytes(node)
+                elif (
+                    number < self._first
+                    or number in self._known
+                    or is_compiled_step(node)
+                ):
+                    made += 0 if slot < 0 else made_bytes(node)[slot]
+                else:
+                    new.add(number)
+                    nodes.append(node)
+            if not nodes:
+                break
             node = nodes.pop()
-            number = made_number(node)
-            if number in new or self._is_beyond(node):
-                continue
-            new.add(number)
-            following = [each for each in node.next_functions if each[0] is not None]
-            nodes += [each for each, _ in following]
+            reached = node.next_functions
             kind = node.name()
             # Autocast makes the casts of weights once in a context.
-            if kind == CAST_NODE and all(
-                made_number(each) == LEAF_NUMBER for each, _ in following
-            ):
+            if kind == CAST_NODE and made_number(reached[0][0]) == LEAF_NUMBER:
+                reached = ()
                 continue
-            kinds.add((kind, len(following)))
+            kinds.add((kind, len(reached)))
             if kind not in VIEW_NODES:
                 made += sum(made_bytes(node))
-            made += sum(self._handed_bytes(*each) for each in following)
-            kept += sum(map(self._kept_bytes, packed_tensors(node)))
+            for tensor in packed_tensors(node):
+                kept += self._kept_bytes(tensor)
         self._known |= new
         return Between(frozenset(kinds), made, kept)
 
@@ -164,23 +177,12 @@ class NodesBetween:
         self._kept.add(identity)
         return storage_bytes(tensor)
 
-    def _is_beyond(self, node: Any) -> bool:
-        number = made_number(node)
-        is_before = number < self._first or number in self._known
-        return is_before or is_compiled_step(node)
-
-    def _handed_bytes(self, node: Any, slot: int) -> int:
-        """Return the bytes of a gradient, if it leaves what runs in no graph."""
-        if not self._is_beyond(node):
-            return 0
-        leaf = leaf_of(node)
-        if leaf is not None:
-            # There are no more than two at a time: what was added up, and the next.
-            identity = storage_identity(leaf)
-            self._uses[identity] += 1
-            if self._uses[identity] > 2:
-                return 0
-        return made_bytes(node)[slot]
+    def _leaf_bytes(self, node: Any) -> int:
+        """Return the bytes of one more gradient of a leaf."""
+        identity = id(leaf_of(node))
+        self._uses[identity] += 1
+        # There are no more than two at a time: what was added up, and the next.
+        return 0 if self._uses[identity] > 2 else sum(made_bytes(node))
 
 
 def _nodes_of(values: Iterable[Any]) -> list[Any]:

@@ -6,11 +6,10 @@ What each is needed for stands in :data:`remat.torch_compat.table.ATTRIBUTES`.
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from math import prod
 from types import MethodType
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -233,6 +232,8 @@ def storage_identity(tensor: torch.Tensor) -> int:
     Of a tensor in pieces, that is the storage of the piece of this process, and of a
     sparse one that of its values.
     """
+    if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+        return tensor.untyped_storage()._cdata
     return storage_of(tensor)._cdata
 
 
@@ -385,32 +386,43 @@ def made_bytes(node: Any) -> list[int]:
     ]
 
 
-def packed_tensors(node: Any) -> Generator[torch.Tensor]:
+def packed_tensors(node: Any) -> list[torch.Tensor]:
     """Return the tensors that a node of autograd keeps, as they are kept.
 
     Nothing is unpacked: no hook runs, and what was written in place since is no error.
     Parameters, and what shares their memory, are left out.
     """
-    kind = type(node)
-    names_of_kind = _PACKED.get(kind)
-    if names_of_kind is None:
-        found = [name for name in dir(kind) if name.startswith("_raw_saved_")]
-        names_of_kind = _PACKED[kind] = found
-    for name in names_of_kind:
-        packed = getattr(node, name)
-        for each in packed if isinstance(packed, tuple) else (packed,):
-            tensor = each.data
-            if type(tensor) is torch.Tensor:
-                if not isinstance(tensor._base, nn.Parameter):
-                    yield tensor
-            elif tensor is not None and not isinstance(tensor, nn.Parameter):
-                yield from _tensors_in(tensor)
+    found: list[torch.Tensor] = []
     if isinstance(node, _NodeOfPython):
-        yield from _tensors_in(vars(node))
+        _add_kept(found, [each.data for each in node._raw_saved_tensors or ()])
+        _add_kept(found, vars(node))
+        return found
+    for name in _names_of_packed(type(node)):
+        packed = getattr(node, name)
+        if isinstance(packed, tuple):
+            _add_kept(found, [each.data for each in packed])
+        else:
+            value = packed.data
+            # In most nodes there is nothing else.
+            if type(value) is torch.Tensor and value._base is None:
+                found.append(value)
+            elif value is not None:
+                _add_kept(found, value)
+    return found
 
 
-_PACKED: WeakKeyDictionary[type, list[str]] = WeakKeyDictionary()
-# Names of what nodes of each kind keep.
+def _add_kept(found: list[torch.Tensor], value: Any) -> None:
+    found += [
+        tensor
+        for tensor in _tensors_in(value)
+        if not isinstance(tensor, nn.Parameter)
+        and not isinstance(tensor._base, nn.Parameter)
+    ]
+
+
+@cache
+def _names_of_packed(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
