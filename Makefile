@@ -18,7 +18,7 @@ PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 SOURCES := $(wildcard src tests studies examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check gpu sanitize wheel lint format docs clean
+.PHONY: help demo test check gpu sanitize build-sanitized wheel lint format docs clean
 .PHONY: lint-format lint-style lint-types lint-layers lint-spelling
 # A recipe that fails leaves no stamp behind.
 .DELETE_ON_ERROR:
@@ -50,15 +50,17 @@ gpu: ## try every claim on a GPU, in eight minutes, with the torch that is insta
 	REMAT_NATIVE="$$(ls $(CURDIR)/build/gpu/_core.*)" PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" \
 		$(PYTHON) -m studies.gpu --limit $$((480 - $$(date +%s) + start)) $(GPU_ARGS)
 
-sanitize: $(STAMPS)/dev ## run the native core's tests under the sanitizers
-	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/sanitize -G Ninja --log-level=WARNING \
-		-D REMAT_SANITIZE=ON -D Python_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
-		-D nanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)"
-	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/sanitize
+sanitize: $(STAMPS)/dev build-sanitized ## run the native core's tests under the sanitizers
 	@# Leaks are not looked for: the interpreter itself leaves some behind.
 	REMAT_NATIVE="$$(ls $(CURDIR)/build/sanitize/_core.*)" ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \
 		$(BIN)/python -m pytest tests/native $(PYTEST_ARGS)
+
+build-sanitized: $(STAMPS)/native
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/sanitize -G Ninja --log-level=WARNING \
+		-D REMAT_SANITIZE=ON -D Python_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
+		-D nanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)"
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/sanitize
 
 # The wheel is built from the source distribution, which thereby proves complete, and by a
 # compiler or not at all; then it is installed and tried where there is none.
@@ -109,6 +111,11 @@ $(STAMPS)/venv:
 	@mkdir -p $(STAMPS)
 	@touch $@
 
+# What the native core is built with, before there is anything else.
+$(STAMPS)/native: constraints.txt | $(STAMPS)/venv
+	$(PIP_INSTALL) cmake ninja nanobind
+	@touch $@
+
 # Of remat and its libraries, building a wheel needs none here.
 $(STAMPS)/wheel: constraints.txt | $(STAMPS)/venv
 	$(PIP_INSTALL) build
@@ -118,6 +125,8 @@ $(STAMPS)/demo: EXTRAS := studies
 $(STAMPS)/dev: EXTRAS := dev,studies
 $(STAMPS)/docs: EXTRAS := docs
 NATIVE := CMakeLists.txt $(wildcard src/remat/native/*.?pp)
+# pip works in one environment at a time.
+$(STAMPS)/demo $(STAMPS)/dev $(STAMPS)/docs: | $(STAMPS)/native
 $(STAMPS)/demo $(STAMPS)/dev $(STAMPS)/docs: pyproject.toml constraints.txt $(NATIVE) | $(STAMPS)/venv
 	$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(STAMPS)/constraints.txt)
 	$(PIP_INSTALL) --editable ".[$(EXTRAS)]"
