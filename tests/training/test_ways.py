@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -157,12 +158,15 @@ class Saving(torch.autograd.Function):
 
 
 class SavingAttributes(Saving):
-    """Keeps them as attributes of its own."""
+    """Keeps them in an object of an attribute of its own, which holds itself too."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, count: int) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.attributes = [x + each for each in range(count)]
+        held = SimpleNamespace(tensors={x + each for each in range(count)})
+        attributes: list[Any] = [held]
+        attributes.append(attributes)
+        ctx.attributes = attributes
         return x * 2
 
 
@@ -172,6 +176,14 @@ TABLE = nn.Parameter(torch.ones(5000, WIDTH))
 def looked_up(x: torch.Tensor, times: int) -> torch.Tensor:
     rows = [nn.functional.embedding(torch.arange(4), TABLE) for _ in range(times)]
     return x + sum(each.mean() for each in rows)
+
+
+def in_pieces(x: torch.Tensor, count: int) -> torch.Tensor:
+    return x + sum(x.repeat(24 // count, 1).mean(0) for _ in range(count))
+
+
+def windows(x: torch.Tensor, size: int) -> torch.Tensor:
+    return x + x.unfold(0, size, 1).mean(-1).mean(0)
 
 
 def apply_saving(
@@ -208,6 +220,8 @@ def apply_saving(
             partial(apply_saving, kind=SavingAttributes, count=9),
         ),
         (partial(looked_up, times=1), partial(looked_up, times=2)),
+        (partial(in_pieces, count=12), partial(in_pieces, count=1)),
+        (partial(windows, size=2), partial(windows, size=40)),
     ],
     ids=[
         "other",
@@ -221,6 +235,8 @@ def apply_saving(
         "of its own",
         "of its own in attributes",
         "looked up again",
+        "in one piece",
+        "wider views",
     ],
 )
 def test_ways_of_equal_graphs_are_told_apart_by_what_runs_in_no_graph(
@@ -250,6 +266,36 @@ def test_ways_of_equal_graphs_are_told_apart_by_what_runs_in_no_graph(
     for batch in (x, -x):
         assert peak_of_step(model, batch) <= budget
     assert sum("another way" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_ways_that_make_as_much_at_another_place_are_told_apart() -> None:
+    class Moving(Recurrent):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            is_late = bool(x.sum() > 0)
+            inner = self.repeated(torch.tanh(self.first(x)), 1 if is_late else 24)
+            inner = scaled_by_tensors(inner)
+            inner = self.repeated(torch.tanh(self.last(inner)), 24 if is_late else 1)
+            return torch.tanh(self.first(inner)).pow(2).mean()
+
+        @in_no_graph
+        def repeated(self, x: torch.Tensor, count: int) -> torch.Tensor:
+            return x + x.repeat(count, 1).mean(0)
+
+    @in_no_graph
+    def scaled_by_tensors(x: torch.Tensor) -> torch.Tensor:
+        return scaled(x, is_by_tensors=True)
+
+    x = X - X.mean() + 0.1
+    model, plain = pair(Moving)
+    early, late = (smallest_budget(model, each, costs="estimated") for each in (-x, x))
+    assert late > early
+    budget = (early + late) // 2
+    remat.fit(model, -x, budget=budget, **BREAK)
+    model(x).sum().backward()
+    model.zero_grad()
+    train_alike(model, plain, [-x])
+    with pytest.raises(BudgetError):
+        model(x)
 
 
 class Drawing(Tied):

@@ -59,34 +59,50 @@ class Between:
     made_bytes
         Bytes of what their operators returned, views left out, and of the gradients
         that they hand to graphs and to leaves.
+    largest_bytes
+        Most that one operator returned.
     kept_bytes
         Bytes of what they keep for their backward pass, parameters and buffers left
         out.
     """
 
     kinds: frozenset[tuple[str, int]]
-    made_bytes: int
-    kept_bytes: int
+    made_bytes: int = 0
+    largest_bytes: int = 0
+    kept_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class MoreThanPlanned:
-    """How much more was made, and kept, than planned, up to some place in a pass."""
+    """How much more was made, and kept, than planned, up to some place in a pass.
+
+    Parameters
+    ----------
+    made_bytes, kept_bytes
+        In all places up to this one; less of the one makes up for more of the other
+        nowhere.
+    here_bytes
+        What was made at this place alone, in all or in one piece. Less of it earlier
+        does not make up for that either.
+    """
 
     made_bytes: int = 0
+    here_bytes: int = 0
     kept_bytes: int = 0
 
     def then(self, found: Between, planned: Between) -> "MoreThanPlanned":
         """Return how much more it is after the next place."""
+        made_bytes = found.made_bytes - planned.made_bytes
         return MoreThanPlanned(
-            self.made_bytes + found.made_bytes - planned.made_bytes,
+            self.made_bytes + made_bytes,
+            max(made_bytes, found.largest_bytes - planned.largest_bytes),
             self.kept_bytes + found.kept_bytes - planned.kept_bytes,
         )
 
     @property
     def size_bytes(self) -> int:
-        """Less of the one does not make up for more of the other."""
-        return max(0, self.made_bytes) + max(0, self.kept_bytes)
+        """What there is more of either, in bytes."""
+        return max(0, self.made_bytes, self.here_bytes) + max(0, self.kept_bytes)
 
 
 def all_within(
@@ -129,7 +145,7 @@ class NodesBetween:
     def leading_to(self, values: Iterable[Any]) -> Between:
         """Return what ran to make these values, and was not told of before."""
         kinds, new = set[tuple[str, int]](), set[int]()
-        made = kept = 0
+        made = largest = kept = 0
         nodes: list[Any] = []
         # There may be very many: each is asked for little, and once.
         reached = [(node, -1) for node in _nodes_of(values)]
@@ -159,11 +175,13 @@ class NodesBetween:
                 continue
             kinds.add((kind, len(reached)))
             if kind not in VIEW_NODES:
-                made += sum(made_bytes(node))
+                returned = sum(made_bytes(node))
+                made += returned
+                largest = max(largest, returned)
             for tensor in packed_tensors(node):
                 kept += self._kept_bytes(tensor)
         self._known |= new
-        return Between(frozenset(kinds), made, kept)
+        return Between(frozenset(kinds), made, largest, kept)
 
     def _kept_bytes(self, tensor: torch.Tensor) -> int:
         """Return the bytes of what a node keeps, if none before it kept that."""

@@ -23,6 +23,7 @@ from remat.profile.allocations import Recording
 from remat.profile.memory import GrowthRecorder, MemoryGrowth
 from remat.torch_compat.attributes import (
     gradient_shapes,
+    is_of_known_shapes,
     leaf_of,
     made_number,
     saved_tensors,
@@ -329,6 +330,13 @@ class _Backward:
 
     def take_eager(self, node: Any) -> None:
         name = type(node).__name__
+        if not is_of_known_shapes(node):
+            msg = (
+                f"{name} is computed between the graphs into which the model is split, "
+                "on nested tensors, of which no gradient can be made to measure it; pad "
+                "them (torch.nested.to_padded_tensor), or loop over their tensors"
+            )
+            raise CaptureError(msg)
         slots = [self.found.slot(node, n) for n in range(len(gradient_shapes(node)))]
         given = [
             torch.zeros(shape, dtype=dtype, device=device)

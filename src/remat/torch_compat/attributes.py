@@ -4,11 +4,13 @@ What each is needed for stands in :data:`remat.torch_compat.table.ATTRIBUTES`.
 """
 
 import os
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from gc import get_referents
 from math import prod
-from types import MethodType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -238,8 +240,15 @@ def storage_identity(tensor: torch.Tensor) -> int:
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """Return the storage of a tensor, of a sparse one that of its values."""
-    return parts_of(local_part(tensor))[-1].untyped_storage()
+    """Return the storage of a tensor, of a sparse one that of its values.
+
+    Raises
+    ------
+    NotImplementedError
+        If it has none.
+    """
+    tensor = local_part(tensor)
+    return (parts_of(tensor) or (tensor,))[-1].untyped_storage()
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
@@ -248,13 +257,26 @@ def storage_bytes(tensor: torch.Tensor) -> int:
     return sum(part.untyped_storage().nbytes() for part in parts)
 
 
+_COMPRESSED = (
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+)
+
+
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that a sparse one is made of, its values last, or itself."""
+    """Return the tensors that a sparse one is made of, its values last, or itself.
+
+    Nothing of one whose memory is its own affair, as of ``torch.Tensor.to_mkldnn``.
+    """
     layout = tensor.layout
     if layout in (torch.strided, torch.jagged):
         return (tensor,)
     if layout == torch.sparse_coo:
         return tensor._indices(), tensor._values()
+    if layout not in _COMPRESSED:
+        return ()
     tensor = tensor.detach()
     if layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
@@ -317,9 +339,7 @@ VIEW_NODES = frozenset(
     f"{name}Backward0"
     for name in [
         "Alias",
-        "AsStrided",
         "Diagonal",
-        "Expand",
         "Permute",
         "ReshapeAlias",
         "Select",
@@ -330,14 +350,13 @@ VIEW_NODES = frozenset(
         "T",
         "Transpose",
         "Unbind",
-        "Unfold",
         "UnsafeSplit",
         "UnsafeView",
         "Unsqueeze",
         "View",
     ]
 ) | {"SqueezeBackward1"}
-"""Kinds of autograd's nodes of operators that return views."""
+"""Kinds of autograd's nodes of operators that return views, no larger than it."""
 
 LEAF_NUMBER = 2**64 - 1
 """The number of all nodes that add up gradients of leaves."""
@@ -346,6 +365,14 @@ LEAF_NUMBER = 2**64 - 1
 def made_number(node: Any) -> int:
     """Return a number that is larger the later autograd made a node."""
     return node._sequence_nr()
+
+
+def is_of_known_shapes(node: Any) -> bool:
+    """Return whether a node takes gradients that are tensors of one size each."""
+    return not any(
+        each.is_nested_tensor or not all(isinstance(n, int) for n in each.shape)
+        for each in node._input_metadata
+    )
 
 
 def gradient_shapes(node: Any) -> list[tuple[Any, torch.dtype, torch.device]]:
@@ -404,7 +431,11 @@ def packed_tensors(node: Any) -> list[torch.Tensor]:
         else:
             value = packed.data
             # In most nodes there is nothing else.
-            if type(value) is torch.Tensor and value._base is None:
+            if (
+                type(value) is torch.Tensor
+                and value.layout is torch.strided
+                and value._base is None
+            ):
                 found.append(value)
             elif value is not None:
                 _add_kept(found, value)
@@ -412,22 +443,43 @@ def packed_tensors(node: Any) -> list[torch.Tensor]:
 
 
 def _add_kept(found: list[torch.Tensor], value: Any) -> None:
-    found += [
-        tensor
-        for tensor in _tensors_in(value)
-        if not isinstance(tensor, nn.Parameter)
-        and not isinstance(tensor._base, nn.Parameter)
-    ]
+    """Add the tensors that a value is or holds, as far as :data:`_DEEP`."""
+    waiting, seen = [(value, 0)], set[int]()
+    while waiting:
+        item, depth = waiting.pop()
+        if isinstance(item, torch.Tensor):
+            is_resident = isinstance(item, nn.Parameter) or (
+                isinstance(item._base, nn.Parameter)
+            )
+            if not is_resident and parts_of(local_part(item)):
+                found.append(item)
+        elif item is not None and depth <= _DEEP and id(item) not in seen:
+            seen.add(id(item))
+            waiting += [(each, depth + 1) for each in _held_by(item)]
+
+
+_DEEP = 4
+_OF_OTHERS = (type, ModuleType, nn.Module, _NodeOfPython)
+
+
+def _held_by(item: Any) -> list[Any]:
+    """Return what is in a container, an object, or closed over by a function."""
+    if isinstance(item, dict):
+        return list(item.values())
+    if isinstance(item, list | tuple | set | frozenset | deque):
+        return list(item)
+    if isinstance(item, FunctionType):
+        return [*(item.__closure__ or ()), *(item.__defaults__ or ())]
+    if isinstance(item, CellType):
+        return get_referents(item)
+    # No attribute is asked for that may be computed.
+    has_attributes = type(item).__dictoffset__ and not isinstance(item, _OF_OTHERS)
+    return list(vars(item).values()) if has_attributes else []
 
 
 @cache
 def _names_of_packed(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    leaves = names.tree_leaves(value)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def leaf_of(node: Any) -> torch.Tensor | None:
@@ -440,7 +492,7 @@ def saved_tensors(node: Any) -> list[torch.Tensor]:
     kept = [name for name in dir(node) if name.startswith("_saved_")]
     found: list[Any] = [getattr(node, name) for name in kept]
     found.append(getattr(node, "saved_tensors", ()))
-    return _tensors_in(found)
+    return [leaf for leaf in names.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
 
 
 # --- operators and graphs ------------------------------------------------------------
