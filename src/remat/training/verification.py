@@ -499,12 +499,15 @@ def _is_bitwise_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype != other.dtype or one.layout != other.layout:
         return False
     # Compares bits: equal NaNs are equal, and 0.0 differs from -0.0.
+    pairs = zip(_parts(one.detach()), _parts(other.detach()), strict=True)
     return all(
         torch.equal(_flat(left).view(torch.uint8), _flat(right).view(torch.uint8))
-        for left, right in zip(
-            parts_of(one.detach()), parts_of(other.detach()), strict=True
-        )
+        for left, right in pairs
     )
+
+
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return parts_of(tensor) or (tensor.to_dense(),)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
