@@ -472,9 +472,12 @@ def _held_by(item: Any) -> list[Any]:
         return [*(item.__closure__ or ()), *(item.__defaults__ or ())]
     if isinstance(item, CellType):
         return get_referents(item)
+    # Objects of torch, such as a group of sharded parameters, are of others, too.
+    is_own = not isinstance(item, _OF_OTHERS) and (
+        type(item).__module__.partition(".")[0] != "torch"
+    )
     # No attribute is asked for that may be computed.
-    has_attributes = type(item).__dictoffset__ and not isinstance(item, _OF_OTHERS)
-    return list(vars(item).values()) if has_attributes else []
+    return list(vars(item).values()) if is_own and type(item).__dictoffset__ else []
 
 
 @cache
