@@ -7,8 +7,9 @@ TORCH ?=
 VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
+CONSTRAINTS := $(or $(TORCH:%=$(STAMPS)/constraints.txt),constraints.txt)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	--constraint $(or $(TORCH:%=$(STAMPS)/constraints.txt),constraints.txt)
+	--constraint $(CONSTRAINTS)
 # Workers share the cores: each computes in one thread. Tests start many processes, which
 # need not compile the sources each.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -111,13 +112,16 @@ $(STAMPS)/venv:
 	@mkdir -p $(STAMPS)
 	@touch $@
 
+$(STAMPS)/constraints.txt: constraints.txt | $(STAMPS)/venv
+	sed 's/^torch==.*/torch==$(TORCH)/' $< > $@
+
 # What the native core is built with, before there is anything else.
-$(STAMPS)/native: constraints.txt | $(STAMPS)/venv
+$(STAMPS)/native: $(CONSTRAINTS) | $(STAMPS)/venv
 	$(PIP_INSTALL) cmake ninja nanobind
 	@touch $@
 
 # Of remat and its libraries, building a wheel needs none here.
-$(STAMPS)/wheel: constraints.txt | $(STAMPS)/venv
+$(STAMPS)/wheel: $(CONSTRAINTS) | $(STAMPS)/venv
 	$(PIP_INSTALL) build
 	@touch $@
 
@@ -125,9 +129,6 @@ $(STAMPS)/demo: EXTRAS := studies
 $(STAMPS)/dev: EXTRAS := dev,studies
 $(STAMPS)/docs: EXTRAS := docs
 NATIVE := CMakeLists.txt $(wildcard src/remat/native/*.?pp)
-# pip works in one environment at a time.
-$(STAMPS)/demo $(STAMPS)/dev $(STAMPS)/docs: | $(STAMPS)/native
-$(STAMPS)/demo $(STAMPS)/dev $(STAMPS)/docs: pyproject.toml constraints.txt $(NATIVE) | $(STAMPS)/venv
-	$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(STAMPS)/constraints.txt)
+$(STAMPS)/demo $(STAMPS)/dev $(STAMPS)/docs: pyproject.toml $(CONSTRAINTS) $(NATIVE) | $(STAMPS)/venv
 	$(PIP_INSTALL) --editable ".[$(EXTRAS)]"
 	@touch $@

@@ -417,6 +417,8 @@ class Holding(Drawing):
         self.hidden: torch.Tensor | None = None
         self.waiting: list[torch.Tensor] = []
         self.hard: list[Any] = [torch.zeros(3), torch.zeros(1).expand(3), np.zeros(2)]
+        self.sparse = [torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr()]
+        self.constant = [torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr()]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = torch.tanh(self.inside(x))
@@ -430,6 +432,8 @@ class Holding(Drawing):
         self.nested["of"][0][0] += 1
         self.hard[0].data += 1
         self.hard[1][0] += 1
+        for each in self.sparse:
+            each.mul_(2)
         self.hard[2].resize(self.hard[2].shape[0] + 1, refcheck=False)
         self.waiting.append(x.detach()[:1])
         if self.hidden is not None:
@@ -447,6 +451,7 @@ class Holding(Drawing):
         hidden = None if self.hidden is None else float(self.hidden.sum())
         tensors = [*map(float, self.tensors[0]), float(self.total), hidden]
         hard = [each.tolist() for each in self.hard]
+        hard += [each.to_dense().tolist() for each in self.sparse]
         return [
             *self.queue,
             *self.array,
@@ -458,6 +463,7 @@ class Holding(Drawing):
 
 
 @pytest.mark.filterwarnings("ignore::remat.core.errors.PlanWarning")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 def test_planning_ways_leaves_what_a_model_holds_as_it_was() -> None:
     model, plain = pair(Holding)
     remat.fit(model, X, budget="300%", **BREAK)
@@ -538,6 +544,17 @@ def test_ways_are_planned_when_the_next_call_of_their_kind_comes() -> None:
     assert peak_of_step(model, x) <= budget
 
 
+def test_what_fits_beside_a_plan_is_no_other_way(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    x = X - X.mean() + 0.1
+    model = Valued()
+    plan = remat.fit(model, -x, budget="1000%", **BREAK)
+    for batch in (-x, x, -x):
+        assert peak_of_step(model, batch) <= (plan.budget_bytes or 0)
+    assert "another way" not in caplog.text
+
+
 def test_a_batch_whose_container_is_used_again_is_told() -> None:
     class Mapped(Valued):
         def forward(self, x: Any) -> torch.Tensor:
@@ -575,7 +592,6 @@ def test_batches_wait_for_a_plan_in_small_numbers() -> None:
     assert sum(each() is not None for each in kept) <= 2
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_way_that_does_not_train_is_told_and_the_next_call_runs() -> None:
     class Leaving(Valued):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -67,9 +67,9 @@ class Between:
     """
 
     kinds: frozenset[tuple[str, int]]
-    made_bytes: int = 0
-    largest_bytes: int = 0
-    kept_bytes: int = 0
+    made_bytes: int
+    largest_bytes: int
+    kept_bytes: int
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class NodesBetween:
             kind = node.name()
             # Autocast makes the casts of weights once in a context.
             if kind == CAST_NODE and made_number(reached[0][0]) == LEAF_NUMBER:
-                reached = ()
+                reached = ()  # Nor are those gradients counted.
                 continue
             kinds.add((kind, len(reached)))
             if kind not in VIEW_NODES:

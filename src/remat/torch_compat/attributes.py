@@ -459,7 +459,10 @@ def _add_kept(found: list[torch.Tensor], value: Any) -> None:
 
 
 _DEEP = 4
+"""How deep in containers, objects and closures tensors are looked for."""
+
 _OF_OTHERS = (type, ModuleType, nn.Module, _NodeOfPython)
+"""Kinds of objects that a node refers to, and whose tensors are there without it."""
 
 
 def _held_by(item: Any) -> list[Any]:
@@ -472,7 +475,7 @@ def _held_by(item: Any) -> list[Any]:
         return [*(item.__closure__ or ()), *(item.__defaults__ or ())]
     if isinstance(item, CellType):
         return get_referents(item)
-    # Objects of torch, such as a group of sharded parameters, are of others, too.
+    # So are those of torch, such as a group of sharded parameters.
     is_own = not isinstance(item, _OF_OTHERS) and (
         type(item).__module__.partition(".")[0] != "torch"
     )

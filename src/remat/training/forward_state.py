@@ -27,6 +27,7 @@ from remat.torch_compat.attributes import (
     MODULE_STATE,
     own_buffers,
     parametrizations_put_back,
+    parts_of,
     version_of,
 )
 from remat.training.caller_state import host_random_state, set_host_random_state
@@ -147,7 +148,9 @@ class _Contents:
             return value.tobytes() != before.tobytes()
         if isinstance(value, torch.Tensor):
             # Not all that writes is counted, as what goes by ``data`` is not.
-            return version_of(value) != self.version or not torch.equal(value, before)
+            return version_of(value) != self.version or not all(
+                map(torch.equal, parts_of(value), parts_of(before))
+            )
         return _identities(value) != _identities(before)
 
     def put_back(self) -> None:
