@@ -11,7 +11,7 @@ from remat.core.errors import BudgetError
 from remat.core.graph import Op, Phase, Storage, TrainingGraph
 from remat.core.liveness import BOUNDARY, schedule_from_order, store_all_order
 from remat.core.platform import single_device
-from remat.core.schedule import Compute, Schedule
+from remat.core.schedule import Boundary, Compute, Schedule
 from remat.core.simulator import simulate
 from remat.planning.one_device import plan_graph
 from remat.planning.plan import Plan
@@ -207,7 +207,7 @@ def test_what_is_taken_apart_runs_in_each_region(
 
 
 @given(chains())
-def test_what_is_held_before_each_region(
+def test_what_is_held_after_each_region(
     case: tuple[Parts, list[bool]],
 ) -> None:
     parts, again = case
@@ -217,7 +217,8 @@ def test_what_is_held_before_each_region(
     held = step.held_bytes(schedule, trace)
     resident = sum(s.size_bytes for s in step.graph.storages if s.is_resident)
     assert held[0] == resident
-    assert len(held) == len(parts.regions) + 1
+    assert len(held) == len(parts.regions) + 2
+    assert held[-1] == trace.timeline_bytes[0][schedule.steps.index(Boundary())]
     for index, (region, is_again) in enumerate(zip(parts.regions, again, strict=True)):
         kept = region.graph.storages[OUT].size_bytes
         kept += 0 if is_again else region.graph.storages[A].size_bytes

@@ -442,7 +442,7 @@ class ComposedStep:
         return not outputs.isdisjoint(schedule.recompute_counts())
 
     def held_bytes(self, schedule: Schedule, trace: Trace) -> tuple[int, ...]:
-        """Return what is live before each region's forward, and after all, in bytes."""
+        """Return what is live as forward begins, after each region, and at its end."""
         timeline = trace.timeline_bytes[0]
         ends = [
             timeline[position]
@@ -452,7 +452,8 @@ class ComposedStep:
             and self.graph.ops[step.op].name.startswith(_END)
         ]
         resident = (s.size_bytes for s in self.graph.storages if s.is_resident)
-        return (sum(resident), *ends[: len(self.storages)])
+        boundary = timeline[schedule.steps.index(Boundary())]
+        return (sum(resident), *ends[: len(self.storages)], boundary)
 
     def backward_bytes(self, schedule: Schedule, trace: Trace) -> tuple[int, ...]:
         """Return most bytes in backward of the regions before each one, and of all.

@@ -17,6 +17,7 @@ from remat.capture.surroundings import plain_tensors, tensors_in
 from remat.capture.tracing import TRACE_ERRORS, example_error, traced_entry
 from remat.core.errors import BudgetError, CaptureError, RematError
 from remat.core.garbage import old_objects_left_alone
+from remat.core.units import format_bytes
 from remat.planning.plan import Plan
 from remat.profile.allocations import AllocationRecorder, Recording
 from remat.profile.gathered_parameters import check_groups
@@ -364,7 +365,7 @@ class FittedRegions(FittedModel):
 
         What regions return is known from before, and they run again only where not.
         """
-        recorder = AllocationRecorder(self.planner.device_type, mark_prefix=MARK)
+        recorder = AllocationRecorder(self.planner.device.type, mark_prefix=MARK)
         with recorder:
             self._gathered_once(args, kwargs, recorder.region(), before)
         return recorder.recording
@@ -516,7 +517,17 @@ class FittedRegions(FittedModel):
             return
         if call is not None:
             self._note_unplanned(call, running.route)
-        if is_done and "unplanned" not in self.told:
+        if running.excess_bytes and "excess" not in self.told:
+            self.told.add("excess")
+            self.tell(
+                f"after graph {running.unplanned - 1} of a step of {self.name} "
+                f"{format_bytes(running.excess_bytes)} more were allocated than its plan "
+                "says, which its operators do not show: what runs between graphs keeps "
+                "more than when it was planned, or something beside the step does. This "
+                "step may need more than the budget; such a call is planned again before "
+                "the next one"
+            )
+        elif is_done and not running.excess_bytes and "unplanned" not in self.told:
             self.told.add("unplanned")
             logger.warning(
                 "a step of %s took another way at graph %d than in its plan: graphs "

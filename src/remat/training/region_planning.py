@@ -71,6 +71,7 @@ from remat.profile.gathered_parameters import (
     leave_out,
 )
 from remat.profile.known import KnownCosts
+from remat.profile.live_memory import live_bytes
 from remat.profile.optimizer_memory import LossMemory, assumed_loss_bytes
 from remat.runtime.remade import RemadeValues
 from remat.torch_compat.attributes import storage_identity
@@ -107,6 +108,11 @@ _NEEDED_PER_BYTE = 2
 """How many bytes may be needed for each that is made or kept between graphs: an LSTM
 makes gradients of the gates that it keeps."""
 
+_NOISE_BYTES = 2 << 20
+_NOISE_SHARE = 100
+"""How much more than planned may be live during forward, in bytes and as a part of the
+budget: heads of blocks, objects of Python, and what a first call sets up for ever."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RegionChoice:
@@ -131,7 +137,7 @@ class PlannedStep:
     kept
         Groups of gathered parameters, and whether each stays whole between its passes.
     held_bytes
-        What is live before each region's forward, and after the last.
+        What is live when forward begins, after each region, and when forward ends.
     backward_bytes
         Most bytes in the backward passes of the regions before each, and of all, less
         the gradients that later ones have left by then.
@@ -194,20 +200,26 @@ class Running:
         Ways that do not fit the budget, and the bytes that these need.
     takes_any_size
         Whether what runs between graphs may make more than was planned.
+    live_bytes
+        What was allocated on its device when it began, if that is known.
     unplanned
         Its first region that is in no plan.
+    excess_bytes
+        How much more than planned was live before that one, if it was too much.
     """
 
     step: PlannedStep
     others: Sequence[PlannedStep] = ()
     refused: Sequence[tuple[Route, int]] = ()
     takes_any_size: bool = False
+    live_bytes: int | None = None
     route: Route = field(default_factory=Route)
     # Of what ran between graphs so far.
     more: MoreThanPlanned = field(default_factory=MoreThanPlanned)
     # The step with the sizes that its regions have had in this call.
     composed: ComposedStep = field(init=False)
     unplanned: int | None = None
+    excess_bytes: int = 0
     # Without a plan: what is held before the next region.
     held_bytes: int = 0
     backward_bytes: int = 0
@@ -222,6 +234,14 @@ class Running:
     def room_bytes(self, way: PlannedStep) -> float:
         """Return how much more than planned may be made between graphs of a way."""
         return math.inf if self.takes_any_size else way.room_bytes
+
+    def leave_plan(self, position: int) -> None:
+        """Go on without a plan from a region on."""
+        if self.unplanned is None:
+            before = min(position, len(self.step.choices))
+            self.unplanned = position
+            self.held_bytes = self.step.held_bytes[before]
+            self.backward_bytes = self.step.backward_bytes[before]
 
     def turn_to(self, step: PlannedStep, composed: ComposedStep) -> None:
         """Go on as a way that began like this step."""
@@ -309,10 +329,10 @@ class RegionPlanner(Planner):
     # --- planning ----------------------------------------------------------------
 
     @property
-    def device_type(self) -> str:
-        """The type of the device that the model is on."""
+    def device(self) -> torch.device:
+        """The device that the model is on."""
         parameters = () if self.model is None else self.model.parameters()
-        return next((p.device.type for p in parameters), "cpu")
+        return next((p.device for p in parameters), torch.device("cpu"))
 
     def plan_seen(self, outputs: Any, recording: Recording) -> PlannedStep:
         """Plan the step whose forward pass was just gathered.
@@ -870,7 +890,8 @@ class RegionPlanner(Planner):
         takes_any_size
             Whether what runs between graphs may make more than was planned.
         """
-        self.running = Running(step, others, refused, takes_any_size)
+        live = live_bytes(self.device)
+        self.running = Running(step, others, refused, takes_any_size, live)
         self.running_plan = step.plan
         for group, is_kept in step.kept.items():
             self.running.let_go[group] = group.is_let_go
@@ -899,6 +920,7 @@ class RegionPlanner(Planner):
         """
         count = len(running.route.codes)
         running.route.between.append(self.between.leading_to(outputs))
+        self._check_live(running, is_over=True)
         if running.unplanned is not None or _is_all(
             running.step, running.route, running.room_bytes(running.step)
         ):
@@ -915,6 +937,36 @@ class RegionPlanner(Planner):
                 raise _no_room(running.step, count, found)
         self._refuse_known(running, is_over=True)
         running.unplanned = count
+
+    def check_region_end(self) -> None:
+        """Note where more is live after a region than planned, whatever keeps it.
+
+        Raises
+        ------
+        BudgetError
+            If it is known that such a step does not fit the budget.
+        """
+        if self.running is not None and self.gathering is None:
+            self._check_live(self.running, is_over=False)
+
+    def _check_live(self, running: Running, *, is_over: bool) -> None:
+        begun_bytes, step = running.live_bytes, running.step
+        now_bytes = live_bytes(self.device)
+        if running.unplanned is not None or begun_bytes is None or now_bytes is None:
+            return
+        count = len(running.route.codes)
+        if running.takes_any_size or (is_over and count != len(step.choices)):
+            return
+        planned_bytes = step.held_bytes[count + is_over] - step.held_bytes[0]
+        budget_bytes = step.plan.budget_bytes or 0
+        excess_bytes = now_bytes - begun_bytes - planned_bytes
+        left_bytes = max(0, budget_bytes - step.peak_bytes)
+        most_bytes = left_bytes + budget_bytes // _NOISE_SHARE + _NOISE_BYTES
+        if excess_bytes <= most_bytes:
+            return
+        running.leave_plan(count)
+        running.excess_bytes = excess_bytes
+        self._refuse_known(running, is_over=is_over)
 
     def choice_for(self, code: RegionCode, between: Between) -> RegionChoice:
         """Return how the region that is called now runs, after this in no graph.
@@ -1104,11 +1156,7 @@ class RegionPlanner(Planner):
     def _run_unplanned(self, running: Running, code: RegionCode, position: int) -> None:
         """Count a region that has no plan, which keeps as little as it can."""
         step = running.step
-        if running.unplanned is None:
-            before = min(position, len(step.choices))
-            running.unplanned = position
-            running.held_bytes = step.held_bytes[before]
-            running.backward_bytes = step.backward_bytes[before]
+        running.leave_plan(position)
         graph = self._costed(self.programs[code])
         peak_bytes, held_bytes = frugal_needs(graph)
         # They are there while the regions before run backward.
