@@ -599,6 +599,7 @@ def test_what_the_example_raises_is_named() -> None:
             r"RuntimeError in linear: a and b must have .* \[2, 5\].*linear.py:\d+ in forward",
         ),
         (({"x": 1},), {}, "TypeError .*argument 'input'.* must be Tensor"),
+        (({"input": torch.ones(2, 4)},), {}, "TypeError .* must be Tensor"),
     ],
 )
 def test_an_example_that_does_not_fit_is_said_to(
@@ -606,6 +607,14 @@ def test_an_example_that_does_not_fit_is_said_to(
 ) -> None:
     with pytest.raises(CaptureError, match=message):
         remat.fit(nn.Linear(4, 4), args, kwargs, budget="1 GiB")
+
+
+def test_a_batch_of_keywords_is_said_to_be_given_as_such() -> None:
+    batch = {"input1": torch.ones(2, 4), "input2": torch.ones(2, 4)}
+    model = nn.Bilinear(4, 4, 4)
+    with pytest.raises(CaptureError, match=r"Bilinear.*input1, input2.*kwargs=batch"):
+        remat.fit(model, batch, budget="1 GiB")
+    remat.fit(model, kwargs=batch, budget="1 GiB", costs="estimated")
 
 
 def test_an_operator_that_refuses_its_arguments_is_said_where_it_is_called() -> None:

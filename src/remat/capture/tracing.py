@@ -260,6 +260,19 @@ def _check_arguments(
     if has_forward_pre_hooks(model):
         return  # They may give forward other arguments.
     signature = inspect.signature(model.forward)
+    batch = args[0] if len(args) == 1 and not kwargs else None
+    # One name may be that of a value, as in forward(images) of {"images": ...}.
+    if (
+        isinstance(batch, Mapping)
+        and len(batch) > 1
+        and signature.parameters.keys() >= batch.keys()
+    ):
+        msg = (
+            f"the example is one mapping, as in model(batch), and its keys are arguments "
+            f"of {type(model).__name__}.forward ({', '.join(batch)}): for a step that "
+            "calls model(**batch) give args=(), kwargs=batch"
+        )
+        raise CaptureError(msg)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
