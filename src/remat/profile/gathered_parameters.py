@@ -204,7 +204,7 @@ class GatheredBackward:
     Attributes
     ----------
     stay
-        The blocks of the pieces of gradients.
+        The blocks of the pieces of gradients, and of what stays whole.
     """
 
     def __init__(
@@ -315,10 +315,13 @@ class GatheredBackward:
         """Yield what happens when the backward pass of a module has ended."""
         if group not in self.whole:
             yield from self.begin(group)
-        yield EagerWork(
-            name=f"the end of {group.name}", reads=[*self.whole[group], *self.waiting]
-        )
-        self.waiting.clear()
+        count = max(0, len(self.waiting) + 1 - group.most_waiting)
+        gone, self.waiting = self.waiting[:count], self.waiting[count:]
+        if group.stays_gathered:
+            self.stay.update(self.whole[group])
+        else:
+            gone += self.whole[group]
+        yield EagerWork(name=f"the end of {group.name}", reads=gone)
         sizes = self.slots.get(group, {})
         if not sizes:
             return

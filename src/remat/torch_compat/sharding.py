@@ -150,6 +150,17 @@ class GatheredGroup:
         return self._group.is_unsharded
 
     @property
+    def stays_gathered(self) -> bool:
+        """Whether the whole parameters stay when the backward pass has ended."""
+        return not self._group.reshard_after_backward
+
+    @property
+    def most_waiting(self) -> int:
+        """How many blocks of gradients wait at most, as sent, for the next ones."""
+        context = self._group.comm_ctx
+        return getattr(context, "reduce_scatter_max_input_buffers", 1)
+
+    @property
     def parameters(self) -> list[torch.Tensor]:
         """The whole parameters, whose storages are empty while they are in pieces."""
         return [parameter._unsharded_param for parameter in self._group.fsdp_params]

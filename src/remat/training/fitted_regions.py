@@ -464,7 +464,8 @@ class FittedRegions(FittedModel):
             call.gradient_bytes,
             self.planner.optimizer_memory,
             tuple(
-                each.name for each in self.planner.groups if not each.reduces_gradients
+                (each.reduces_gradients, each.stays_gathered, each.is_gathered)
+                for each in self.planner.groups
             ),
         )
 
