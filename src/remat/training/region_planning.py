@@ -114,8 +114,8 @@ _NOISE_SHARE = 100
 budget: heads of blocks and objects of Python."""
 
 _FIRST_NOISE = 8
-"""How many times that in the first step by a plan, which sets up what stays for ever: 4 MB
-were seen for 37 graphs."""
+"""How many times that in the first step by a plan, which sets up what stays for ever:
+4 MB were seen for 37 graphs."""
 
 
 @dataclass(frozen=True, kw_only=True)
