@@ -204,7 +204,7 @@ class GatheredBackward:
     Attributes
     ----------
     stay
-        The blocks of the pieces of gradients, and of what stays whole.
+        The blocks of the pieces of gradients.
     """
 
     def __init__(
@@ -317,11 +317,9 @@ class GatheredBackward:
             yield from self.begin(group)
         count = max(0, len(self.waiting) + 1 - group.most_waiting)
         gone, self.waiting = self.waiting[:count], self.waiting[count:]
-        if group.stays_gathered:
-            self.stay.update(self.whole[group])
-        else:
-            gone += self.whole[group]
-        yield EagerWork(name=f"the end of {group.name}", reads=gone)
+        yield EagerWork(
+            name=f"the end of {group.name}", reads=[*self.whole[group], *gone]
+        )
         sizes = self.slots.get(group, {})
         if not sizes:
             return

@@ -151,8 +151,14 @@ class GatheredGroup:
 
     @property
     def stays_gathered(self) -> bool:
-        """Whether the whole parameters stay when the backward pass has ended."""
-        return not self._group.reshard_after_backward
+        """Whether the whole parameters are there between steps, before or after one."""
+        return self.is_gathered or not self._group.reshard_after_backward
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the whole parameters and of this process's pieces of them."""
+        pieces = [local_part(p.sharded_param) for p in self._group.fsdp_params]
+        return sum(self.sizes_bytes) + sum(piece.nbytes for piece in pieces)
 
     @property
     def most_waiting(self) -> int:

@@ -194,7 +194,7 @@ class FittedRegions(FittedModel):
         forward changes is put back.
         """
         planner = self.planner
-        planner.groups = gathered_groups(self.model)
+        planner.note_groups(gathered_groups(self.model))
         check_groups(planner.groups)
         planner.gradient_bytes = gradient_bytes
         with unchanged(self.model, None), self.planning(gradient_bytes):
@@ -377,8 +377,11 @@ class FittedRegions(FittedModel):
         planner = self.planner
         values = tree_flatten((args, kwargs))[0]
         planner.between.begin(values)
-        if not self._steps_by_kind:
-            planner.groups = gathered_groups(self.model)
+        if planner.gathering is None:
+            is_new = not self._steps_by_kind
+            planner.note_groups(
+                gathered_groups(self.model) if is_new else planner.groups
+            )
         gradient_bytes = planner.gradient_bytes_now(values)
         call = _Call(args, kwargs, runs_hooks, gradient_bytes)
         call.given_versions = _versions_of(values)
@@ -464,7 +467,7 @@ class FittedRegions(FittedModel):
             call.gradient_bytes,
             self.planner.optimizer_memory,
             tuple(
-                (each.reduces_gradients, each.stays_gathered, each.is_gathered)
+                (each.reduces_gradients, each in self.planner.between_steps)
                 for each in self.planner.groups
             ),
         )

@@ -322,8 +322,10 @@ class RegionPlanner(Planner):
         self._sized_regions: list[SizedStep] = []
         self._fronts: Fronts = {}
         self._outputs: Any = None
-        # Parameters in pieces, and how the forward pass gathered them.
+        # Parameters in pieces, how the forward pass gathered them, and those that are
+        # whole between steps.
         self.groups: list[GatheredGroup] = []
+        self.between_steps: list[GatheredGroup] = []
         self.gathered = Gathered()
         # Those among them that stay whole between their passes, once that is decided.
         self._decided: frozenset[GatheredGroup] | None = None
@@ -865,6 +867,20 @@ class RegionPlanner(Planner):
             for gradient in group.whole_gradients
         }
         return found_bytes + sum(whole.values())
+
+    def note_groups(self, groups: list[GatheredGroup]) -> None:
+        """Note parameters in pieces, and which of them are whole as a step begins."""
+        self.groups = groups
+        self.between_steps = [group for group in groups if group.stays_gathered]
+
+    def ahead_bytes(self, program: JointProgram) -> int:
+        """Return the bytes of batches that are loaded ahead, and of weights kept whole.
+
+        These count by themselves, and all the time: whether they are gathered again in
+        a step hangs on what the one before has left.
+        """
+        kept = sum(group.gathered_bytes for group in self.between_steps)
+        return super().ahead_bytes(program) + kept
 
     # --- running -----------------------------------------------------------------
 
