@@ -18,7 +18,7 @@ from hypothesis.vendor import pretty
 os.environ["REMAT_PLAN_CACHE_SIZE"] = "0"
 
 # A busy machine makes any example slow, and is no fault of the code under test.
-for _profile, _examples in (("remat", 50), ("remat thorough", 200)):
+for _profile, _examples in (("remat", 30), ("remat thorough", 200)):
     settings.register_profile(
         _profile,
         max_examples=_examples,

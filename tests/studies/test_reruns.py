@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from studies.reruns import gpt2, main, reruns_table
+from studies.reruns import main, reruns_table, resnet
 
 
 def test_a_line_and_a_row_for_each_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("studies.reruns.MODELS", {"small": lambda: gpt2(3)})
+    monkeypatch.setattr("studies.reruns.MODELS", {"small": lambda: resnet((3,))})
     words = ["--child", "--models", "small", "--results", str(tmp_path)]
     assert main(words) == 0
     path = tmp_path / "reruns.jsonl"
