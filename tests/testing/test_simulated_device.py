@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import remat
 from remat.core.errors import RematError
+from remat.profile.live_memory import live_bytes
 from remat.testing.simulated_device import FAULTS, DeviceLostError
 from remat.torch_compat.accelerators import device_module, memory_stats
 
@@ -70,6 +71,14 @@ def net() -> tuple[nn.Module, torch.Tensor]:
 
 def loss(outputs: torch.Tensor) -> torch.Tensor:
     return functional.mse_loss(outputs, torch.zeros_like(outputs))
+
+
+@simulated
+def test_what_is_live_is_what_its_allocator_says() -> None:
+    before = live_bytes(torch.device(FIRST))
+    assert before is not None
+    x = torch.empty(1 << 20, device=FIRST)
+    assert live_bytes(torch.device(FIRST)) == before + x.nbytes
 
 
 @simulated

@@ -17,6 +17,8 @@ from tests.training.test_regions import (
 import remat
 from remat.core.errors import BudgetError, PlanWarning
 from remat.training import region_planning
+from remat.training.fitted_model import fitted_on
+from remat.training.fitted_regions import _MOST_PLANS, FittedRegions
 
 MANY = 32_768
 """Rows: a value has 16 MiB."""
@@ -80,9 +82,14 @@ def test_what_operators_do_not_show_is_told_and_then_planned_or_refused(
     with pytest.warns(PlanWarning, match=SAID):
         model(X).backward()
     model.zero_grad()
-    with pytest.raises(BudgetError) as caught:
-        model(X)
-    assert caught.value.required_bytes == large
+    # Each time: it is not planned again in vain.
+    for _ in range(_MOST_PLANS + 1):
+        with pytest.raises(BudgetError) as caught:
+            model(X)
+        assert caught.value.required_bytes == large
+    fitted = fitted_on(model)
+    assert isinstance(fitted, FittedRegions)
+    assert fitted.planner.planned_count == 1
     train_alike(model, plain, [-X])
 
 

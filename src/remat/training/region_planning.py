@@ -990,9 +990,9 @@ class RegionPlanner(Planner):
         most_bytes = left_bytes + noise_bytes
         if excess_bytes <= most_bytes:
             return
+        self._refuse_known(running, is_over=is_over)
         running.leave_plan(count)
         running.excess_bytes = excess_bytes
-        self._refuse_known(running, is_over=is_over)
 
     def choice_for(self, code: RegionCode, between: Between) -> RegionChoice:
         """Return how the region that is called now runs, after this in no graph.
