@@ -205,11 +205,21 @@ def left_whole(ids: torch.Tensor, policy: dict[str, Any]) -> dict[str, Any]:
     budget = smallest(plain_bytes) * 8 // 10
     remat.fit(model, ids, optimizer=optimizer_of(model), budget=budget)
     gradients, measured = two_passes(model, ids)
+    fitted = fitted_on(model)
+    assert isinstance(fitted, FittedRegions)
+    # The last pass has what the one before sent still waiting, which is as it else is.
+    counts: list[int] = []
+    for is_last in (True, True, False, False):
+        model.set_is_last_backward(is_last)
+        model(ids).backward()
+        counts.append(len(fitted.steps))
+    model.set_is_last_backward(True)
     return {
+        "waited": counts[3] - counts[2],
         "is_equal": are_equal(gradients, expected),
         "budget": budget,
         "measured": measured,
-        "planned": len(getattr(fitted_on(model), "steps", ())),
+        "planned": counts[0],
     }
 
 
@@ -304,6 +314,7 @@ def test_weights_that_stay_whole_after_backward_are_counted(
         assert found["measured"] <= found["budget"]
         # The first pass, the same onto gradients, and the last one.
         assert found["planned"] >= 3
+        assert found["waited"] == 1
 
 
 def test_weights_stay_gathered_where_the_budget_has_room(

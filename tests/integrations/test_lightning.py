@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import remat
 from remat.core.errors import CaptureError, ExecutionError, UnitError
-from remat.integrations.lightning import MemoryBudget
+from remat.integrations.lightning import MemoryBudget, network_of
 
 pytestmark = [
     # Lightning calls what torch is about to remove.
@@ -112,6 +112,14 @@ class Itself(Automatic):
 
     def training_step(self, batch: Batch, _index: int) -> Any:
         return functional.cross_entropy(self(batch["x"]), batch["labels"])
+
+
+class Tuned(Itself):
+    """Trains its last part alone for now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.requires_grad_(False)
 
 
 class Stream(IterableDataset[Batch]):
@@ -279,6 +287,11 @@ def test_which_part_has_the_budget_must_be_clear(tmp_path: Path) -> None:
     callback = MemoryBudget("90%", module="model", **QUICK)
     trainer(tmp_path, callback, max_steps=1).fit(module, loader())
     assert callback.plan is not None
+
+
+def test_parts_that_are_frozen_for_now_are_in_the_budget() -> None:
+    module = Tuned()
+    assert network_of(module, None) is module
 
 
 def test_all_of_a_batch_counts(tmp_path: Path) -> None:

@@ -161,6 +161,18 @@ class GatheredGroup:
         return sum(self.sizes_bytes) + sum(piece.nbytes for piece in pieces)
 
     @property
+    def waiting(self) -> list[torch.Tensor]:
+        """Whole gradients, as sent, that the pass before has left for the next one.
+
+        They are the same of all groups of a model.
+        """
+        context = self._group.comm_ctx
+        # Both are there once the model was called; which one hangs on the version.
+        only = getattr(context, "reduce_scatter_state", None)
+        states: Any = getattr(context, "reduce_scatter_states", [only])
+        return [state.reduce_scatter_input for state in states if state is not None]
+
+    @property
     def most_waiting(self) -> int:
         """How many blocks of gradients wait at most, as sent, for the next ones."""
         context = self._group.comm_ctx

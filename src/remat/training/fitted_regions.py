@@ -467,9 +467,10 @@ class FittedRegions(FittedModel):
             call.gradient_bytes,
             self.planner.optimizer_memory,
             tuple(
-                (each.reduces_gradients, each in self.planner.between_steps)
+                (each.reduces_gradients, each in self.planner.whole_groups)
                 for each in self.planner.groups
             ),
+            self.planner.waiting_bytes,
         )
 
     def kind_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

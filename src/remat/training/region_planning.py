@@ -322,10 +322,11 @@ class RegionPlanner(Planner):
         self._sized_regions: list[SizedStep] = []
         self._fronts: Fronts = {}
         self._outputs: Any = None
-        # Parameters in pieces, how the forward pass gathered them, and those that are
-        # whole between steps.
+        # Parameters in pieces, how the forward pass gathered them, those that are whole
+        # between steps, and the bytes of gradients that wait since the step before.
         self.groups: list[GatheredGroup] = []
-        self.between_steps: list[GatheredGroup] = []
+        self.whole_groups: list[GatheredGroup] = []
+        self.waiting_bytes = 0
         self.gathered = Gathered()
         # Those among them that stay whole between their passes, once that is decided.
         self._decided: frozenset[GatheredGroup] | None = None
@@ -869,18 +870,21 @@ class RegionPlanner(Planner):
         return found_bytes + sum(whole.values())
 
     def note_groups(self, groups: list[GatheredGroup]) -> None:
-        """Note parameters in pieces, and which of them are whole as a step begins."""
+        """Note parameters in pieces, and what of them is whole as a step begins."""
         self.groups = groups
-        self.between_steps = [group for group in groups if group.stays_gathered]
+        self.whole_groups = [group for group in groups if group.stays_gathered]
+        self.waiting_bytes = (
+            sum(each.nbytes for each in groups[0].waiting) if groups else 0
+        )
 
     def ahead_bytes(self, program: JointProgram) -> int:
-        """Return the bytes of batches that are loaded ahead, and of weights kept whole.
+        """Return the bytes of batches loaded ahead, and of what stays whole of weights.
 
-        These count by themselves, and all the time: whether they are gathered again in
-        a step hangs on what the one before has left.
+        These, and gradients that wait, count by themselves, and all the time: whether
+        they are gathered again in a step hangs on what the one before has left.
         """
-        kept = sum(group.gathered_bytes for group in self.between_steps)
-        return super().ahead_bytes(program) + kept
+        kept = sum(group.gathered_bytes for group in self.whole_groups)
+        return super().ahead_bytes(program) + kept + self.waiting_bytes
 
     # --- running -----------------------------------------------------------------
 
