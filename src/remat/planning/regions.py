@@ -441,6 +441,11 @@ class ComposedStep:
         }
         return not outputs.isdisjoint(schedule.recompute_counts())
 
+    @property
+    def made_bytes(self) -> int:
+        """The bytes of all that the step has, one after the other."""
+        return sum(storage.size_bytes for storage in self.graph.storages)
+
     def held_bytes(self, schedule: Schedule, trace: Trace) -> tuple[int, ...]:
         """Return what is live as forward begins, after each region, and at its end."""
         timeline = trace.timeline_bytes[0]

@@ -1,6 +1,7 @@
 """How many bytes are allocated now, from the count that an allocator keeps itself."""
 
 import ctypes
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import ClassVar
@@ -31,11 +32,68 @@ def _mallinfo2() -> Callable[[], _MallInfo] | None:
     return found
 
 
+_QUICK_NS = 100_000
+"""A count that takes longer is asked for twice in a step: glibc's looks at each free
+block, of which there may be a million."""
+
+_SLOW_NS = 1_000_000
+_REST = 100
+"""After one that takes longer none is asked for during this many times as long."""
+
+
+class Watch:
+    """What is allocated more than when a step began, in a hundredth of the time.
+
+    Attributes
+    ----------
+    is_on
+        Whether it is looked at.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = True
+        self._begun_bytes: int | None = None
+        self._took_ns = 0
+        self._rests_until_ns = 0
+
+    def begin(self, place: torch.device) -> None:
+        """Begin a step."""
+        self._begun_bytes = None
+        if self.is_on and time.monotonic_ns() >= self._rests_until_ns:
+            self._begun_bytes = self._read(place)
+
+    def grown_bytes(self, place: torch.device, *, is_over: bool) -> int | None:
+        """Return the bytes more than at the beginning, ``None`` if they are not known.
+
+        Parameters
+        ----------
+        place
+            The device.
+        is_over
+            Whether nothing more is asked for in this step.
+        """
+        begun_bytes = self._begun_bytes
+        if begun_bytes is None or (self._took_ns > _QUICK_NS and not is_over):
+            return None
+        now_bytes = self._read(place)
+        if is_over and self._took_ns > _SLOW_NS:
+            rest_ns = 2 * self._took_ns * _REST
+            self._rests_until_ns = time.monotonic_ns() + rest_ns
+        return None if now_bytes is None else now_bytes - begun_bytes
+
+    def _read(self, place: torch.device) -> int | None:
+        began_ns = time.thread_time_ns()
+        found = live_bytes(place)
+        self._took_ns = time.thread_time_ns() - began_ns
+        return found
+
+
 def live_bytes(place: torch.device) -> int | None:
     """Return the bytes that are allocated on a device, by whatever and in any thread.
 
     Of the CPU those of the process's own heap: what is not from tensors counts too, and
-    so do the heads of blocks. Microseconds, and no device is waited for.
+    so do the heads of blocks. Some microseconds, or some for each thousand free blocks
+    of the heap; no device is waited for.
 
     Returns
     -------

@@ -112,6 +112,9 @@ class _Call:
     state: CallState | None = None
     # Where it came, if it took a way without a plan.
     route: Route = field(default_factory=Route)
+    # What was allocated beyond its plan, if that was too much, and what is in that.
+    excess_bytes: int = 0
+    planned_bytes: int = 0
 
 
 class FittedRegions(FittedModel):
@@ -439,6 +442,7 @@ class FittedRegions(FittedModel):
                 "that take it may need more than the budget"
             )
             return
+        self._check_excess(call)
         ways = self._steps_by_kind[call.kind]
         if self.planner.is_known(call.route, ways):
             return
@@ -458,6 +462,21 @@ class FittedRegions(FittedModel):
             "that take it may need more than the budget; let it depend on what the "
             "model is given, or fit an example that takes it"
         )
+
+    def _check_excess(self, call: "_Call") -> None:
+        """Say, and look no more, where planning does not see what a call has allocated.
+
+        Else the next call would be planned in vain as well.
+        """
+        if self.planner.made_bytes < call.planned_bytes + call.excess_bytes // 2:
+            self.planner.watch.is_on = False
+            self.tell(
+                f"the {format_bytes(call.excess_bytes)} that were allocated beyond the plan "
+                f"of {self.name} are not there when such a step is planned again: "
+                "something beside it allocates, such as another thread, or what it keeps "
+                "hangs on more than the batch. What is allocated is compared with the plan "
+                "no more; leave that much room in the budget"
+            )
 
     def _kind_of_call(self, call: "_Call") -> Any:
         return (
@@ -518,21 +537,23 @@ class FittedRegions(FittedModel):
             return
         if is_done:
             self.planner.check_end(running, tensors_in(outputs))
-        if running.unplanned is None:
+        if running.unplanned is None and running.excess is None:
             return
         if call is not None:
+            call.excess_bytes = running.excess_bytes
+            call.planned_bytes = running.composed.made_bytes if running.excess else 0
             self._note_unplanned(call, running.route)
-        if running.excess_bytes and "excess" not in self.told:
+        if running.excess is not None and "excess" not in self.told:
             self.told.add("excess")
             self.tell(
-                f"after graph {running.unplanned - 1} of a step of {self.name} "
+                f"after graph {running.excess - 1} of a step of {self.name} "
                 f"{format_bytes(running.excess_bytes)} more were allocated than its plan "
                 "says, which its operators do not show: what runs between graphs keeps "
                 "more than when it was planned, or something beside the step does. This "
                 "step may need more than the budget; such a call is planned again before "
                 "the next one"
             )
-        elif is_done and not running.excess_bytes and "unplanned" not in self.told:
+        if running.unplanned is not None and is_done and "unplanned" not in self.told:
             self.told.add("unplanned")
             logger.warning(
                 "a step of %s took another way at graph %d than in its plan: graphs "

@@ -151,7 +151,7 @@ class RegionBackend(PlannedBackend):
             outputs = variant(choice, inputs)(*inputs)
             if planner.gathering is not None:
                 planner.gathering.note_node(outputs)
-            planner.check_region_end()
+            planner.check_region_end(choice)
             return outputs
 
         variant(RegionChoice(code=code_now(), number=FRUGAL), example_inputs)

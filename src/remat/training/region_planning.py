@@ -71,7 +71,7 @@ from remat.profile.gathered_parameters import (
     leave_out,
 )
 from remat.profile.known import KnownCosts
-from remat.profile.live_memory import live_bytes
+from remat.profile.live_memory import Watch
 from remat.profile.optimizer_memory import LossMemory, assumed_loss_bytes
 from remat.runtime.remade import RemadeValues
 from remat.torch_compat.attributes import storage_identity
@@ -113,9 +113,9 @@ _NOISE_SHARE = 100
 """How much more than planned may be live during forward, in bytes and as a part of the
 budget: heads of blocks and objects of Python."""
 
-_FIRST_NOISE = 8
-"""How many times that in the first step by a plan, which sets up what stays for ever:
-4 MB were seen for 37 graphs."""
+_SET_UP_BYTES = 512 << 10
+"""How much more for each graph that runs for the first time, which sets up what stays:
+2 to 4 MB were seen for 9 to 37 graphs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,25 +204,27 @@ class Running:
         Ways that do not fit the budget, and the bytes that these need.
     takes_any_size
         Whether what runs between graphs may make more than was planned.
-    live_bytes
-        What was allocated on its device when it began, if that is known.
     unplanned
         Its first region that is in no plan.
-    excess_bytes
-        How much more than planned was live before that one, if it was too much.
+    set_up_count
+        How many of its regions ran for the first time.
+    excess, excess_bytes
+        After how many regions more than planned was live, if it was too much, and how
+        much more.
     """
 
     step: PlannedStep
     others: Sequence[PlannedStep] = ()
     refused: Sequence[tuple[Route, int]] = ()
     takes_any_size: bool = False
-    live_bytes: int | None = None
     route: Route = field(default_factory=Route)
     # Of what ran between graphs so far.
     more: MoreThanPlanned = field(default_factory=MoreThanPlanned)
     # The step with the sizes that its regions have had in this call.
     composed: ComposedStep = field(init=False)
     unplanned: int | None = None
+    set_up_count: int = 0
+    excess: int | None = None
     excess_bytes: int = 0
     # Without a plan: what is held before the next region.
     held_bytes: int = 0
@@ -238,14 +240,6 @@ class Running:
     def room_bytes(self, way: PlannedStep) -> float:
         """Return how much more than planned may be made between graphs of a way."""
         return math.inf if self.takes_any_size else way.room_bytes
-
-    def leave_plan(self, position: int) -> None:
-        """Go on without a plan from a region on."""
-        if self.unplanned is None:
-            before = min(position, len(self.step.choices))
-            self.unplanned = position
-            self.held_bytes = self.step.held_bytes[before]
-            self.backward_bytes = self.step.backward_bytes[before]
 
     def turn_to(self, step: PlannedStep, composed: ComposedStep) -> None:
         """Go on as a way that began like this step."""
@@ -306,8 +300,11 @@ class RegionPlanner(Planner):
         )
         self.gathering: Gathering | None = None
         self.running: Running | None = None
-        # Steps that have run by their plan.
-        self._known_to_run: weakref.WeakSet[PlannedStep] = weakref.WeakSet()
+        self.watch = Watch()
+        # Of each graph the numbers of the orders in which it has run.
+        self._set_up: weakref.WeakKeyDictionary[RegionCode, set[int]] = (
+            weakref.WeakKeyDictionary()
+        )
         # Of the forward pass that runs now.
         self.between = NodesBetween(model)
         # Of each graph its analysis, and the orders in which it runs by their numbers.
@@ -869,6 +866,11 @@ class RegionPlanner(Planner):
         }
         return found_bytes + sum(whole.values())
 
+    @property
+    def made_bytes(self) -> int:
+        """The bytes of all that the step has that was planned last."""
+        return self._composed.made_bytes
+
     def note_groups(self, groups: list[GatheredGroup]) -> None:
         """Note parameters in pieces, and what of them is whole as a step begins."""
         self.groups = groups
@@ -916,8 +918,8 @@ class RegionPlanner(Planner):
         takes_any_size
             Whether what runs between graphs may make more than was planned.
         """
-        live = live_bytes(self.device)
-        self.running = Running(step, others, refused, takes_any_size, live)
+        self.running = Running(step, others, refused, takes_any_size)
+        self.watch.begin(self.device)
         self.running_plan = step.plan
         for group, is_kept in step.kept.items():
             self.running.let_go[group] = group.is_let_go
@@ -947,7 +949,6 @@ class RegionPlanner(Planner):
         count = len(running.route.codes)
         running.route.between.append(self.between.leading_to(outputs))
         self._check_live(running, is_over=True)
-        self._known_to_run.add(running.step)
         if running.unplanned is not None or _is_all(
             running.step, running.route, running.room_bytes(running.step)
         ):
@@ -965,38 +966,43 @@ class RegionPlanner(Planner):
         self._refuse_known(running, is_over=True)
         running.unplanned = count
 
-    def check_region_end(self) -> None:
+    def check_region_end(self, choice: RegionChoice) -> None:
         """Note where more is live after a region than planned, whatever keeps it.
+
+        The rest of the step runs by its plan all the same: it needs no more for that.
 
         Raises
         ------
         BudgetError
             If it is known that such a step does not fit the budget.
         """
-        if self.running is not None and self.gathering is None:
-            self._check_live(self.running, is_over=False)
+        running = self.running
+        if running is None or self.gathering is not None:
+            return
+        known = self._set_up.setdefault(choice.code, set())
+        running.set_up_count += choice.number not in known
+        known.add(choice.number)
+        self._check_live(running, is_over=False)
 
     def _check_live(self, running: Running, *, is_over: bool) -> None:
-        begun_bytes, step = running.live_bytes, running.step
-        now_bytes = live_bytes(self.device)
-        if running.unplanned is not None or begun_bytes is None or now_bytes is None:
+        step, count = running.step, len(running.route.codes)
+        if running.takes_any_size or running.unplanned is not None:
             return
-        count = len(running.route.codes)
-        if running.takes_any_size or (is_over and count != len(step.choices)):
+        if running.excess is not None or (is_over and count != len(step.choices)):
+            return
+        grown_bytes = self.watch.grown_bytes(self.device, is_over=is_over)
+        if grown_bytes is None:
             return
         planned_bytes = step.held_bytes[count + is_over] - step.held_bytes[0]
         budget_bytes = step.plan.budget_bytes or 0
-        excess_bytes = now_bytes - begun_bytes - planned_bytes
+        excess_bytes = grown_bytes - planned_bytes
         left_bytes = max(0, budget_bytes - step.peak_bytes)
         noise_bytes = budget_bytes // _NOISE_SHARE + _NOISE_BYTES
-        if step not in self._known_to_run:
-            noise_bytes *= _FIRST_NOISE
-        most_bytes = left_bytes + noise_bytes
-        if excess_bytes <= most_bytes:
+        noise_bytes += running.set_up_count * _SET_UP_BYTES
+        if excess_bytes <= left_bytes + noise_bytes:
             return
         self._refuse_known(running, is_over=is_over)
-        running.leave_plan(count)
-        running.excess_bytes = excess_bytes
+        running.excess, running.excess_bytes = count, excess_bytes
 
     def choice_for(self, code: RegionCode, between: Between) -> RegionChoice:
         """Return how the region that is called now runs, after this in no graph.
@@ -1186,7 +1192,11 @@ class RegionPlanner(Planner):
     def _run_unplanned(self, running: Running, code: RegionCode, position: int) -> None:
         """Count a region that has no plan, which keeps as little as it can."""
         step = running.step
-        running.leave_plan(position)
+        if running.unplanned is None:
+            before = min(position, len(step.choices))
+            running.unplanned = position
+            running.held_bytes = step.held_bytes[before]
+            running.backward_bytes = step.backward_bytes[before]
         graph = self._costed(self.programs[code])
         peak_bytes, held_bytes = frugal_needs(graph)
         # They are there while the regions before run backward.
