@@ -4,6 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
@@ -90,6 +93,7 @@ def run(rank: int) -> dict[str, dict[str, Any]]:
         else:
             found["left whole"] = left_whole(ids, policy)
         found[f"{name}, not reduced"] = not_reduced(ids, policy)
+    found["accelerate"] = by_accelerate(ids)
     found["chosen"] = chosen(rank)
     found["before"] = {"is_equal": fitted_before_sharding(ids)}
     with pytest.raises(CaptureError) as caught:
@@ -198,6 +202,61 @@ def passes(model: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], list[int]
     return found, [min(measured) for measured in peaks]
 
 
+def by_accelerate(ids: torch.Tensor) -> dict[str, Any]:
+    """Return what steps of two passes find that accelerate's plugin has prepared."""
+    expected, plain_bytes, _ = accelerated(ids, None)
+    budget = smallest(plain_bytes) * 7 // 10
+    found, measured, plan = accelerated(ids, budget)
+    assert plan is not None
+    return {
+        "is_equal": are_equal(found, expected),
+        "budget": budget,
+        "measured": measured,
+        "predicted": plan.peak_bytes,
+    }
+
+
+def accelerated(
+    ids: torch.Tensor, budget: int | None
+) -> tuple[list[torch.Tensor], int, remat.Plan | None]:
+    """Return losses and parameters of four steps, the lowest peak, and a plan."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    # Without an accelerator it chooses this by itself for no plugin.
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+    )
+    model: Any = language()
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    plan = None
+    if budget is not None:
+        plan = remat.fit(model, ids, optimizer=optimizer, budget=budget)
+    torch.manual_seed(5)
+    found: list[torch.Tensor] = []
+
+    def step() -> None:
+        for _ in range(2):
+            with accelerator.accumulate(model):
+                loss = model(ids)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(loss.detach())
+
+    for _ in range(4):
+        step()
+    found += [p.to_local().detach().clone() for p in model.parameters()]
+    resident = [model, ids, optimizer]
+    peaks = [
+        remat.measure(step, warmup=0, repeats=0, resident=resident).peak_bytes
+        for _ in range(STEPS)
+    ]
+    return found, min(peaks), plan
+
+
 def left_whole(ids: torch.Tensor, policy: dict[str, Any]) -> dict[str, Any]:
     """Return what steps of two passes find, of which the first leaves weights whole."""
     plain, model = sharded(language(), **policy), sharded(language(), **policy)
@@ -304,6 +363,14 @@ def test_passes_that_reduce_no_gradients_are_within_the_budget_and_bitwise(
             found["predicted"], found["measured"], strict=True
         ):
             assert measured <= predicted <= found["budget"]
+
+
+def test_what_accelerate_shards_is_within_its_budget_and_bitwise(
+    results: list[dict[str, dict[str, Any]]],
+) -> None:
+    for found in (result["accelerate"] for result in results):
+        assert found["is_equal"]
+        assert found["measured"] <= found["predicted"] <= found["budget"]
 
 
 def test_weights_that_stay_whole_after_backward_are_counted(
