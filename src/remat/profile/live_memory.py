@@ -37,12 +37,14 @@ _QUICK_NS = 100_000
 block, of which there may be a million."""
 
 _SLOW_NS = 1_000_000
-_REST = 100
-"""After one that takes longer none is asked for during this many times as long."""
+_REST = 200
+"""Where one takes longer, no step is looked at during this many times as long."""
 
 
 class Watch:
-    """What is allocated more than when a step began, in a hundredth of the time.
+    """What is allocated more than when a step began.
+
+    Where the count is slow it takes a hundredth of the time.
 
     Attributes
     ----------
@@ -61,6 +63,9 @@ class Watch:
         self._begun_bytes = None
         if self.is_on and time.monotonic_ns() >= self._rests_until_ns:
             self._begun_bytes = self._read(place)
+            if self._took_ns > _SLOW_NS:
+                rest_ns = _REST * self._took_ns
+                self._rests_until_ns = time.monotonic_ns() + rest_ns
 
     def grown_bytes(self, place: torch.device, *, is_over: bool) -> int | None:
         """Return the bytes more than at the beginning, ``None`` if they are not known.
@@ -76,9 +81,6 @@ class Watch:
         if begun_bytes is None or (self._took_ns > _QUICK_NS and not is_over):
             return None
         now_bytes = self._read(place)
-        if is_over and self._took_ns > _SLOW_NS:
-            rest_ns = 2 * self._took_ns * _REST
-            self._rests_until_ns = time.monotonic_ns() + rest_ns
         return None if now_bytes is None else now_bytes - begun_bytes
 
     def _read(self, place: torch.device) -> int | None:
