@@ -30,6 +30,13 @@ X = torch.randn(MANY, 32, generator=torch.Generator().manual_seed(0)).abs()
 SAID = "more were allocated than its plan says"
 
 
+@pytest.fixture(autouse=True)
+def _the_count_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a worker that ran many tests it is not, and is asked for seldom."""
+    monkeypatch.setattr(live_memory, "_QUICK_NS", 10**10)
+    monkeypatch.setattr(live_memory, "_SLOW_NS", 10**10)
+
+
 def kept_by_hook(x: torch.Tensor, *, is_large: bool) -> torch.Tensor:
     kept = torch.ones(MANY * 128 if is_large else 1)
     x = x * 2
@@ -157,6 +164,8 @@ def test_a_slow_count_is_asked_for_in_a_hundredth_of_the_time(
         return count
 
     monkeypatch.setattr(live_memory, "live_bytes", slow)
+    monkeypatch.setattr(live_memory, "_QUICK_NS", 100_000)
+    monkeypatch.setattr(live_memory, "_SLOW_NS", 1_000_000)
     watch, place = live_memory.Watch(), torch.device("cpu")
     watch.begin(place)
     assert watch.grown_bytes(place, is_over=False) is None
