@@ -44,20 +44,20 @@ def joins(draw: st.DrawFn) -> tuple[Any, ...]:
     )
 
 
-@settings(max_examples=100)
+@settings(max_examples=300)
 @given(joins())
 def test_join_plan(join: tuple[Any, ...]) -> None:
     same(join_plan, *join)
 
 
-@settings(max_examples=100)
+@settings(max_examples=200)
 @given(joins())
 def test_join_plan_by_branch(join: tuple[Any, ...]) -> None:
     orders = [list(order) for order in permutations(range(len(join[0])))]
     same(join_plan_by_branch, *join, orders)
 
 
-@settings(max_examples=100)
+@settings(max_examples=200)
 @given(
     st.integers(0, 14),
     st.lists(st.tuples(st.integers(0, 4), costs, costs), min_size=1, max_size=3),
@@ -71,7 +71,7 @@ def test_hrevolve_plan(
     same(hrevolve_plan, length, slots, write, read, forward, backward)
 
 
-@settings(max_examples=100)
+@settings(max_examples=200)
 @given(st.lists(costs, min_size=1, max_size=30), costs, costs, costs)
 def test_disk_revolve_plan(
     in_memory: list[int], write: int, read: int, forward: int
@@ -117,7 +117,7 @@ def rotor_chains(draw: st.DrawFn, max_stages: int = 5) -> tuple[Any, ...]:
     )
 
 
-@settings(max_examples=100)
+@settings(max_examples=300)
 @given(rotor_chains(), st.integers(1, 30), st.integers(0, 40), st.booleans())
 def test_rotor_plan(
     chain: tuple[Any, ...], slot_bytes: int, slots: int, beyond: bool

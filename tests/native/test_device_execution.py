@@ -67,7 +67,7 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
-@settings(max_examples=100)
+@settings(max_examples=300)
 @given(problem=problems(), rule=rules, data=st.data())
 def test_run_on_devices(problem: Problem, rule: ExecutionRule, data: st.DataObject):
     instance = DeviceInstance.of(problem)

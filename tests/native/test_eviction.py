@@ -30,7 +30,7 @@ def peak_bytes(graph: TrainingGraph, order: Sequence[int]) -> int:
     return simulate(graph, platform, schedule_from_order(graph, order)).peak_bytes[0]
 
 
-@settings(max_examples=100)
+@settings(max_examples=300)
 @given(
     graphs(max_ops=12, sizes=st.integers(0, 9)), rules, st.integers(0, 110), st.data()
 )

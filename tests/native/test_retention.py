@@ -28,7 +28,7 @@ orders = st.builds(
 exponents = st.sampled_from([0.0, 0.5, 1.0, 1.7])
 
 
-@settings(max_examples=100)
+@settings(max_examples=200)
 @given(orders)
 def test_weigh_order(case: tuple[TrainingGraph, list[int]]) -> None:
     graph, order = case
@@ -37,7 +37,7 @@ def test_weigh_order(case: tuple[TrainingGraph, list[int]]) -> None:
     assert weigh_order(numbers, order) == expected
 
 
-@settings(max_examples=100)
+@settings(max_examples=200)
 @given(orders)
 def test_without_unread_runs(case: tuple[TrainingGraph, list[int]]) -> None:
     graph, order = case
@@ -46,7 +46,7 @@ def test_without_unread_runs(case: tuple[TrainingGraph, list[int]]) -> None:
     assert without_unread_runs(numbers, order) == expected
 
 
-@settings(max_examples=100)
+@settings(max_examples=300)
 @given(orders, st.integers(0, 130), exponents)
 def test_improve_retention(
     case: tuple[TrainingGraph, list[int]], percent: int, exponent: float

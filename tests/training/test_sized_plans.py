@@ -63,8 +63,8 @@ def test_scratch_memory_grows_with_what_an_operator_works_on() -> None:
 def test_the_way_to_a_known_size_takes_less_than_200_us() -> None:
     """Of Python's own: marks on the batch, and which variant of the trace runs.
 
-    Machines are slow or shared: the bar is two thirds of a hundred sorts beside it, the
-    quickest of both. Those take 200 us where the way takes 85.
+    Machines are slow or shared: the bar is half of a hundred sorts beside it, the
+    quickest of both. That is 150 us where the way takes 85.
     """
     model = Layers()
     sized_plan(model, 64)
@@ -92,4 +92,4 @@ def test_the_way_to_a_known_size_takes_less_than_200_us() -> None:
             model(batch)
     finally:
         variants._Variants.of = found
-    assert min(spent_ns) < min(sorts_ns) * 2 / 3
+    assert min(spent_ns) < min(sorts_ns) / 2

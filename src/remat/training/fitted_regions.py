@@ -540,8 +540,9 @@ class FittedRegions(FittedModel):
         if running.unplanned is None and running.excess is None:
             return
         if call is not None:
-            call.excess_bytes = running.excess_bytes
-            call.planned_bytes = running.composed.made_bytes if running.excess else 0
+            if running.excess is not None:
+                call.excess_bytes = running.excess_bytes
+                call.planned_bytes = running.composed.made_bytes
             self._note_unplanned(call, running.route)
         if running.excess is not None and "excess" not in self.told:
             self.told.add("excess")
