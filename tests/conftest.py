@@ -8,14 +8,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.vendor import pretty
-
-# Tests plan with the code under test, also in processes of theirs.
-os.environ["REMAT_PLAN_CACHE_SIZE"] = "0"
 
 # A busy machine makes any example slow, and is no fault of the code under test.
 for _profile, _examples in (("remat", 30), ("remat thorough", 200)):
@@ -63,6 +61,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        # All workers, and processes that tests start, measure and plan a model once.
+        folder = TemporaryDirectory(prefix="remat-tests-", ignore_cleanup_errors=True)
+        config.add_cleanup(folder.cleanup)
+        os.environ["REMAT_CACHE_DIR"] = folder.name
     if config.getoption("--thorough"):
         settings.load_profile("remat thorough")
 
@@ -149,6 +152,13 @@ def pytest_collection_finish() -> None:
     # Traces make hundreds of thousands of objects that live until the trace ends, and
     # the collector looks at them again and again: a tenth of the time of their tests.
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(autouse=True)
+def what_is_patched_plans_anew(request: pytest.FixtureRequest) -> None:
+    """Keep plans of other tests from those that may change how plans are made."""
+    if "monkeypatch" in request.fixturenames:
+        request.getfixturevalue("monkeypatch").setenv("REMAT_PLAN_CACHE_SIZE", "0")
 
 
 @pytest.fixture(scope="module", autouse=True)

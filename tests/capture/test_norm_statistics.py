@@ -1,20 +1,12 @@
 """Normalisations of half-precision values with single-precision parameters."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import remat
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any) -> None:
-    folder = tmp_path_factory.getbasetemp() / "costs"
-    monkeypatch.setenv("REMAT_CACHE_DIR", str(folder))
-
 
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: nn.BatchNorm2d(8),

@@ -20,9 +20,7 @@ BUDGETS = ["--budget", "cpu=1MB", "--budget", "cpu:1=none"]
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path_factory.getbasetemp() / "costs"
-    monkeypatch.setenv("REMAT_CACHE_DIR", str(folder))
+def _hand_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(registry, "AUTO_DEVICES", (HandMadeSplit,))
 

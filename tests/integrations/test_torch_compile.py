@@ -117,6 +117,30 @@ def test_several_modules_share_options_and_are_told_so() -> None:
         other(x).sum().backward()
 
 
+def test_equal_modules_are_several_too() -> None:
+    options = {"budget": "1 GiB", **QUICK}
+    x = torch.ones(4, 64)
+    call = compiled(Block(), options=options)
+    call(x).sum().backward()
+    call(torch.ones(5, 64)).sum().backward()
+    other = compiled(Block(), options=options)
+    with pytest.warns(PlanWarning, match="several modules share the backend"):
+        other(x).sum().backward()
+
+
+def test_a_call_whose_backward_waits_is_told_of() -> None:
+    call = compiled(Block(), options={"budget": "100%", **QUICK})
+    x = torch.ones(64, 64)
+    call(x).sum().backward()
+    call(x).sum().backward()
+    first = call(x)
+    with pytest.warns(PlanWarning, match=r"2 forward passes .* Use remat\.fit"):
+        second = call(x)
+    (first + second).sum().backward()
+    # Once.
+    (call(x) + call(x)).sum().backward()
+
+
 def test_plans_are_forgotten_when_the_compiler_is_reset() -> None:
     backend = NamedBackend()
     options = {"budget": "1 GiB", **QUICK}

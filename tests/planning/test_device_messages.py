@@ -27,12 +27,6 @@ from remat.planning.one_device import plan_graph
 from remat.planning.plan import loss_hint
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any) -> None:
-    folder = tmp_path_factory.getbasetemp() / "costs"
-    monkeypatch.setenv("REMAT_CACHE_DIR", str(folder))
-
-
 def linked(*pairs: tuple[int, int]) -> Platform:
     """Return devices ``a`` and ``b`` with these links."""
     return Platform(

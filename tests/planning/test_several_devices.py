@@ -41,13 +41,6 @@ BUDGETS: dict[str, int | str | None] = {"cpu": "1 GiB", "host": "1 GiB"}
 
 
 @pytest.fixture(autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any) -> None:
-    # One folder for the whole session: operators and links are measured once.
-    folder = tmp_path_factory.getbasetemp() / "costs"
-    monkeypatch.setenv("REMAT_CACHE_DIR", str(folder))
-
-
-@pytest.fixture(autouse=True)
 def _portfolio(monkeypatch: Any) -> None:
     monkeypatch.setattr(registry, "AUTO_DEVICES", (HandMade,))
 

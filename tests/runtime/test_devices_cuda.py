@@ -25,12 +25,6 @@ BOTH = (FIRST, "cpu")
 DEPTH, LENGTH = (1, 32) if IS_SIMULATED else (6, 128)
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any) -> None:
-    folder = tmp_path_factory.getbasetemp() / "costs"
-    monkeypatch.setenv("REMAT_CACHE_DIR", str(folder))
-
-
 def transformer() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.1, batch_first=True)

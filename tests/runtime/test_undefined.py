@@ -11,12 +11,6 @@ import remat
 from remat.training.verification import compare
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any) -> None:
-    folder = tmp_path_factory.getbasetemp() / "costs"
-    monkeypatch.setenv("REMAT_CACHE_DIR", str(folder))
-
-
 class Heads(nn.Module):
     """Outputs of each kind: plain, views of one block, an input, integers."""
 

@@ -18,9 +18,7 @@ from remat.training.step_planning import CompilerPlanner
 
 
 @pytest.fixture(autouse=True)
-def _fresh(tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any) -> None:
-    folder = tmp_path_factory.getbasetemp() / "costs"
-    monkeypatch.setenv("REMAT_CACHE_DIR", str(folder))
+def _fresh() -> None:
     torch.compiler.reset()
 
 

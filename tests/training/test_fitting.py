@@ -30,13 +30,6 @@ from remat.core.schedule import Boundary, Discard
 from remat.training.fitted_model import FittedModel
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any) -> None:
-    # One folder for the whole session: operators are measured once.
-    folder = tmp_path_factory.getbasetemp() / "costs"
-    monkeypatch.setenv("REMAT_CACHE_DIR", str(folder))
-
-
 def mean_square(outputs: torch.Tensor) -> torch.Tensor:
     return outputs.pow(2).mean()
 

@@ -12,12 +12,6 @@ import remat
 from remat.training.verification import TrainingStep, compare, default_loss
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any) -> None:
-    folder = tmp_path_factory.getbasetemp() / "costs"
-    monkeypatch.setenv("REMAT_CACHE_DIR", str(folder))
-
-
 def mean_square(outputs: torch.Tensor) -> torch.Tensor:
     return outputs.pow(2).mean()
 

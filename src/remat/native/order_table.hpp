@@ -39,14 +39,21 @@ class MaxTree {
     if (first > last || amount == 0) return;
     std::size_t left = leaves_ + static_cast<std::size_t>(first);
     std::size_t right = leaves_ + static_cast<std::size_t>(last) + 1;
-    const std::size_t lowest = left;
-    const std::size_t highest = right - 1;
+    std::size_t low = left;
+    std::size_t high = right - 1;
     for (; left < right; left >>= 1U, right >>= 1U) {
       if ((left & 1U) != 0) apply(left++, amount);
       if ((right & 1U) != 0) apply(--right, amount);
     }
-    lift(lowest);
-    lift(highest);
+    // Nothing was added above where the ways up from both ends meet: from there on a sum
+    // that stays ends the way.
+    while (low != high) {
+      low >>= 1U;
+      high >>= 1U;
+      lift(low);
+      if (low != high) lift(high);
+    }
+    for (low >>= 1U; low >= 1 && lift(low);) low >>= 1U;
   }
 
   // The largest sum from first to last, or 0 where there is none.
@@ -71,10 +78,11 @@ class MaxTree {
     if (node < leaves_) added_[node] += amount;
   }
 
-  void lift(std::size_t node) {
-    for (node >>= 1U; node >= 1; node >>= 1U) {
-      most_[node] = std::max(most_[2 * node], most_[2 * node + 1]) + added_[node];
-    }
+  // Takes over the largest sum of both below a node; whether it is another one.
+  bool lift(std::size_t node) {
+    const std::int64_t before = most_[node];
+    most_[node] = std::max(most_[2 * node], most_[2 * node + 1]) + added_[node];
+    return most_[node] != before;
   }
 
   std::int64_t most_below(std::size_t node, std::size_t low, std::size_t high,

@@ -67,11 +67,13 @@ def gathered_groups(model: nn.Module) -> "list[GatheredGroup]":
         module for module in model.modules() if isinstance(module, sharding.FSDPModule)
     ]
     states = [module._get_fsdp_state() for module in modules]
-    return [
+    groups = [
         GatheredGroup(group, state, module)
         for module, state in zip(modules, states, strict=True)
         for group in _groups_of(state)
     ]
+    # Modules that were sharded together, as a list, share theirs.
+    return list(dict.fromkeys(groups))
 
 
 def _groups_of(state: Any) -> list[Any]:

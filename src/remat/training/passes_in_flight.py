@@ -16,7 +16,7 @@ from remat.planning.plan import Plan
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class _Pass:
+class Pass:
     """A forward pass whose backward pass has not begun."""
 
     saved_bytes: int
@@ -35,16 +35,29 @@ class PassesInFlight:
         Called with a warning where passes in flight do not fit the budget.
     is_plannable
         Whether passes in flight can be planned for, as the model is planned.
+    cure
+        What to do where they cannot.
+    passes
+        Where passes are, with those of others that are in the same memory.
     """
 
     def __init__(
-        self, name: str, tell: Callable[[str], None], *, is_plannable: bool
+        self,
+        name: str,
+        tell: Callable[[str], None],
+        *,
+        is_plannable: bool,
+        cure: str = "Put the calls into one module with one forward",
+        passes: "weakref.WeakSet[Pass] | None" = None,
     ) -> None:
         self.name = name
         self.is_plannable = is_plannable
+        self.cure = cure
         self.tell = tell
         # Autograd's nodes hold them.
-        self._passes: weakref.WeakSet[_Pass] = weakref.WeakSet()
+        self._passes: weakref.WeakSet[Pass] = (
+            weakref.WeakSet() if passes is None else passes
+        )
         # Per plan, what a pass saves; with the plan, so that its number stays its own.
         self._saved: dict[int, tuple[Plan, int]] = {}
 
@@ -62,7 +75,7 @@ class PassesInFlight:
         if not nodes or plan.has_several_devices:
             return
         self._check(plan)
-        begun = _Pass(self._saved_bytes(plan))
+        begun = Pass(self._saved_bytes(plan))
         passes = self._passes
         passes.add(begun)
         for node in nodes:
@@ -88,10 +101,7 @@ class PassesInFlight:
 
     def _cure(self, plan: Plan, count: int, over_bytes: int) -> str:
         if not self.is_plannable:
-            return (
-                "Put the calls into one module with one forward, give a budget that is "
-                f"{format_bytes(over_bytes)} less"
-            )
+            return f"{self.cure}, give a budget that is {format_bytes(over_bytes)} less"
         if count < plan.in_flight:
             return (
                 "If some begin while there are gradients, as in the stages of a pipeline, "

@@ -6,12 +6,14 @@ compiles the traced step once more for each amount of gradients that it finds.
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from remat.capture.joint_program import InputSpec, JointProgram
 from remat.capture.varying_sizes import (
@@ -25,10 +27,15 @@ from remat.capture.varying_sizes import (
 )
 from remat.core.errors import BudgetError, PlanWarning
 from remat.core.schedule import Schedule
+from remat.planning.plan import Plan
 from remat.torch_compat.metadata import example_of
 from remat.torch_compat.names import CompileContext, preserve_rng_state
 from remat.training.callers import first_bucket_bytes
+from remat.training.passes_in_flight import Pass, PassesInFlight
 from remat.training.step_backend import PlannedBackend, sources_of
+
+_PASSES: weakref.WeakSet[Pass] = weakref.WeakSet()
+"""What is in flight of all that ``torch.compile`` hands to backends of ours."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +60,9 @@ Kind: TypeAlias = tuple[Sizes, int]
 
 class StepPlanner(Protocol):
     """What :class:`VariantBackend` asks."""
+
+    running_plan: Plan | None
+    """That of the variant that was asked for last."""
 
     def choose_schedule(self, program: JointProgram) -> tuple[JointProgram, Schedule]:
         """Return the schedule of the variant that was begun last."""
@@ -155,36 +165,66 @@ class VariantBackend(PlannedBackend):
         )
         self.planner = planner
         self.keeps_failure = keeps_failure
-        self._training_frames: set[int | None] = set()
+        # Of the planned graphs: the functions that they are of, and what they read.
+        self._frames: set[int | None] = set()
+        self._parameters: Any = WeakIdKeyDictionary()
+        self._has_told_of_several = False
+        self._in_flight = PassesInFlight(
+            name,
+            self._tell_of_several,
+            is_plannable=False,
+            cure="Use remat.fit, which plans all graphs of a model together",
+            passes=_PASSES,
+        )
 
     def __call__(
         self, module: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """Compile one traced function for the gradients that exist now."""
         variants = _Variants(self, module, example_inputs)
+        places = [isinstance(value, nn.Parameter) for value in example_inputs]
+        place = places.index(True) if any(places) else None
 
         def run(*inputs: Any) -> Any:
-            return variants.of(inputs)(*inputs)
+            outputs = variants.of(inputs)(*inputs)
+            plan = self.planner.running_plan
+            is_noted = torch.is_grad_enabled() and not self.keeps_failure
+            if plan is not None and is_noted:
+                # Of equal modules the compiler takes the first one's graph.
+                if place is not None and inputs[place] not in self._parameters:
+                    self._look_for_several_graphs(inputs)
+                self._in_flight.note(outputs, plan)
+            return outputs
 
         known_count = self.training_step_count
         variants.of(example_inputs)
         if self.training_step_count > known_count and not self.keeps_failure:
-            self._tell_of_several_graphs()
+            compile_id = CompileContext.current_compile_id()
+            self._frames.add(None if compile_id is None else compile_id.frame_id)
+            self._look_for_several_graphs(example_inputs)
         return torch.compiler.disable(run)
 
-    def _tell_of_several_graphs(self) -> None:
-        """Warn, once, when a second part of the caller's code is planned by itself."""
-        compile_id = CompileContext.current_compile_id()
-        self._training_frames.add(None if compile_id is None else compile_id.frame_id)
-        if len(self._training_frames) == 2:
-            msg = (
+    def _look_for_several_graphs(self, inputs: Sequence[Any]) -> None:
+        """Tell when a second part of the caller's code is planned by itself."""
+        read = [value for value in inputs if isinstance(value, nn.Parameter)]
+        has_known = len(self._parameters) > 0
+        has_others = has_known and any(p not in self._parameters for p in read)
+        for parameter in read:
+            self._parameters[parameter] = True
+        if len(self._frames) > 1 or has_others:
+            self._tell_of_several(
                 f"remat.backend plans a second graph of {self.name}: the compiler splits "
                 "what it compiles, or several modules share the backend. Each graph is "
                 "planned for the whole budget, so that together they can exceed it. Use "
                 "fullgraph=True to see where a model is split, or remat.fit, which "
-                "refuses it"
+                "plans all graphs of a model together"
             )
-            warnings.warn(msg, PlanWarning, stacklevel=2)
+
+    def _tell_of_several(self, message: str) -> None:
+        """Warn, once, that others are in memory beside what is planned by itself."""
+        if not self._has_told_of_several:
+            self._has_told_of_several = True
+            warnings.warn(message, PlanWarning, stacklevel=2)
 
     def compile(
         self,
