@@ -489,7 +489,7 @@ def test_the_budget_that_an_error_names_works(
     plain_bytes = simulate(step.graph, single_device(), plain).peak_bytes[0]
     with pytest.raises(BudgetError) as caught:
         plan_graph(step.graph, budget=1)
-    smallest = plan_graph(step.graph, budget=caught.value.required_bytes).schedule
+    smallest = caught.value.schedule
     by_regions = ComposedStep.by_regions
 
     def fits_only_at_the_smallest(self: ComposedStep, schedule: Schedule) -> Schedule:
@@ -506,6 +506,18 @@ def test_the_budget_that_an_error_names_works(
         assert plan.budget_bytes == budget
 
 
+def test_what_an_error_knows_is_not_searched_for_again() -> None:
+    step = composed(chain([[4, 1, 10, 4]] * 3, [1, 2, 3]))
+    asked = list[Budget | None]()
+    with pytest.raises(BudgetError) as caught:
+        plan_regions(step, solver_of(step, asked), 1)
+    assert asked == [1]
+    schedule = caught.value.schedule
+    assert schedule is not None
+    trace = simulate(step.graph, single_device(), schedule)
+    assert trace.peak_bytes[0] == caught.value.required_bytes
+
+
 def test_an_error_is_of_the_budget_asked_for_where_a_second_search_finds_less() -> None:
     step = composed(chain([[4, 1, 10, 4]] * 3, [1, 2, 3]))
     solve, asked = solver_of(step, []), list[Budget | None]()
@@ -516,7 +528,12 @@ def test_an_error_is_of_the_budget_asked_for_where_a_second_search_finds_less() 
             assert isinstance(budget, int)
             msg = "time is over"
             raise BudgetError(msg, budget_bytes=budget, required_bytes=budget + 1)
-        return solve(budget)
+        try:
+            return solve(budget)
+        except BudgetError as error:
+            # As of other solvers.
+            error.schedule = None
+            raise
 
     with pytest.raises(BudgetError) as caught:
         plan_regions(step, in_less_time, 1)

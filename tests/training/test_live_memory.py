@@ -18,6 +18,7 @@ from tests.training.test_regions import (
 import remat
 from remat.core.errors import BudgetError, PlanWarning
 from remat.profile import live_memory
+from remat.torch_compat import names
 from remat.training import region_planning
 from remat.training.fitted_model import fitted_on
 from remat.training.fitted_regions import _MOST_PLANS, FittedRegions
@@ -173,3 +174,27 @@ def test_a_slow_count_is_asked_for_in_a_hundredth_of_the_time(
     watch.begin(place)
     assert watch.grown_bytes(place, is_over=True) is None
     assert count == 2
+
+
+def test_what_tracing_allocates_is_not_the_steps() -> None:
+    kept: list[torch.Tensor] = []
+
+    class Split(Tied):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inner = in_no_graph(torch.sin)(torch.tanh(self.inside(x)))
+            return torch.tanh(self.outside(x) * inner).pow(2).mean()
+
+    def trace_ends(_trace: object) -> None:
+        kept.append(torch.ones(MANY * 128))
+
+    model, plain = pair(Split)
+    remat.fit(model, X, budget="100%", **BREAK)
+    train_alike(model, plain, [X])
+    torch._dynamo.reset_code(Split.forward.__code__)
+    # Told before the count's own.
+    names.compile_callbacks.register_end_callback(trace_ends)
+    try:
+        train_alike(model, plain, [X])
+    finally:
+        names.compile_callbacks.remove_end_callback(trace_ends)
+    assert kept

@@ -7,6 +7,10 @@ what they expect.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from remat.core.schedule import Schedule
 
 
 class RematError(Exception):
@@ -48,6 +52,8 @@ class BudgetError(RematError, ValueError):
     budget_by_device
         With several devices, what was asked for, in bytes by name, ``None`` for no
         limit; empty with one device.
+    schedule
+        A schedule that ``required_bytes`` are enough for, where one is known.
     """
 
     def __init__(
@@ -58,8 +64,10 @@ class BudgetError(RematError, ValueError):
         required_bytes: int,
         required_by_device: Mapping[str, int] | None = None,
         budget_by_device: Mapping[str, int | None] | None = None,
+        schedule: "Schedule | None" = None,
     ) -> None:
         super().__init__(message)
+        self.schedule = schedule
         self.budget_bytes = budget_bytes
         self.required_bytes = required_bytes
         self.required_by_device = dict(required_by_device or {})
@@ -86,6 +94,7 @@ class BudgetError(RematError, ValueError):
             required_bytes=self.required_bytes,
             required_by_device=self.required_by_device,
             budget_by_device=self.budget_by_device,
+            schedule=self.schedule,
         )
         return make, (str(self),)
 

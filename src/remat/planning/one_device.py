@@ -590,4 +590,9 @@ def raise_budget_error(
             f"{result.message}; a schedule of {smallest} is known (use solver='auto'), made of {listing}"
             f"{hint}"
         )
-    raise BudgetError(msg, budget_bytes=budget_bytes, required_bytes=floor_bytes)
+    raise BudgetError(
+        msg,
+        budget_bytes=budget_bytes,
+        required_bytes=floor_bytes,
+        schedule=floor.schedule,
+    )

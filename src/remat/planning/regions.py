@@ -1090,7 +1090,12 @@ def plan_regions(
             plan = solve(asked_bytes)
         except BudgetError:
             break
-    found = _by_regions(step, _smallest_plan(solve, 1), budget_bytes)
+    plan, least = _smallest_plan(solve, 1)
+    found = _by_regions(step, plan, budget_bytes)
+    if not isinstance(found, Plan) and least is not None:
+        # What an error has named may be this one's peak.
+        plan = replace(plan, schedule=least)
+        found = _by_regions(step, plan, budget_bytes)
     if isinstance(found, Plan):
         return replace(found, status=Status.FEASIBLE)
     raise _budget_error(step, budget_bytes, found)
@@ -1114,18 +1119,22 @@ def _by_regions(step: ComposedStep, plan: Plan, budget_bytes: int) -> Plan | int
     return replace(plan, schedule=schedule, _judged=trace)
 
 
-def _smallest_plan(solve: Callable[[Budget | None], Plan], least_bytes: int) -> Plan:
+def _smallest_plan(
+    solve: Callable[[Budget | None], Plan], least_bytes: int
+) -> tuple[Plan, Schedule | None]:
     """Return the plan for the smallest budget, of this or more, of which one is known.
 
+    With the schedule that budget is known from, which the plan's may be quicker than.
     With less time solvers may know of a larger one than before.
     """
+    known: Schedule | None = None
     while True:
         try:
-            return solve(least_bytes)
+            return solve(least_bytes), known
         except BudgetError as error:
             if error.required_bytes <= least_bytes:
                 raise
-            least_bytes = error.required_bytes
+            least_bytes, known = error.required_bytes, error.schedule
 
 
 def _platform(step: ComposedStep, budget_bytes: int | None) -> Platform:
@@ -1140,11 +1149,13 @@ def _true_error(
     step: ComposedStep, error: BudgetError, solve: Callable[[Budget | None], Plan]
 ) -> BudgetError:
     """Return an error whose smallest known budget works for whole regions too."""
-    try:
-        known = _smallest_plan(solve, error.required_bytes)
-    except BudgetError:
-        return error
-    trace = _judged(step, step.by_regions(known.schedule), None)
+    schedule = error.schedule
+    if schedule is None:
+        try:
+            schedule = _smallest_plan(solve, error.required_bytes)[0].schedule
+        except BudgetError:
+            return error
+    trace = _judged(step, step.by_regions(schedule), None)
     if trace.peak_bytes[0] <= error.required_bytes:
         return error
     return _budget_error(step, error.budget_bytes, trace.peak_bytes[0])

@@ -2,13 +2,15 @@
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import cache
 from typing import ClassVar
 
 import torch
 
 from remat.torch_compat.accelerators import device_module, is_accelerator
+from remat.torch_compat.names import compile_callbacks
 
 
 class _MallInfo(ctypes.Structure):
@@ -82,6 +84,29 @@ class Watch:
             return None
         now_bytes = self._read(place)
         return None if now_bytes is None else now_bytes - begun_bytes
+
+    @contextmanager
+    def without_traces(self, place: torch.device) -> Generator[None]:
+        """Leave out what tracing allocates inside: the tracer keeps megabytes."""
+        before_bytes: int | None = None
+
+        def begin(_trace: object) -> None:
+            nonlocal before_bytes
+            before_bytes = None if self._begun_bytes is None else self._read(place)
+
+        def end(_trace: object) -> None:
+            if before_bytes is not None and self._begun_bytes is not None:
+                self._begun_bytes += (self._read(place) or 0) - before_bytes
+
+        compile_callbacks.register_start_callback(begin)
+        compile_callbacks.register_end_callback(end)
+        try:
+            yield
+        finally:
+            # torch.compiler.reset() has forgotten them.
+            if begin in compile_callbacks.start_callbacks:
+                compile_callbacks.remove_start_callback(begin)
+                compile_callbacks.remove_end_callback(end)
 
     def _read(self, place: torch.device) -> int | None:
         began_ns = time.thread_time_ns()

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch._C._profiler import _ExperimentalConfig
     from torch._dispatch.python import no_python_dispatcher as no_python_dispatcher
     from torch._dynamo.backends.common import aot_autograd as aot_autograd
+    from torch._dynamo.callback import callback_handler
     from torch._dynamo.comptime import ComptimeContext as ComptimeContext
     from torch._dynamo.comptime import comptime as comptime
     from torch._dynamo.convert_frame import compile_lock as compile_lock
@@ -144,6 +145,7 @@ if TYPE_CHECKING:
     next_node_number = _get_sequence_nr
     record_memory_history = _record_memory_history
     memory_snapshot = _snapshot
+    compile_callbacks = callback_handler
     profiler_enabled = _profiler_enabled
     enable_profiler_legacy = _enable_profiler_legacy
     disable_profiler_legacy = _disable_profiler_legacy

@@ -89,6 +89,10 @@ NAMES: dict[str, Private] = {
         "torch._dynamo.convert_frame:compile_lock", "patching in one thread at a time"
     ),
     "guards": Private("torch._dynamo.guards", "tracing without a timing of guards"),
+    "compile_callbacks": Private(
+        "torch._dynamo.callback:callback_handler",
+        "telling memory of tracing from a step's",
+    ),
     # --- the joint graph of forward and backward ---
     "aot_autograd": Private(
         "torch._dynamo.backends.common:aot_autograd", "tracing both passes of a step"

@@ -959,6 +959,10 @@ class _Weakly:
         return self._found().plans_ahead
 
     @property
+    def running_plan(self) -> Plan | None:
+        return self._found().running_plan
+
+    @property
     def planned_sizes(self) -> Sizes:
         return self._found().planned_sizes
 

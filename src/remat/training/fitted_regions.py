@@ -228,7 +228,8 @@ class FittedRegions(FittedModel):
 
         In one thread at a time: which graph comes next is counted, and others trace.
         """
-        with alone():
+        planner = self.planner
+        with alone(), planner.watch.without_traces(planner.device):
             return super().run(args, kwargs, runs_hooks=runs_hooks)
 
     def compiled(self, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -61,9 +61,6 @@ Kind: TypeAlias = tuple[Sizes, int]
 class StepPlanner(Protocol):
     """What :class:`VariantBackend` asks."""
 
-    running_plan: Plan | None
-    """That of the variant that was asked for last."""
-
     def choose_schedule(self, program: JointProgram) -> tuple[JointProgram, Schedule]:
         """Return the schedule of the variant that was begun last."""
         ...
@@ -84,6 +81,11 @@ class StepPlanner(Protocol):
     @property
     def has_described_loss(self) -> bool:
         """Whether it was said what the loss is computed from."""
+        ...
+
+    @property
+    def running_plan(self) -> Plan | None:
+        """The plan of the variant that was asked for last."""
         ...
 
     @property
@@ -187,9 +189,10 @@ class VariantBackend(PlannedBackend):
 
         def run(*inputs: Any) -> Any:
             outputs = variants.of(inputs)(*inputs)
+            if self.keeps_failure or not torch.is_grad_enabled():
+                return outputs
             plan = self.planner.running_plan
-            is_noted = torch.is_grad_enabled() and not self.keeps_failure
-            if plan is not None and is_noted:
+            if plan is not None:
                 # Of equal modules the compiler takes the first one's graph.
                 if place is not None and inputs[place] not in self._parameters:
                     self._look_for_several_graphs(inputs)
