@@ -264,6 +264,16 @@ def test_backward_hooks_are_named_with_their_module(register: str) -> None:
 # --- logs ----------------------------------------------------------------------------
 
 
+def test_an_output_that_is_to_need_gradients_is_refused_with_what_does_that() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+    model[0].weight.requires_grad_(False)
+    model[0].register_forward_hook(lambda _module, _x, y: y.requires_grad_(True))
+    with pytest.raises(
+        CaptureError, match=r"gradient_checkpointing=True .*: leave these"
+    ):
+        remat.fit(model, torch.arange(8), budget="100%")
+
+
 def test_a_log_is_refused_with_what_leaves_it_out() -> None:
     def logging_one(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         logger.warning("a step")

@@ -528,6 +528,12 @@ def _remedy(text: str, library: str) -> str:
             f"log, or add the logger's method to {messages.IGNORED_LOGS}, which leaves "
             "it out"
         )
+    if messages.NEEDS_GRADIENT in text:
+        return (
+            "transformers does that, by a hook of the embedding, for "
+            "gradient_checkpointing=True and model.enable_input_require_grads(): leave "
+            "these out, as a plan takes the place of checkpoints"
+        )
     if messages.BY_VALUE in text and not library:
         return _FIXED_SIZES
     if library:

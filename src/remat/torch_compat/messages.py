@@ -31,6 +31,7 @@ FAKE_CALL = "making fake tensor call"
 RECURRENT = re.compile(
     r"RNN, GRU, or LSTM|unsupported operator: aten\.(?:lstm|gru|rnn_tanh|rnn_relu)\."
 )
+NEEDS_GRADIENT = "requires_grad_()"
 BACKWARD_HOOKS = "Module-level backwards hooks"
 LOGGED = "logging.Logger"
 BY_VALUE = "data-dependent expression"
