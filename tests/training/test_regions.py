@@ -25,6 +25,7 @@ from remat.core.errors import (
 )
 from remat.training.fitted_model import fitted_on
 from remat.training.fitted_regions import FittedRegions, _kind_of
+from remat.training.fitting import fit_at_first_batch
 
 WIDTH = 32
 BREAK: dict[str, Any] = {"regions": "breaks", "costs": "estimated"}
@@ -870,6 +871,65 @@ def test_what_the_model_keeps_on_itself_counts() -> None:
 def test_errors_of_the_model_itself_are_said() -> None:
     with pytest.raises(CaptureError, match=r"raises inside the model: .*\[256, 5\]"):
         remat.fit(Layers(), X[:, :5], budget="100%", **BREAK)
+
+
+class Refusing(nn.Module):
+    """Dropout and a norm with statistics, and an error after these where asked for."""
+
+    def __init__(self, *, is_split: bool = False) -> None:
+        super().__init__()
+        self.is_split = is_split
+        self.blocks = Layers().blocks
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.refused: list[ValueError] = []
+        self.is_bad = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x) + self.blocks[0](x)
+        x = x + self.blocks[1](x)
+        if self.is_split:
+            torch._dynamo.graph_break()
+        if self.is_bad:
+            self.refused.append(ValueError("bad batch"))
+            raise self.refused[-1]
+        x = x + self.blocks[2](x)
+        return (x + self.blocks[3](x)).pow(2).mean()
+
+
+@pytest.mark.parametrize("regions", ["breaks", "blocks", "whole"])
+@pytest.mark.parametrize("has_example", [True, False])
+def test_errors_of_the_model_in_a_loop_are_its_own(
+    regions: Any, *, has_example: bool
+) -> None:
+    model, plain = pair(lambda: Refusing(is_split=regions == "breaks"))
+    how: dict[str, Any] = {"budget": "100%", "costs": "estimated", "regions": regions}
+    if has_example:
+        remat.fit(model, X, **how)
+    else:
+        fit_at_first_batch(model, **how)
+
+    def left_out(each: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        losses: list[torch.Tensor] = []
+        # Of known kinds of step and new ones: other shapes, and gradients that exist.
+        sizes = [(256, True), (256, False), (256, True), (256, False)]
+        for size, is_bad in [*sizes, (100, True), (100, False)]:
+            vars(each)["is_bad"] = is_bad
+            if is_bad:
+                with pytest.raises(ValueError, match=r"^bad batch$") as caught:
+                    each(X[:size])
+                assert caught.value is vars(each)["refused"][-1]
+                assert type(caught.value) is ValueError
+                assert caught.value.__context__ is None
+                continue
+            loss = each(X[:size])
+            loss.backward()
+            losses.append(loss.detach())
+        gradients = [p.grad for p in each.parameters() if p.grad is not None]
+        return [*losses, *gradients, *each.buffers(), torch.get_rng_state()]
+
+    for one, other in zip(left_out(model), left_out(plain), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(

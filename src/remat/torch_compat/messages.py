@@ -34,6 +34,7 @@ RECURRENT = re.compile(
 NEEDS_GRADIENT = "requires_grad_()"
 BACKWARD_HOOKS = "Module-level backwards hooks"
 LOGGED = "logging.Logger"
+NO_SAVED_TENSOR_HOOKS = "don't yet support saved tensor hooks"
 BY_VALUE = "data-dependent expression"
 EXPLANATION = "Explanation:"
 USER_CODE = "from user code:"

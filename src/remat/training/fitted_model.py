@@ -63,9 +63,10 @@ from remat.torch_compat.attributes import (
     uninstall_state,
 )
 from remat.torch_compat.attributes import plain_model as plain_model
-from remat.torch_compat.patches import tracer_settings
+from remat.torch_compat.messages import NO_SAVED_TENSOR_HOOKS
+from remat.torch_compat.patches import alone, tracer_settings
 from remat.torch_compat.process_groups import group_around
-from remat.torch_compat.sharding import local_part
+from remat.torch_compat.sharding import gathered_groups, gathering_alone, local_part
 from remat.training.caller_state import unchanged
 from remat.training.callers import (
     gradient_buckets_bytes,
@@ -74,6 +75,7 @@ from remat.training.callers import (
     tracer_around,
     transform_around,
 )
+from remat.training.forward_state import kept
 from remat.training.optimizer_steps import FittedSteps, StepWatch
 from remat.training.passes_in_flight import PassesInFlight
 from remat.training.request import (
@@ -554,14 +556,14 @@ class FittedModel:
                 "remove them, or put the module into another one and fit that"
             )
             raise CaptureError(msg)
-        return self.run(args, kwargs)
+        return self._run_or_raise(args, kwargs, runs_hooks=True)
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the model's forward by its plan, without the model's own hooks."""
         self._note_call()
         if not self.is_planned(args, kwargs):
             return self.plain_forward(*args, **kwargs)
-        return self.run(args, kwargs, runs_hooks=False)
+        return self._run_or_raise(args, kwargs, runs_hooks=False)
 
     def is_planned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call made now is the forward pass of a training step."""
@@ -588,6 +590,53 @@ class FittedModel:
             )
             raise CaptureError(msg)
         return True
+
+    def _run_or_raise(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, runs_hooks: bool
+    ) -> Any:
+        """Run the forward pass by its plan, or raise what the model's own code raises.
+
+        A loop that leaves out a batch catches that, whether its step is planned or not.
+        """
+        try:
+            return self.run(args, kwargs, runs_hooks=runs_hooks)
+        except CaptureError:
+            if not self._raises_plainly(args, kwargs, runs_hooks=runs_hooks):
+                raise
+        # Its code changes, before it raises, what it changes without a plan.
+        self._run_plainly(args, kwargs, runs_hooks=runs_hooks)
+        msg = (
+            f"{self.name} raised an error as its step was planned, and none as it was "
+            "called once more with the same batch, so this step has no plan; call it again"
+        )
+        raise CaptureError(msg)
+
+    def _raises_plainly(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, runs_hooks: bool
+    ) -> bool:
+        """Whether the model's own code raises in this call; nothing is changed."""
+        with alone(), kept(self.model):
+            try:
+                self._run_plainly(args, kwargs, runs_hooks=runs_hooks)
+            except RematError:
+                return False
+            # The model's own code runs, which may raise anything.
+            except Exception as error:  # noqa: BLE001
+                return NO_SAVED_TENSOR_HOOKS not in str(error)
+        return False
+
+    def _run_plainly(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, runs_hooks: bool
+    ) -> None:
+        """Run the forward pass without a plan, and keep nothing for a backward pass."""
+        call = plain_call(self.model) if runs_hooks else self.plain_forward
+        with (
+            alone(),
+            gathering_alone(gathered_groups(self.model)),
+            torch.autograd.graph.saved_tensors_hooks(_left_out, _refused),
+            self._own_forward(),
+        ):
+            call(*args, **kwargs)
 
     def run(
         self,
@@ -882,6 +931,15 @@ def _place(group: dist.ProcessGroup | None) -> tuple[str, bool]:
 
 def _same(value: Any) -> Any:
     return value
+
+
+def _left_out(_tensor: torch.Tensor) -> None:
+    return None
+
+
+def _refused(_saved: None) -> torch.Tensor:
+    msg = "the model takes a gradient inside of a forward pass that keeps nothing"
+    raise ExecutionError(msg)
 
 
 def _without_repetition(

@@ -202,10 +202,13 @@ class FittedRegions(FittedModel):
         planner.gradient_bytes = gradient_bytes
         with unchanged(self.model, None), self.planning(gradient_bytes):
             try:
+                if self._blocks is not None:
+                    self._blocks.checkpointed.clear()
                 gathering, outputs = self._gathered(args, kwargs)
                 recording = self._recorded(args, kwargs, gathering)
                 planner.gathering, planner.batch = gathering, (args, kwargs)
                 planner.backward_autocast = self.backend.backward_autocast_now()
+                self._check_checkpoints(gathering)
                 self._tell_of_blocks(gathering)
                 # A trace makes as many objects as the planning of its step.
                 with old_objects_left_alone():
@@ -237,6 +240,25 @@ class FittedRegions(FittedModel):
         if self._blocks is None:
             return super().compiled(call)
         return traced_entry(self.model, self._blocks.calling(call))
+
+    def _check_checkpoints(self, gathering: Gathering) -> None:
+        """Refuse a step of which there is no graph, as checkpoints run its blocks.
+
+        Raises
+        ------
+        CaptureError
+            Naming a block, and what to leave out.
+        """
+        if self._blocks is None or gathering.seen or not self._blocks.checkpointed:
+            return
+        names = sorted(self._blocks.checkpointed)
+        msg = (
+            f"{len(names)} blocks of {self.name} are called inside of torch.utils."
+            f"checkpoint, {names[0]} among them, and no other part of it is a graph, so "
+            "that there is nothing to plan. Leave the checkpoint out, as a plan takes "
+            "its place"
+        )
+        raise CaptureError(msg)
 
     def _tell_of_blocks(self, gathering: Gathering) -> None:
         """Say, once, which blocks have no graph, and which were traced in vain."""
@@ -641,11 +663,6 @@ class FittedDeepModel(FittedRegions):
             return super().plan_step(args, kwargs, gradient_bytes)
         except RematError as error:
             reason = error
-        logger.warning(
-            "%s is planned as one graph, which takes longer, since block by block: %s",
-            self.name,
-            reason,
-        )
         optimizer = None if self._optimizer is None else self._optimizer()
         whole = FittedModel(
             self.model,
@@ -657,6 +674,11 @@ class FittedDeepModel(FittedRegions):
             plan = whole.plan_step(args, kwargs, gradient_bytes)
         except RematError as error:
             raise _that_helps_more(reason, error) from None
+        logger.warning(
+            "%s is planned as one graph, which takes longer, since block by block: %s",
+            self.name,
+            reason,
+        )
         self._whole = whole
         return plan
 
