@@ -247,3 +247,38 @@ def test_blocks_of_such_a_model_are_refused_with_the_cure(
     results: list[dict[str, Any]],
 ) -> None:
     assert all("regions='whole'" in result["blocks"] for result in results)
+
+
+def of_equal_meshes(_rank: int) -> list[Any]:
+    """Return gradients of equal models under autocast, each with a mesh of its own.
+
+    Of one that is plain and of one that is fitted, and the class of the fitted one's
+    mesh. Before them another one is traced in full precision.
+    """
+    batch = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(1))
+
+    def made(*, is_fitted: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24))
+        plan: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+        if is_fitted:
+            remat.fit(model, batch, budget="1 GiB", costs="estimated")
+        return model
+
+    def gradients(model: nn.Module, *, is_lower: bool) -> tuple[Any, ...]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_lower):
+            loss = model(batch).square().mean()
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    gradients(made(is_fitted=True), is_lower=False)
+    plain = gradients(made(is_fitted=False), is_lower=True)
+    fitted = gradients(made(is_fitted=True), is_lower=True)
+    meshes = {type(gradient.device_mesh) for gradient in fitted}
+    return [list(map(local, plain)), list(map(local, fitted)), meshes]
+
+
+def test_a_mesh_that_is_a_constant_of_the_trace_is_carried_through() -> None:
+    for plain, fitted, meshes in in_processes(of_equal_meshes):
+        assert all(map(torch.equal, fitted, plain))
+        assert meshes == {DeviceMesh}

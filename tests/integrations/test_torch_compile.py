@@ -108,6 +108,12 @@ def test_a_second_shape_says_what_to_do() -> None:
         call(torch.ones(5, 8))
 
 
+def test_sizes_that_were_to_vary_are_not_called_a_second_shape() -> None:
+    call = compiled(options={"budget": "1 GiB", **QUICK}, dynamic=True)
+    with pytest.raises(BackendCompilerFailed, match="as it does with dynamic=True"):
+        call(torch.ones(4, 8))
+
+
 def test_several_modules_share_options_and_are_told_so() -> None:
     options = {"budget": "1 GiB", **QUICK}
     x = torch.ones(4, 64)

@@ -22,10 +22,12 @@ from remat.core.errors import (
     BudgetError,
     CaptureError,
     PlanMismatchError,
+    ProfileError,
 )
 from remat.training.fitted_model import fitted_on
 from remat.training.fitted_regions import FittedRegions, _kind_of
 from remat.training.fitting import fit_at_first_batch
+from remat.training.request import Regions
 
 WIDTH = 32
 BREAK: dict[str, Any] = {"regions": "breaks", "costs": "estimated"}
@@ -764,6 +766,17 @@ def test_a_new_kind_of_call_in_a_profiler_runs_without_a_plan() -> None:
         found = trained(model, [X[:100]])
     for one, other in zip(found, trained(plain, [X[:100]]), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("regions", ["blocks", "breaks"])
+def test_a_first_planning_in_a_profiler_says_what_to_do(regions: Regions) -> None:
+    model = Layers()
+    with (
+        torch.profiler.profile(),
+        pytest.raises(ProfileError, match=r"before that recording begins.*'whole'"),
+    ):
+        remat.fit(model, X, budget="300%", regions=regions, costs="estimated")
+    remat.fit(model, X, budget="300%", regions=regions, costs="estimated")
 
 
 def test_two_threads_may_call_one_model() -> None:

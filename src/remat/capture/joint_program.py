@@ -51,6 +51,7 @@ from remat.torch_compat.names import (
     unsafe_view,
     with_effects,
 )
+from remat.torch_compat.process_groups import is_fake_group
 from remat.torch_compat.sharding import local_part
 
 ALIASING_WITHOUT_SCHEMA = frozenset(
@@ -555,6 +556,11 @@ class _Analysis:
 
     def take_constant(self, node: fx.Node) -> None:
         value = getattr(self.module, str(node.target))
+        if is_fake_group(value):
+            # As an input: what was traced before decides which of the two it is.
+            node.meta["val"] = value
+            self.storages_of[node] = ()
+            return
         if not isinstance(value, torch.Tensor):
             self.fail(node, f"a constant of type {type(value).__name__}")
         storage = Storage(

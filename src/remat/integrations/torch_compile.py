@@ -62,9 +62,10 @@ class NamedBackend:
         given = _checked(options or {}, mode)
         if any(isinstance(value, torch.SymInt) for value in example_inputs):
             msg = (
-                "a second shape came, and torch.compile traced the step with sizes that "
-                "vary, for which no budget can be kept: compile with dynamic=False; "
-                "where a tool compiles, set TORCH_DYNAMO_AUTOMATIC_DYNAMIC_SHAPES=0"
+                "torch.compile traced the step with sizes that vary, as it does with "
+                "dynamic=True and when a second shape comes, and no budget can be kept "
+                "for them: compile with dynamic=False; where a tool compiles, set "
+                "TORCH_DYNAMO_AUTOMATIC_DYNAMIC_SHAPES=0"
             )
             raise CaptureError(msg)
         key = tuple(sorted(given.items()))

@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
     from torch._inductor.cpp_builder import get_cpp_compiler as get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler as InvalidCxxCompiler
+    from torch._library.fake_class_registry import FakeScriptObject as FakeScriptObject
     from torch._ops import OpOverload as OpOverload
     from torch._prims_common import (
         make_contiguous_strides_for as make_contiguous_strides_for,

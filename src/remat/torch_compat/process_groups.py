@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 
 from remat.torch_compat.attributes import active_wrapper
+from remat.torch_compat.names import FakeScriptObject
 from remat.torch_compat.sharding import gathered_groups
 
 _MOST_BYTES = 1 << 20
@@ -40,6 +41,25 @@ def group_around(model: nn.Module) -> Any:
 def is_simulated(group: dist.ProcessGroup) -> bool:
     """Return whether a group has this process alone, and others are made up."""
     return type(_backend_of(group)).__name__ == "FakeProcessGroup"
+
+
+def is_fake_group(value: object) -> bool:
+    """Return whether a constant of a trace stands for a group, or a mesh of devices."""
+    return isinstance(value, FakeScriptObject) and isinstance(
+        value.real_obj, dist.ProcessGroup | dist.DeviceMesh
+    )
+
+
+def put_real_groups(module: fx.GraphModule) -> None:
+    """Put the groups and meshes themselves where constants of a trace stand for them.
+
+    The tracer makes a mesh a constant where it is no input. torch remembers the layouts
+    of earlier models, also with their mesh: one that is equal and another object.
+    """
+    for node in module.graph.find_nodes(op="get_attr"):
+        value = getattr(module, node.target, None)
+        if isinstance(value, FakeScriptObject) and is_fake_group(value):
+            setattr(module, node.target, value.real_obj)
 
 
 class Postings:

@@ -35,6 +35,7 @@ class Private:
 
 
 _TIMEOUT = "planning in several processes at once"
+_MESHES = "meshes of devices in graphs of several processes"
 _AOT = "torch._functorch._aot_autograd"
 _FAKE = "torch._subclasses.fake_tensor"
 _PYTREE = "torch.utils._pytree"
@@ -131,6 +132,9 @@ NAMES: dict[str, Private] = {
     ),
     "with_effects": Private(
         "torch._higher_order_ops.effects:with_effects", "refusing ops with effects"
+    ),
+    "FakeScriptObject": Private(
+        "torch._library.fake_class_registry:FakeScriptObject", _MESHES
     ),
     # --- operators and their dispatch ---
     "OpOverload": Private("torch._ops:OpOverload", "telling operators from functions"),
@@ -447,6 +451,7 @@ ATTRIBUTES: dict[str, Private] = {
     "current_callable": Private(
         "torch._inductor.output_code", "calling fused kernels", text="current_callable"
     ),
+    "real_obj": Private("torch._library.fake_class_registry", _MESHES, text="real_obj"),
     "_loss_fn": Private(
         "torch.distributed.pipelining.schedules",
         "planning the last stage of a pipeline",

@@ -15,7 +15,7 @@ from remat.capture.first_call import prepare
 from remat.capture.gathering import MARK, Gathering, Route
 from remat.capture.surroundings import plain_tensors, tensors_in
 from remat.capture.tracing import TRACE_ERRORS, example_error, traced_entry
-from remat.core.errors import BudgetError, CaptureError, RematError
+from remat.core.errors import BudgetError, CaptureError, ProfileError, RematError
 from remat.core.garbage import old_objects_left_alone
 from remat.core.units import format_bytes
 from remat.planning.plan import Plan
@@ -195,8 +195,21 @@ class FittedRegions(FittedModel):
 
         The step is to start with so many bytes of gradients. Values are real; what
         forward changes is put back.
+
+        Raises
+        ------
+        ProfileError
+            If a torch profiler is recording.
         """
         planner = self.planner
+        if profiler_enabled():
+            msg = (
+                f"to plan {self.name} in parts, what is allocated between them is "
+                "recorded by a torch profiler, and one is already recording, which "
+                "only one can: fit or plan the model before that recording begins, or "
+                "as one graph, with regions='whole'"
+            )
+            raise ProfileError(msg)
         planner.note_groups(gathered_groups(self.model))
         check_groups(planner.groups)
         planner.gradient_bytes = gradient_bytes

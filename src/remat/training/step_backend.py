@@ -38,6 +38,7 @@ from remat.runtime.undefined import DefinedTangents, without
 from remat.torch_compat.attributes import boxed, without_cast_gradients
 from remat.torch_compat.metadata import example_of, source_of
 from remat.torch_compat.names import BoxedCodeGen, aot_autograd, preserve_rng_state
+from remat.torch_compat.process_groups import put_real_groups
 from remat.training.backward_autocast import BackwardAutocast
 
 
@@ -423,6 +424,7 @@ class PlannedBackend:
         self, module: fx.GraphModule, _example_inputs: Sequence[Any]
     ) -> Callable[[list[Any]], Any]:
         """Return boxed code that drops each value at its last use."""
+        put_real_groups(module)
         module.graph.set_codegen(BoxedCodeGen())
         module.recompile()
         forward = runnable(module)
