@@ -94,6 +94,7 @@ def run(rank: int) -> dict[str, dict[str, Any]]:
             found["left whole"] = left_whole(ids, policy)
         found[f"{name}, not reduced"] = not_reduced(ids, policy)
     found["accelerate"] = by_accelerate(ids)
+    found["lists"] = sharded_as_lists(ids)
     found["chosen"] = chosen(rank)
     found["before"] = {"is_equal": fitted_before_sharding(ids)}
     with pytest.raises(CaptureError) as caught:
@@ -306,6 +307,33 @@ def two_passes(model: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], int]:
     return found, min(peaks)
 
 
+def sharded_as_lists(ids: torch.Tensor) -> dict[str, Any]:
+    """Return what steps find whose modules are sharded two by two."""
+
+    def made() -> Language:
+        model, mesh = language(), init_device_mesh("cpu", (2,))
+        fully_shard(list(model.blocks[:2]), mesh=mesh)
+        head: Any = [model.norm, model.head]
+        fully_shard(head, mesh=mesh, reshard_after_forward=False)
+        for block in model.blocks[2:]:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    plain, model = made(), made()
+    optimizer = optimizer_of(plain)
+    expected = trained(plain, ids, optimizer)
+    budget = smallest(peak_bytes(plain, ids, optimizer)) * 8 // 10
+    optimizer = optimizer_of(model)
+    plan = remat.fit(model, ids, optimizer=optimizer, budget=budget, costs="estimated")
+    return {
+        "is_equal": are_equal(trained(model, ids, optimizer), expected),
+        "budget": budget,
+        "measured": min(peak_bytes(model, ids, optimizer) for _ in range(STEPS)),
+        "predicted": plan.peak_bytes,
+    }
+
+
 def fitted_before_sharding(ids: torch.Tensor) -> bool:
     """Whether a model that is fitted first trains as one that is not."""
     plain, model = sharded(language()), language()
@@ -365,10 +393,11 @@ def test_passes_that_reduce_no_gradients_are_within_the_budget_and_bitwise(
             assert measured <= predicted <= found["budget"]
 
 
-def test_what_accelerate_shards_is_within_its_budget_and_bitwise(
-    results: list[dict[str, dict[str, Any]]],
+@pytest.mark.parametrize("how", ["accelerate", "lists"])
+def test_modules_that_are_sharded_otherwise_are_within_the_budget_and_bitwise(
+    results: list[dict[str, dict[str, Any]]], how: str
 ) -> None:
-    for found in (result["accelerate"] for result in results):
+    for found in (result[how] for result in results):
         assert found["is_equal"]
         assert found["measured"] <= found["predicted"] <= found["budget"]
 
