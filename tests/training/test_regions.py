@@ -768,6 +768,45 @@ def test_a_new_kind_of_call_in_a_profiler_runs_without_a_plan() -> None:
         assert torch.equal(one, other)
 
 
+class Part(nn.Module):
+    """Some layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x)).sin()
+
+
+class Masking(nn.Module):
+    """Writes a parameter where a mask says so, behind a part of its own."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+        self.masked = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.part(x).clone()
+        x[x[:, 0] > 0] = self.masked
+        return x.pow(2).mean()
+
+
+def test_a_part_without_a_graph_by_values_is_said_with_what_to_write(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, plain = pair(lambda: Masking(Part()))
+    remat.fit(model, X, budget="100%", **BREAK)
+    assert "nothing of it is computed again" in caplog.text
+    assert "torch.where(mask.unsqueeze(-1), values, x)" in caplog.text
+    assert "Report an issue to the backend" not in capfd.readouterr().err
+    for one, other in zip(trained(model, [X]), trained(plain, [X]), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(CaptureError, match=r"no graph of the model.*torch\.where"):
+        remat.fit(Masking(nn.Linear(WIDTH, WIDTH)), X, budget="100%", **BREAK)
+
+
 @pytest.mark.parametrize("regions", ["blocks", "breaks"])
 def test_a_first_planning_in_a_profiler_says_what_to_do(regions: Regions) -> None:
     model = Layers()

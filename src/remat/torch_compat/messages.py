@@ -2,9 +2,14 @@
 
 import re
 
-NOISY_LOGS = ("torch._subclasses.fake_tensor", "torch._dynamo.variables.tensor")
-"""The logs in which the tracer prints tracebacks of errors that it raises anyway, and
-advises settings for ``.item()`` that do not help here."""
+NOISY_LOGS = (
+    "torch._subclasses.fake_tensor",
+    "torch._dynamo.variables.tensor",
+    "torch._dynamo.exc",
+)
+"""The logs in which the tracer prints tracebacks of errors that it raises anyway,
+advises settings for ``.item()`` that do not help here, and takes graphs that cannot be
+compiled for bugs of a backend."""
 
 FAILED_BACKWARD = "Error detected in "
 """How autograd begins its warning about where the op of a failed backward was made."""

@@ -14,7 +14,12 @@ from remat.capture.autocast import autocast_now
 from remat.capture.first_call import prepare
 from remat.capture.gathering import MARK, Gathering, Route
 from remat.capture.surroundings import plain_tensors, tensors_in
-from remat.capture.tracing import TRACE_ERRORS, example_error, traced_entry
+from remat.capture.tracing import (
+    TRACE_ERRORS,
+    example_error,
+    quiet_tracer,
+    traced_entry,
+)
 from remat.core.errors import BudgetError, CaptureError, ProfileError, RematError
 from remat.core.garbage import old_objects_left_alone
 from remat.core.units import format_bytes
@@ -213,7 +218,8 @@ class FittedRegions(FittedModel):
         planner.note_groups(gathered_groups(self.model))
         check_groups(planner.groups)
         planner.gradient_bytes = gradient_bytes
-        with unchanged(self.model, None), self.planning(gradient_bytes):
+        planning = self.planning(gradient_bytes)
+        with unchanged(self.model, None), planning, quiet_tracer():
             try:
                 if self._blocks is not None:
                     self._blocks.checkpointed.clear()
@@ -222,6 +228,7 @@ class FittedRegions(FittedModel):
                 planner.gathering, planner.batch = gathering, (args, kwargs)
                 planner.backward_autocast = self.backend.backward_autocast_now()
                 self._check_checkpoints(gathering)
+                self._tell_of_left_out(gathering)
                 self._tell_of_blocks(gathering)
                 # A trace makes as many objects as the planning of its step.
                 with old_objects_left_alone():
@@ -272,6 +279,16 @@ class FittedRegions(FittedModel):
             "its place"
         )
         raise CaptureError(msg)
+
+    def _tell_of_left_out(self, gathering: Gathering) -> None:
+        """Say, once, why a part has no graph that might have one."""
+        if self.planner.left_out and gathering.seen and "left out" not in self.told:
+            self.told.add("left out")
+            logger.warning(
+                "a part of %s has no graph, and nothing of it is computed again: %s",
+                self.name,
+                self.planner.words_of_left_out(),
+            )
 
     def _tell_of_blocks(self, gathering: Gathering) -> None:
         """Say, once, which blocks have no graph, and which were traced in vain."""

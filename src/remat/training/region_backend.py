@@ -18,7 +18,11 @@ from remat.planning.regions import RegionOrder, frugal_order
 from remat.runtime.lowering import LoweredStep, lower, lower_again, saved_name
 from remat.runtime.remade import Given, remade
 from remat.torch_compat.attributes import boxed
-from remat.torch_compat.names import preserve_rng_state
+from remat.torch_compat.names import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    preserve_rng_state,
+)
 from remat.training.region_planning import FRUGAL, RegionChoice, RegionPlanner
 from remat.training.step_backend import PlannedBackend, sources_of
 
@@ -154,7 +158,12 @@ class RegionBackend(PlannedBackend):
             planner.check_region_end(choice)
             return outputs
 
-        variant(RegionChoice(code=code_now(), number=FRUGAL), example_inputs)
+        try:
+            variant(RegionChoice(code=code_now(), number=FRUGAL), example_inputs)
+        except (DynamicOutputShapeException, DataDependentOutputException) as error:
+            # The tracer takes a smaller graph then, or none.
+            self.planner.left_out = str(error)
+            raise
         if self.planner.running is not None:
             self.planner.note_repetition(self.planner.programs[code_now()])
         return torch.compiler.disable(run)

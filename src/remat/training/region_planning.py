@@ -300,6 +300,8 @@ class RegionPlanner(Planner):
         )
         self.gathering: Gathering | None = None
         self.running: Running | None = None
+        # The operator for which there was no graph of what holds it.
+        self.left_out: str | None = None
         self.watch = Watch()
         # Of each graph the numbers of the orders in which it has run.
         self._set_up: weakref.WeakKeyDictionary[RegionCode, set[int]] = (
@@ -340,6 +342,14 @@ class RegionPlanner(Planner):
         parameters = () if self.model is None else self.model.parameters()
         return next((p.device for p in parameters), torch.device("cpu"))
 
+    def words_of_left_out(self) -> str:
+        """Return why a part has no graph, and what to do."""
+        return (
+            f"sizes or numbers depend on values ({self.left_out}), as in the gradient of "
+            "x[mask] = values. Write torch.where(mask.unsqueeze(-1), values, x), or put "
+            "that line into a function of its own under torch.compiler.disable"
+        )
+
     def plan_seen(self, outputs: Any, recording: Recording) -> PlannedStep:
         """Plan the step whose forward pass was just gathered.
 
@@ -365,6 +375,8 @@ class RegionPlanner(Planner):
                 "sparse tensor. Move what breaks it into a function of its own that "
                 "these call; decorate it with torch.compiler.disable if it reads such"
             )
+            if self.left_out is not None:
+                msg = f"there is no graph of the model: {self.words_of_left_out()}"
             raise CaptureError(msg)
         with outside_of_tracing():
             self._outputs = outputs
