@@ -437,9 +437,11 @@ def test_a_graph_of_another_size_than_planned_fits_or_is_refused() -> None:
     assert least < peak_of_step(model, more) <= enough
 
 
-def test_accumulated_gradients_count() -> None:
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_accumulated_gradients_count(*, accumulate: bool) -> None:
+    """Also those that were not expected: such a step is planned when it comes."""
     model, plain = pair(Tied)
-    plan = remat.fit(model, X, budget="150%", accumulate=True, **BREAK)
+    plan = remat.fit(model, X, budget="150%", accumulate=accumulate, **BREAK)
     for each in (model, plain):
         for _ in range(3):
             each(X).backward()
