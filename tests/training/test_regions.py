@@ -438,7 +438,9 @@ def test_a_graph_of_another_size_than_planned_fits_or_is_refused() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [True, False])
-def test_accumulated_gradients_count(*, accumulate: bool) -> None:
+def test_accumulated_gradients_count(
+    caplog: pytest.LogCaptureFixture, *, accumulate: bool
+) -> None:
     """Also those that were not expected: such a step is planned when it comes."""
     model, plain = pair(Tied)
     plan = remat.fit(model, X, budget="150%", accumulate=accumulate, **BREAK)
@@ -453,6 +455,7 @@ def test_accumulated_gradients_count(*, accumulate: bool) -> None:
     assert fitted is not None
     peaks = {known.peak_bytes for known in fitted.planner.plans.values()}
     assert len(peaks) == 2
+    assert "another way" not in caplog.text
     measured = remat.measure(
         lambda: model(X).backward(), warmup=1, repeats=0, resident=[model, X]
     )
