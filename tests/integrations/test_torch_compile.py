@@ -126,9 +126,15 @@ def test_several_modules_share_options_and_are_told_so() -> None:
 def test_equal_modules_are_several_too() -> None:
     options = {"budget": "1 GiB", **QUICK}
     x = torch.ones(4, 64)
-    call = compiled(Block(), options=options)
+    block = Block()
+    call = compiled(block, options=options)
     call(x).sum().backward()
     call(torch.ones(5, 64)).sum().backward()
+    # It is the same one with another weight.
+    owner, _, name = next(iter(dict(block.named_parameters()))).rpartition(".")
+    weight = getattr(block.get_submodule(owner), name)
+    setattr(block.get_submodule(owner), name, nn.Parameter(weight.detach().clone()))
+    call(x).sum().backward()
     other = compiled(Block(), options=options)
     with pytest.warns(PlanWarning, match="several modules share the backend"):
         other(x).sum().backward()

@@ -812,6 +812,29 @@ def test_a_part_without_a_graph_by_values_is_said_with_what_to_write(
         remat.fit(Masking(nn.Linear(WIDTH, WIDTH)), X, budget="100%", **BREAK)
 
 
+def test_a_gradient_inside_of_a_later_forward_is_refused() -> None:
+    class Penalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Part(), Part()
+            self.is_late = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            loss = self.second(x).pow(2).mean()
+            if self.is_late:
+                loss = loss + torch.autograd.grad(loss, x)[0].sum()
+            return loss
+
+    model = Penalised()
+    remat.fit(model, X, budget="100%", **BREAK)
+    model(X).backward()
+    vars(model)["is_late"] = True
+    with pytest.raises(CaptureError, match="takes a gradient inside its forward"):
+        model(X)
+
+
 @pytest.mark.parametrize("regions", ["blocks", "breaks"])
 def test_a_first_planning_in_a_profiler_says_what_to_do(regions: Regions) -> None:
     model = Layers()

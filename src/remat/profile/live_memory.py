@@ -88,31 +88,54 @@ class Watch:
     @contextmanager
     def without_traces(self, place: torch.device) -> Generator[None]:
         """Leave out what tracing allocates inside: the tracer keeps megabytes."""
-        before_bytes: int | None = None
-
-        def begin(_trace: object) -> None:
-            nonlocal before_bytes
-            before_bytes = None if self._begun_bytes is None else self._read(place)
-
-        def end(_trace: object) -> None:
-            if before_bytes is not None and self._begun_bytes is not None:
-                self._begun_bytes += (self._read(place) or 0) - before_bytes
-
-        compile_callbacks.register_start_callback(begin)
-        compile_callbacks.register_end_callback(end)
+        count = _TraceCount(self, place)
+        compile_callbacks.register_start_callback(count.begin)
+        compile_callbacks.register_end_callback(count.end)
         try:
             yield
         finally:
             # torch.compiler.reset() has forgotten them.
-            if begin in compile_callbacks.start_callbacks:
-                compile_callbacks.remove_start_callback(begin)
-                compile_callbacks.remove_end_callback(end)
+            if count.begin in compile_callbacks.start_callbacks:
+                compile_callbacks.remove_start_callback(count.begin)
+                compile_callbacks.remove_end_callback(count.end)
+
+    def leave_out(self, grown_bytes: int) -> None:
+        """Let so many bytes be no part of what the step allocates."""
+        if self._begun_bytes is not None:
+            self._begun_bytes += grown_bytes
+
+    def read(self, place: torch.device) -> int | None:
+        """Return what is allocated now, ``None`` if no step is looked at."""
+        return None if self._begun_bytes is None else self._read(place)
 
     def _read(self, place: torch.device) -> int | None:
         began_ns = time.thread_time_ns()
         found = live_bytes(place)
         self._took_ns = time.thread_time_ns() - began_ns
         return found
+
+
+class _TraceCount:
+    """Tells a watch what traces allocate, one after the other.
+
+    Itself nothing is traced of it: the tracer calls it under a lock that a trace takes.
+    """
+
+    def __init__(self, watch: Watch, place: torch.device) -> None:
+        self._watch, self._place = watch, place
+        self._before_bytes: int | None = None
+
+    @torch.compiler.disable
+    def begin(self, _trace: object) -> None:
+        """Note what is allocated before a trace."""
+        self._before_bytes = self._watch.read(self._place)
+
+    @torch.compiler.disable
+    def end(self, _trace: object) -> None:
+        """Leave out what is allocated since."""
+        now_bytes = self._watch.read(self._place)
+        if self._before_bytes is not None and now_bytes is not None:
+            self._watch.leave_out(now_bytes - self._before_bytes)
 
 
 def live_bytes(place: torch.device) -> int | None:

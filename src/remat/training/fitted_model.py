@@ -618,11 +618,12 @@ class FittedModel:
         with alone(), kept(self.model):
             try:
                 self._run_plainly(args, kwargs, runs_hooks=runs_hooks)
-            except RematError:
-                return False
             # The model's own code runs, which may raise anything.
             except Exception as error:  # noqa: BLE001
-                return NO_SAVED_TENSOR_HOOKS not in str(error)
+                behind: BaseException | None = error
+                while behind is not None and not isinstance(behind, RematError):
+                    behind = behind.__context__
+                return behind is None and NO_SAVED_TENSOR_HOOKS not in str(error)
         return False
 
     def _run_plainly(

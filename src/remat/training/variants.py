@@ -210,8 +210,9 @@ class VariantBackend(PlannedBackend):
     def _look_for_several_graphs(self, inputs: Sequence[Any]) -> None:
         """Tell when a second part of the caller's code is planned by itself."""
         read = [value for value in inputs if isinstance(value, nn.Parameter)]
-        has_known = len(self._parameters) > 0
-        has_others = has_known and any(p not in self._parameters for p in read)
+        # A module may get single ones anew.
+        has_known = bool(read) and len(self._parameters) > 0
+        has_others = has_known and not any(p in self._parameters for p in read)
         for parameter in read:
             self._parameters[parameter] = True
         if len(self._frames) > 1 or has_others:
