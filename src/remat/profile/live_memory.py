@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -115,6 +115,10 @@ class Watch:
         return found
 
 
+# Its type is one for functions.
+_not_traced: Any = torch.compiler.disable
+
+
 class _TraceCount:
     """Tells a watch what traces allocate, one after the other.
 
@@ -125,12 +129,12 @@ class _TraceCount:
         self._watch, self._place = watch, place
         self._before_bytes: int | None = None
 
-    @torch.compiler.disable
+    @_not_traced
     def begin(self, _trace: object) -> None:
         """Note what is allocated before a trace."""
         self._before_bytes = self._watch.read(self._place)
 
-    @torch.compiler.disable
+    @_not_traced
     def end(self, _trace: object) -> None:
         """Leave out what is allocated since."""
         now_bytes = self._watch.read(self._place)
