@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 import logging
+import sys
 import time
 import types
 import warnings
@@ -615,15 +616,19 @@ class FittedModel:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, runs_hooks: bool
     ) -> bool:
         """Whether the model's own code raises in this call; nothing is changed."""
+        handled = sys.exception()
         with alone(), kept(self.model):
             try:
                 self._run_plainly(args, kwargs, runs_hooks=runs_hooks)
             # The model's own code runs, which may raise anything.
             except Exception as error:  # noqa: BLE001
                 behind: BaseException | None = error
-                while behind is not None and not isinstance(behind, RematError):
+                # The one that is handled now is behind all of them.
+                while behind is not None and behind is not handled:
+                    if isinstance(behind, RematError):
+                        return False
                     behind = behind.__context__
-                return behind is None and NO_SAVED_TENSOR_HOOKS not in str(error)
+                return NO_SAVED_TENSOR_HOOKS not in str(error)
         return False
 
     def _run_plainly(
