@@ -2,15 +2,16 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.instances import INSTANCES
 from tests.strategies import graphs
 
 from remat.core.errors import BudgetError, PlanMismatchError
-from remat.core.graph import TrainingGraph
+from remat.core.graph import Op, Phase, Role, Storage, TrainingGraph
 from remat.core.in_flight import OTHERS, others_bytes, with_others, with_passes
 from remat.core.simulator import simulate
 from remat.planning.in_flight import plan_in_flight
@@ -61,7 +62,40 @@ def test_what_an_error_names_works() -> None:
         plan_in_flight(TRANSFORMER, 3, budget=least_bytes // 2)
 
 
+def _activation(name: str, size_bytes: int) -> Storage:
+    return Storage(name=name, size_bytes=size_bytes, role=Role.ACTIVATION)
+
+
+def _op(name: str, cost_ns: int = 0, **fields: Any) -> Op:
+    given: dict[str, Any] = {"reads": (), "writes": (), "phase": Phase.FORWARD}
+    given["workspace_bytes"] = (0,)
+    return Op(name=name, cost_ns=(cost_ns,), **(given | fields))
+
+
+_CALLERS: dict[str, Any] = {
+    "non_recomputable": "it is done by the caller",
+    "is_external": True,
+}
+
+ONLY_THE_CALLERS = TrainingGraph(
+    name="a fork whose backward pass is the caller's alone",
+    storages=(_activation("a", 1), _activation("b", 1), _activation("c", 0)),
+    ops=(
+        _op("first", 1, writes=(0,), is_ordered=True),
+        _op("effect", is_ordered=True),
+        _op("second", 1, writes=(1, 2), workspace_bytes=(1,)),
+        _op("loss", reads=(0, 1), **_CALLERS),
+        _op("optimizer", phase=Phase.BACKWARD, **_CALLERS),
+    ),
+    forward_outputs=(0, 1),
+    tangents=(),
+    final_outputs=(),
+    device_kinds=("cpu",),
+)
+
+
 @settings(max_examples=25)
+@example(graph=ONLY_THE_CALLERS, count=1)
 @given(graph=graphs(max_ops=6, sizes=st.integers(0, 9)), count=st.integers(1, 3))
 def test_any_graph_is_planned_or_refused(graph: TrainingGraph, count: int) -> None:
     try:

@@ -506,7 +506,7 @@ def test_all_searches_for_a_step_share_one_time_limit(
         monkeypatch.setattr(region_planning, name, searching)
     with pytest.raises(BudgetError):
         remat.plan(Through(), LARGE, budget=1, time_limit=0.5, **BLOCKS)
-    assert len(taken_s) > 2
+    assert len(taken_s) > 1
     assert 0.3 < sum(taken_s) < 0.51
 
 

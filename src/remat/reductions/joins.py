@@ -360,8 +360,8 @@ class JoinOfStages:
         prefix: Place = (0,) if self.is_join else ()
         before = self._expand(operations[:turn], prefix)
         after = self._expand(operations[turn + 1 :], prefix)
-        order = [*self._first_pass(before), BOUNDARY]
         late = _Late(self._segmented, self._late_ops())
+        order = [*self._first_pass(before), BOUNDARY, *late.at_once()]
         for op in self._parts[self._turn].options[0].backward:
             order += [op, *late.after(op)]
         for place, operation in after:
@@ -432,6 +432,11 @@ class _Late:
             self._left[op] = len(before)
             for producer in before:
                 self._waiting.setdefault(producer, []).append(op)
+
+    def at_once(self) -> list[int]:
+        """Return what depends on nothing in backward, and what runs after it."""
+        free = [op for op, left in self._left.items() if not left]
+        return [op for first in free for op in (first, *self.after(first))]
 
     def after(self, op: int) -> list[int]:
         """Return what runs now that ``op`` has run."""
