@@ -122,7 +122,7 @@ _not_traced: Any = torch.compiler.disable
 class _TraceCount:
     """Tells a watch what traces allocate, one after the other.
 
-    Itself nothing is traced of it: the tracer calls it under a lock that a trace takes.
+    Nothing of it is traced: the tracer calls it under a lock that a trace takes.
     """
 
     def __init__(self, watch: Watch, place: torch.device) -> None:
