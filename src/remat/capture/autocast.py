@@ -5,7 +5,7 @@ that of its forward pass, and which its operators take notice of.
 """
 
 from collections.abc import Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 
 import torch
@@ -40,9 +40,17 @@ def autocast_now() -> tuple[Autocast, ...]:
     )
 
 
-@contextmanager
-def autocast_again(settings: tuple[Autocast, ...]) -> Generator[None]:
+def autocast_again(
+    settings: tuple[Autocast, ...],
+) -> AbstractContextManager[None]:
     """Switch on what was noted, and off what was not."""
+    # In each backward pass, and hardly ever with any.
+    is_so = not settings and not autocast_now()
+    return nullcontext() if is_so else _switched(settings)
+
+
+@contextmanager
+def _switched(settings: tuple[Autocast, ...]) -> Generator[None]:
     noted = {each.device_type for each in settings}
     with ExitStack() as stack:
         for device_type in _device_types():

@@ -6,8 +6,9 @@ import re
 import sys
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,7 +52,12 @@ from remat.torch_compat.names import (
     is_in_dispatch_mode,
     tree_leaves,
 )
-from remat.torch_compat.patches import alone, tracer_settings, untimed_guards
+from remat.torch_compat.patches import (
+    alone,
+    compiled_within,
+    tracer_settings,
+    untimed_guards,
+)
 from remat.torch_compat.sharding import (
     gathered_groups,
     is_gathered_around,
@@ -93,6 +99,7 @@ def compiled_entry(
     *,
     traced: Callable[..., Any] | None = None,
     is_whole: bool = True,
+    settings: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Return the model's call compiled by ``compiler``, with a code cache of its own.
 
@@ -112,6 +119,8 @@ def compiled_entry(
         What is traced: the model's call with its hooks, or else its bare forward.
     is_whole
         Whether a model that the tracer splits into several graphs is refused.
+    settings
+        Settings of the tracer and their values.
     """
     run = plain_call(model) if traced is None else traced
 
@@ -123,8 +132,45 @@ def compiled_entry(
         return returned
 
     call.__code__ = call.__code__.replace(co_name=f"call_{id(model)}")
-    compiled = torch.compile(call, backend=compiler, fullgraph=is_whole, dynamic=False)
+    compiled = compiled_code(
+        call, compiler, model=model, is_whole=is_whole, settings=settings
+    )
     return traced_entry(model, compiled)
+
+
+def compiled_code(
+    function: Callable[..., Any],
+    compiler: Callable[..., Any],
+    *,
+    model: nn.Module,
+    is_whole: bool = False,
+    settings: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Return a function that a model's call runs, compiled.
+
+    Parameters
+    ----------
+    function
+        What is compiled, with a code object of its own.
+    compiler, model, is_whole, settings
+        As for :func:`compiled_entry`.
+    """
+    check_tracer()
+    found = weakref.ref(model)
+
+    @contextmanager
+    def around() -> Generator[None]:
+        # It may have been turned off since, and would run what it is given as it is.
+        check_tracer()
+        # Whoever calls it holds the model, and the tracer must not.
+        model = found()
+        recurrent = nullcontext() if model is None else recurrent_layers(model)
+        ignored = _ignored_logs()
+        changed = tracer_settings(ignore_logging_functions=ignored, **(settings or {}))
+        with changed, untimed_guards(), recurrent:
+            yield
+
+    return compiled_within(function, compiler, around, fullgraph=is_whole)
 
 
 def traced_entry(model: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,13 +190,8 @@ def traced_entry(model: nn.Module, compiled: Callable[..., Any]) -> Callable[...
     """
 
     def entry(*args: Any, **kwargs: Any) -> Any:
-        check_tracer()
-        with (
-            tracer_settings(ignore_logging_functions=_ignored_logs()),
-            default_stance(),
-            untimed_guards(),
-            recurrent_layers(model),
-        ):
+        _check_modes()
+        with default_stance():
             try:
                 return compiled(*args, **kwargs)
             except TorchDynamoException as error:
@@ -175,17 +216,21 @@ def check_tracer() -> None:
     CaptureError
         In a dispatch mode, and where the tracer is turned off.
     """
+    _check_modes()
+    if tracer_is_off():
+        msg = (
+            "models are traced with torch.compile, which is turned off in this process; "
+            "unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE"
+        )
+        raise CaptureError(msg)
+
+
+def _check_modes() -> None:
     if is_in_dispatch_mode():
         msg = (
             "a TorchDispatchMode around the call (FlopCounterMode, "
             "allow_mutation_on_saved_tensors) keeps the tracer away; make the call "
             "outside of it, or call remat.release(model) to run it plainly"
-        )
-        raise CaptureError(msg)
-    if tracer_is_off():
-        msg = (
-            "models are traced with torch.compile, which is turned off in this process; "
-            "unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE"
         )
         raise CaptureError(msg)
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -34,19 +34,17 @@ def _mallinfo2() -> Callable[[], _MallInfo] | None:
     return found
 
 
-_QUICK_NS = 100_000
-"""A count that takes longer is asked for twice in a step: glibc's looks at each free
-block, of which there may be a million."""
-
-_SLOW_NS = 1_000_000
-_REST = 200
-"""Where one takes longer, no step is looked at during this many times as long."""
+_SHARE = 100
+_MOST_NS = 20_000_000
+"""Counts take one part of the time in so many, and so much more at first: glibc's looks
+at each free block, of which there may be a million."""
 
 
 class Watch:
     """What is allocated more than when a step began.
 
-    Where the count is slow it takes a hundredth of the time.
+    The first steps are looked at in any case, and later ones as often as that takes a
+    hundredth of the time: all of them, where they are long against the count.
 
     Attributes
     ----------
@@ -56,90 +54,85 @@ class Watch:
 
     def __init__(self) -> None:
         self.is_on = True
+        self._place = torch.device("cpu")
         self._begun_bytes: int | None = None
-        self._took_ns = 0
-        self._rests_until_ns = 0
+        self._before_trace_bytes: int | None = None
+        # How long counts may take, as of when the last step began.
+        self._left_ns = _MOST_NS
+        self._seen_ns = time.monotonic_ns()
 
     def begin(self, place: torch.device) -> None:
-        """Begin a step."""
+        """Begin a step on a device."""
+        before_ns, self._seen_ns = self._seen_ns, time.monotonic_ns()
+        earned_ns = (self._seen_ns - before_ns) // _SHARE
+        self._left_ns = min(self._left_ns + earned_ns, _MOST_NS)
         self._begun_bytes = None
-        if self.is_on and time.monotonic_ns() >= self._rests_until_ns:
-            self._begun_bytes = self._read(place)
-            if self._took_ns > _SLOW_NS:
-                rest_ns = _REST * self._took_ns
-                self._rests_until_ns = time.monotonic_ns() + rest_ns
+        if self.is_on and self._left_ns > 0:
+            self._place = place
+            self._begun_bytes = self._read()
 
-    def grown_bytes(self, place: torch.device, *, is_over: bool) -> int | None:
+    def grown_bytes(self, *, is_over: bool) -> int | None:
         """Return the bytes more than at the beginning, ``None`` if they are not known.
 
         Parameters
         ----------
-        place
-            The device.
         is_over
             Whether nothing more is asked for in this step.
         """
         begun_bytes = self._begun_bytes
-        if begun_bytes is None or (self._took_ns > _QUICK_NS and not is_over):
+        if begun_bytes is None or (self._left_ns <= 0 and not is_over):
             return None
-        now_bytes = self._read(place)
+        now_bytes = self._read()
         return None if now_bytes is None else now_bytes - begun_bytes
 
     @contextmanager
-    def without_traces(self, place: torch.device) -> Generator[None]:
+    def without_traces(self) -> Generator[None]:
         """Leave out what tracing allocates inside: the tracer keeps megabytes."""
-        count = _TraceCount(self, place)
-        compile_callbacks.register_start_callback(count.begin)
-        compile_callbacks.register_end_callback(count.end)
+        # torch.compiler.reset() forgets them.
+        if _trace_begins not in compile_callbacks.start_callbacks:
+            compile_callbacks.register_start_callback(_trace_begins)
+            compile_callbacks.register_end_callback(_trace_ends)
+        _without_traces.append(self)
         try:
             yield
         finally:
-            # torch.compiler.reset() has forgotten them.
-            if count.begin in compile_callbacks.start_callbacks:
-                compile_callbacks.remove_start_callback(count.begin)
-                compile_callbacks.remove_end_callback(count.end)
+            _without_traces.remove(self)
 
-    def leave_out(self, grown_bytes: int) -> None:
-        """Let so many bytes be no part of what the step allocates."""
-        if self._begun_bytes is not None:
-            self._begun_bytes += grown_bytes
+    def begin_trace(self) -> None:
+        """Note what is allocated before a trace."""
+        self._before_trace_bytes = None if self._begun_bytes is None else self._read()
 
-    def read(self, place: torch.device) -> int | None:
-        """Return what is allocated now, ``None`` if no step is looked at."""
-        return None if self._begun_bytes is None else self._read(place)
+    def end_trace(self) -> None:
+        """Leave out what is allocated since, in traces one after the other."""
+        before_bytes, self._before_trace_bytes = self._before_trace_bytes, None
+        if before_bytes is None or self._begun_bytes is None:
+            return
+        now_bytes = self._read()
+        if now_bytes is not None:
+            self._begun_bytes += now_bytes - before_bytes
 
-    def _read(self, place: torch.device) -> int | None:
+    def _read(self) -> int | None:
         began_ns = time.thread_time_ns()
-        found = live_bytes(place)
-        self._took_ns = time.thread_time_ns() - began_ns
+        found = live_bytes(self._place)
+        self._left_ns -= time.thread_time_ns() - began_ns
         return found
 
 
-# Its type is one for functions.
-_not_traced: Any = torch.compiler.disable
+_without_traces: list[Watch] = []
+"""Those of the steps that run now."""
 
 
-class _TraceCount:
-    """Tells a watch what traces allocate, one after the other.
+# Nothing here is traced: the tracer calls it under a lock that a trace takes.
+@torch.compiler.disable
+def _trace_begins(_trace: object) -> None:
+    for watch in _without_traces:
+        watch.begin_trace()
 
-    Nothing of it is traced: the tracer calls it under a lock that a trace takes.
-    """
 
-    def __init__(self, watch: Watch, place: torch.device) -> None:
-        self._watch, self._place = watch, place
-        self._before_bytes: int | None = None
-
-    @_not_traced
-    def begin(self, _trace: object) -> None:
-        """Note what is allocated before a trace."""
-        self._before_bytes = self._watch.read(self._place)
-
-    @_not_traced
-    def end(self, _trace: object) -> None:
-        """Leave out what is allocated since."""
-        now_bytes = self._watch.read(self._place)
-        if self._before_bytes is not None and now_bytes is not None:
-            self._watch.leave_out(now_bytes - self._before_bytes)
+@torch.compiler.disable
+def _trace_ends(_trace: object) -> None:
+    for watch in _without_traces:
+        watch.end_trace()
 
 
 def live_bytes(place: torch.device) -> int | None:

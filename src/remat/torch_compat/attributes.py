@@ -5,7 +5,7 @@ What each is needed for stands in :data:`remat.torch_compat.table.ATTRIBUTES`.
 
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from gc import get_referents
@@ -94,34 +94,51 @@ def plain_model(model: nn.Module) -> nn.Module:
     return model._orig_mod if isinstance(model, names.OptimizedModule) else model
 
 
-def modules_in(model: nn.Module) -> list[nn.Module]:
-    """Return a module and those inside: as ``modules()``, in a quarter of the time."""
-    found = {model: None}
+def each_module(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and those inside: as ``modules()``, in a quarter of the time."""
+    found = {model}
     waiting = [model]
     while waiting:
-        for module in waiting.pop()._modules.values():
+        around = waiting.pop()
+        yield around
+        for module in reversed(around._modules.values()):
             if module is not None and module not in found:
-                found[module] = None
+                found.add(module)
                 waiting.append(module)
-    return list(found)
 
 
-def parameters_in(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a module and of those inside, shared ones repeatedly."""
+def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters that are modules' own, shared ones repeatedly."""
     return [
         parameter
-        for module in modules_in(model)
+        for module in modules
         for parameter in module._parameters.values()
         if parameter is not None
     ]
 
 
-def parameter_versions(model: nn.Module) -> list[int]:
-    """Return how often each parameter was written, at each call of the model."""
-    return [
-        0 if parameter.is_inference() else parameter._version
-        for parameter in parameters_in(model)
-    ]
+def each_parameter(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of a module and of those inside, shared ones repeatedly."""
+    for module in each_module(model):
+        yield from parameters_of((module,))
+
+
+def is_trained(model: nn.Module) -> bool:
+    """Return whether a parameter of a module, or of those inside, is trained."""
+    for module in each_module(model):
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.requires_grad:
+                return True
+    return False
+
+
+def versions_of(parameters: Sequence[nn.Parameter]) -> list[int]:
+    """Return how often each parameter was written, 0 where that is not counted."""
+    try:
+        return [parameter._version for parameter in parameters]
+    except RuntimeError:
+        # They were made in inference mode.
+        return [0 if each.is_inference() else each._version for each in parameters]
 
 
 def forward_hooks(module: nn.Module) -> Iterator[Any]:
@@ -176,6 +193,9 @@ def parametrizations_put_back() -> Generator[None]:
         parametrize._cache.update(before)
 
 
+_DEFAULT_STANCE = eval_frame.DynamoStance()
+
+
 @contextmanager
 def default_stance() -> Generator[None]:
     """Let compiled calls do what they were compiled for.
@@ -183,7 +203,7 @@ def default_stance() -> Generator[None]:
     The stance is the whole process's: where another thread changed it meanwhile, it
     stays as that thread wants it.
     """
-    if eval_frame._stance == eval_frame.DynamoStance():
+    if eval_frame._stance == _DEFAULT_STANCE:
         yield
         return
     changed = torch.compiler.set_stance("default")

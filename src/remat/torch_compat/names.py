@@ -128,6 +128,7 @@ if TYPE_CHECKING:
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     dynamo_config = torch._dynamo.config
+    optimize = torch._dynamo.optimize
     guards = torch._dynamo.guards
     maybe_mark_dynamic = torch._dynamo.maybe_mark_dynamic
     BoxedCodeGen = _BoxedCodeGen

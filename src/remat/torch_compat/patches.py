@@ -7,12 +7,13 @@ sees it, and threads that run compiled steps do not look there. Two exceptions:
 """
 
 import threading
-from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
+from torch import fx
 
 from remat.torch_compat.attributes import composite_kernel
 from remat.torch_compat.names import (
@@ -26,10 +27,14 @@ from remat.torch_compat.names import (
     exclude_dispatch_keys,
     guards,
     has_kernel_for_key,
+    optimize,
 )
 
 Patch = Callable[[], Callable[[], None]]
 """Changes torch, and returns what changes it back."""
+
+Entered = AbstractContextManager[None]
+"""What is entered for a moment."""
 
 KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 """The keys under which the tracer finds what takes an operator apart."""
@@ -67,6 +72,49 @@ def tracer_settings(**changes: Any) -> Generator[None]:
     finally:
         for name in changed:
             setattr(dynamo_config, name, before[name])
+
+
+class _Within:
+    """What the tracer calls for each piece of code that is new, inside of a context."""
+
+    def __init__(
+        self, convert: Callable[..., Any], around: Callable[[], Entered]
+    ) -> None:
+        # The tracer goes from one to the next to find the compiler at the end.
+        self._torchdynamo_orig_backend = convert
+        self._around = around
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._around():
+            return self._torchdynamo_orig_backend(*args, **kwargs)
+
+
+def compiled_within(
+    function: Callable[..., Any],
+    compiler: Callable[..., Any],
+    around: Callable[[], Entered],
+    *,
+    fullgraph: bool = False,
+) -> Callable[..., Any]:
+    """Return what ``torch.compile`` does, with each trace inside of a context.
+
+    Calls of what was traced before do not enter it.
+
+    Parameters
+    ----------
+    function, compiler, fullgraph
+        As ``model``, ``backend`` and ``fullgraph`` of ``torch.compile``, for static
+        shapes.
+    around
+        Returns the context.
+    """
+
+    def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return compiler(module, inputs)
+
+    context = optimize(backend=compile_graph, nopython=fullgraph, dynamic=False)
+    context.callback = _Within(context.callback, around)
+    return context(function)
 
 
 class _UntimedGuards:

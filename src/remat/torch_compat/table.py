@@ -67,6 +67,7 @@ NAMES: dict[str, Private] = {
     "dynamo_config": Private(
         "torch._dynamo.config", "tracing every new shape, and leaving logs out"
     ),
+    "optimize": Private("torch._dynamo:optimize", "settings that hold in traces only"),
     "comptime": Private("torch._dynamo.comptime:comptime", "noting what is returned"),
     "ComptimeContext": Private(
         "torch._dynamo.comptime:ComptimeContext", "noting what a call returns"

@@ -129,8 +129,8 @@ class BlockCalls:
     ----------
     blocks
         By name, as :func:`blocks_of` returns them.
-    backend
-        What compiles their graphs, as ``backend`` of ``torch.compile``.
+    compiled
+        From a function that runs in the model's call to one whose graphs are compiled.
     region_count
         Returns how many regions have run.
     is_strict
@@ -147,7 +147,7 @@ class BlockCalls:
     def __init__(
         self,
         blocks: Mapping[str, nn.Module],
-        backend: Callable[..., Any],
+        compiled: Callable[[Callable[..., Any]], Callable[..., Any]],
         region_count: Callable[[], int],
         *,
         is_strict: bool = False,
@@ -162,8 +162,8 @@ class BlockCalls:
 
         # A code object of its own: the tracer caches by these.
         call.__code__ = call.__code__.replace(co_name=f"block_{id(self)}")
-        self._compiled = torch.compile(call, backend=backend, dynamic=False)
-        self._backend = backend
+        self._compiled = compiled
+        self._run = compiled(call)
         self._names = {block: name for name, block in blocks.items()}
         # With the forward that others had put on a block, ``None`` for its class's.
         self._calls: dict[nn.Module, tuple[Any, _BlockCall]] = {}
@@ -174,10 +174,10 @@ class BlockCalls:
         if call is None or known is not own:
             plain = own or functools.partial(type(block).forward, block)
             run = (
-                functools.partial(self._compiled, block)
+                functools.partial(self._run, block)
                 if own is None
                 # It is not shared.
-                else torch.compile(own, backend=self._backend, dynamic=False)
+                else self._compiled(own)
             )
             call = _BlockCall(self, self._names[block], run, plain)
             self._calls[block] = own, call

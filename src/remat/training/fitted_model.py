@@ -10,7 +10,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -27,6 +27,7 @@ from remat.capture.tracing import (
     check_backward_hooks,
     check_batch,
     check_is_no_wrapper,
+    compiled_code,
     compiled_entry,
     quiet_tracer,
     raise_capture_error,
@@ -58,6 +59,7 @@ from remat.torch_compat.attributes import (
     install_replication,
     install_state,
     installed_call,
+    is_trained,
     plain_call,
     replication_of,
     uninstall_replication,
@@ -65,7 +67,7 @@ from remat.torch_compat.attributes import (
 )
 from remat.torch_compat.attributes import plain_model as plain_model
 from remat.torch_compat.messages import NO_SAVED_TENSOR_HOOKS
-from remat.torch_compat.patches import alone, tracer_settings
+from remat.torch_compat.patches import alone
 from remat.torch_compat.process_groups import group_around
 from remat.torch_compat.sharding import gathered_groups, gathering_alone, local_part
 from remat.training.caller_state import unchanged
@@ -101,21 +103,21 @@ _OPAQUE = (
 )
 
 
-def _tracer_settings(*, is_whole: bool) -> AbstractContextManager[None]:
-    """Return a context in which every new shape and every new hook is traced.
+def _tracer_settings(*, is_whole: bool) -> dict[str, Any]:
+    """Return settings with which every new shape and every new hook is traced.
 
     By default the tracer gives up after eight variants of a step, and does not look
     for hooks that are added later. Where the model may be split, it is at NumPy's
     random draws; in one graph the tracer draws from torch's generator instead. Inside
     of a ``DistributedDataParallel`` it splits no graph at the borders of buckets.
     """
-    return tracer_settings(
-        optimize_ddp=False,
-        use_numpy_random_stream=not is_whole,
-        recompile_limit=_VARIANTS,
-        accumulated_recompile_limit=_VARIANTS,
-        skip_nnmodule_hook_guards=False,
-    )
+    return {
+        "optimize_ddp": False,
+        "use_numpy_random_stream": not is_whole,
+        "recompile_limit": _VARIANTS,
+        "accumulated_recompile_limit": _VARIANTS,
+        "skip_nnmodule_hook_guards": False,
+    }
 
 
 def fitted_on(model: nn.Module) -> "FittedModel | None":
@@ -570,7 +572,7 @@ class FittedModel:
         """Whether a call made now is the forward pass of a training step."""
         if not torch.is_grad_enabled():
             return False
-        if not any(p.requires_grad for p in self.model.parameters()) and not any(
+        if not is_trained(self.model) and not any(
             tensor.requires_grad for tensor in tensors_in((args, dict(kwargs)))
         ):
             return False
@@ -672,10 +674,7 @@ class FittedModel:
         outputs: Any = None
         is_done = False
         try:
-            with (
-                _tracer_settings(is_whole=self.is_whole),
-                self._own_forward() if is_called else nullcontext(),
-            ):
+            with self._own_forward() if is_called else nullcontext():
                 self.before_call(args, kwargs, runs_hooks=runs_hooks)
                 outputs = self._entry(runs_hooks=runs_hooks)(*args, **kwargs)
             running = planner.running_plan
@@ -755,7 +754,21 @@ class FittedModel:
         """Return a call of the model whose graphs the backend compiles."""
         note = note_returned(self.backend.note_returned)
         return compiled_entry(
-            self.model, self.backend, note, traced=call, is_whole=self.is_whole
+            self.model,
+            self.backend,
+            note,
+            traced=call,
+            is_whole=self.is_whole,
+            settings=_tracer_settings(is_whole=self.is_whole),
+        )
+
+    def compiled_part(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that the model's call runs, whose graphs are compiled."""
+        return compiled_code(
+            function,
+            self.backend,
+            model=self.model,
+            settings=_tracer_settings(is_whole=self.is_whole),
         )
 
     def forward_to_trace(self) -> Callable[..., Any]:

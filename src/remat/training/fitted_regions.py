@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -27,10 +27,12 @@ from remat.planning.plan import Plan
 from remat.profile.allocations import AllocationRecorder, Recording
 from remat.profile.gathered_parameters import check_groups
 from remat.torch_compat.attributes import (
-    parameter_versions,
+    each_module,
+    parameters_of,
     storage_identity,
     trace_again,
     version_of,
+    versions_of,
 )
 from remat.torch_compat.names import profiler_enabled, tree_flatten
 from remat.torch_compat.patches import alone
@@ -108,8 +110,11 @@ class _Call:
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    # What it is given, in one list, and how that is nested.
+    values: list[Any]
+    nesting: Any
     runs_hooks: bool
-    gradient_bytes: int
+    gradient_bytes: int = 0
     kind: Any = None
     # How often what it is given, and each parameter, was written when it began.
     given_versions: list[Any] = field(default_factory=list[Any])
@@ -182,7 +187,8 @@ class FittedRegions(FittedModel):
             return 0 if found is None else found.region_count
 
         is_strict = regions == "auto"
-        return BlockCalls(blocks, self.backend, region_count, is_strict=is_strict)
+        compiled = self.compiled_part
+        return BlockCalls(blocks, compiled, region_count, is_strict=is_strict)
 
     def make_backend(self, *, is_only_planned: bool) -> RegionBackend:
         """Return the backend that compiles the model's graphs."""
@@ -252,7 +258,7 @@ class FittedRegions(FittedModel):
         In one thread at a time: which graph comes next is counted, and others trace.
         """
         planner = self.planner
-        with alone(), planner.watch.without_traces(planner.device):
+        with alone(), planner.watch.without_traces():
             return super().run(args, kwargs, runs_hooks=runs_hooks)
 
     def compiled(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -431,22 +437,24 @@ class FittedRegions(FittedModel):
     ) -> None:
         """Plan a call of a new kind before it runs."""
         planner = self.planner
-        values = tree_flatten((args, kwargs))[0]
+        values, nesting = _flat(args, kwargs)
         planner.between.begin(values)
         if planner.gathering is None:
-            is_new = not self._steps_by_kind
+            is_first = not self._steps_by_kind
             planner.note_groups(
-                gathered_groups(self.model) if is_new else planner.groups
+                gathered_groups(self.model) if is_first else planner.groups
             )
-        gradient_bytes = planner.gradient_bytes_now(values)
-        call = _Call(args, kwargs, runs_hooks, gradient_bytes)
-        call.given_versions = _versions_of(values)
-        call.parameter_versions = parameter_versions(self.model)
-        if self._notes_state and planner.gathering is None:
-            call.state = CallState(self.model)
-        call.kind = self._kind = self._kind_of_call(call)
+        call = _Call(args, kwargs, values, nesting, runs_hooks)
+        call.gradient_bytes = planner.gradient_bytes_now(values)
+        modules = list(each_module(self.model))
+        parameters = parameters_of(modules)
+        call.kind = self._kind = self._kind_of(call, modules, parameters)
         if planner.gathering is not None:
             return
+        call.given_versions = _versions_of(values)
+        call.parameter_versions = versions_of(parameters)
+        if self._notes_state:
+            call.state = CallState(self.model)
         known = self._steps_by_kind
         # A second profiler could not measure what there is between the graphs.
         if not (profiler_enabled() and known):
@@ -454,20 +462,22 @@ class FittedRegions(FittedModel):
             # This call may take another way than that one.
             if was is not None:
                 self._plan_way(was)
-            if call.kind not in known:
-                self.plan_step(args, kwargs, gradient_bytes)
-            planner.between.begin(values)
+            is_new = call.kind not in known
+            if is_new:
+                self.plan_step(args, kwargs, call.gradient_bytes)
+            # What was run for planning has begun meanwhile.
+            if is_new or was is not None:
+                planner.between.begin(values)
         self._call, self._kind = call, call.kind
-        self.begin_call(gradient_bytes)
+        self.begin_call(call.gradient_bytes)
 
     def _plan_way(self, call: "_Call") -> None:
         """Plan the way that a call took, or refuse it from now on."""
-        values = tree_flatten((call.args, call.kwargs))[0]
-        now = _versions_of(values)
-        # References to one tensor are one; to compare others would compare values.
-        if len(now) != len(call.given_versions) or any(
-            one[0] is not other[0] or one[1:] != other[1:]
-            for one, other in zip(now, call.given_versions, strict=True)
+        values, nesting = _flat(call.args, call.kwargs)
+        if (
+            nesting != call.nesting
+            or list(map(id, values)) != list(map(id, call.values))
+            or _versions_of(values) != call.given_versions
         ):
             self.tell(
                 f"a way that a step of {self.name} took cannot be planned, as its batch "
@@ -531,9 +541,20 @@ class FittedRegions(FittedModel):
                 "no more; leave that much room in the budget"
             )
 
-    def _kind_of_call(self, call: "_Call") -> Any:
+    def _kind_of(
+        self,
+        call: "_Call",
+        modules: Sequence[nn.Module],
+        parameters: Sequence[nn.Parameter],
+    ) -> Any:
+        """Return what is equal for calls that run by one plan."""
         return (
-            *self.kind_of(call.args, call.kwargs),
+            call.nesting,
+            *map(_described, call.values),
+            tuple([module.training for module in modules]),
+            tuple([parameter.requires_grad for parameter in parameters]),
+            self.switches(modules),
+            autocast_now(),
             call.runs_hooks,
             self.backend.backward_autocast,
             call.gradient_bytes,
@@ -545,9 +566,9 @@ class FittedRegions(FittedModel):
             self.planner.waiting_bytes,
         )
 
-    def kind_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return what is equal for calls that run by one plan."""
-        return _kind_of(self.model, args, kwargs)
+    def switches(self, modules: Sequence[nn.Module]) -> tuple[Any, ...]:  # noqa: ARG002
+        """Return what else of modules is equal for calls that run by one plan."""
+        return ()
 
     def _plan_varying(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], gradient_bytes: int
@@ -622,7 +643,8 @@ class FittedRegions(FittedModel):
 
     def _note_unplanned(self, call: "_Call", route: Route) -> None:
         """Let the way of a call that is over be planned before the next of its kind."""
-        if parameter_versions(self.model) != call.parameter_versions:
+        now = versions_of(parameters_of(each_module(self.model)))
+        if now != call.parameter_versions:
             self.tell(
                 f"a way that a step of {self.name} took writes parameters in its forward "
                 "pass, and cannot be planned, as that runs it again. Such steps may need "
@@ -734,18 +756,16 @@ class FittedDeepModel(FittedRegions):
         if self._whole is not None:
             self._whole.set_budget(plan)
 
-    def kind_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return what is equal for calls that run by one plan.
-
-        Switches of modules are part of it, such as one that turns checkpoints on.
-        """
-        switches = tuple(
-            (index, name, value)
-            for index, module in enumerate(self.model.modules())
-            for name, value in vars(module).items()
-            if type(value) is bool
+    def switches(self, modules: Sequence[nn.Module]) -> tuple[Any, ...]:
+        """Return what is switched on in modules, such as one that turns checkpoints on."""
+        return tuple(
+            [
+                (index, name, value)
+                for index, module in enumerate(modules)
+                for name, value in vars(module).items()
+                if type(value) is bool
+            ]
         )
-        return (*super().kind_of(args, kwargs), switches)
 
     def begin_call(self, gradient_bytes: int) -> None:
         """Let the call that is about to run, of the kind seen last, run by its plan."""
@@ -780,25 +800,26 @@ def _that_helps_more(by_blocks: RematError, as_one: RematError) -> RematError:
 
 
 def _versions_of(values: list[Any]) -> list[Any]:
-    """Return which tensors there are, where, and how often each was written."""
+    """Return where tensors are, and how often each was written."""
     return [
-        (weakref.ref(v), storage_identity(v), version_of(v))
+        (storage_identity(v), version_of(v))
         for v in values
         if isinstance(v, torch.Tensor)
     ]
 
 
-def _kind_of(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Any, ...]:
-    leaves, structure = tree_flatten((args, kwargs))
-    return (
-        *map(_described, leaves),
-        str(structure),
-        tuple(module.training for module in model.modules()),
-        tuple(parameter.requires_grad for parameter in model.parameters()),
-        autocast_now(),
-    )
+_PLAIN = bool | int | float | str | None
+
+
+def _flat(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], tuple[Any, ...]]:
+    """Return what a call is given in one list, and how it is nested."""
+    values = [*args, *kwargs.values()]
+    if all(isinstance(value, torch.Tensor | _PLAIN) for value in values):
+        return values, (len(args), *kwargs)
+    values, structure = tree_flatten((args, kwargs))
+    return values, (str(structure),)
 
 
 def _described(value: Any) -> Any:
@@ -810,5 +831,4 @@ def _described(value: Any) -> Any:
             value.device,
             value.requires_grad,
         )
-    is_plain = isinstance(value, bool | int | float | str | None)
-    return (type(value), value if is_plain else None)
+    return (type(value), value if isinstance(value, _PLAIN) else None)

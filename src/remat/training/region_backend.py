@@ -128,7 +128,10 @@ class RegionBackend(PlannedBackend):
         variants: dict[tuple[RegionCode, int], Callable[..., Any]] = {}
 
         def code_now() -> RegionCode:
-            return codes.setdefault(self.backward_autocast, RegionCode(sources))
+            autocast = self.backward_autocast
+            if autocast not in codes:
+                codes[autocast] = RegionCode(sources)
+            return codes[autocast]
 
         def variant(choice: RegionChoice, inputs: Sequence[Any]) -> Callable[..., Any]:
             key = choice.code, choice.number

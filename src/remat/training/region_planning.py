@@ -74,7 +74,7 @@ from remat.profile.known import KnownCosts
 from remat.profile.live_memory import Watch
 from remat.profile.optimizer_memory import LossMemory, assumed_loss_bytes
 from remat.runtime.remade import RemadeValues
-from remat.torch_compat.attributes import storage_identity
+from remat.torch_compat.attributes import each_parameter, storage_identity
 from remat.torch_compat.metadata import outputs_of_tangents
 from remat.torch_compat.names import FakeTensorMode, tree_map
 from remat.torch_compat.sharding import Gathered, GatheredGroup, gathering_alone
@@ -339,8 +339,8 @@ class RegionPlanner(Planner):
     @property
     def device(self) -> torch.device:
         """The device that the model is on."""
-        parameters = () if self.model is None else self.model.parameters()
-        return next((p.device for p in parameters), torch.device("cpu"))
+        first = None if self.model is None else next(each_parameter(self.model), None)
+        return torch.device("cpu") if first is None else first.device
 
     def words_of_left_out(self) -> str:
         """Return why a part has no graph, and what to do."""
@@ -1002,7 +1002,7 @@ class RegionPlanner(Planner):
             return
         if running.excess is not None or (is_over and count != len(step.choices)):
             return
-        grown_bytes = self.watch.grown_bytes(self.device, is_over=is_over)
+        grown_bytes = self.watch.grown_bytes(is_over=is_over)
         if grown_bytes is None:
             return
         planned_bytes = step.held_bytes[count + is_over] - step.held_bytes[0]

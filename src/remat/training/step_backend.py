@@ -127,7 +127,8 @@ class PlannedBackend:
     ) -> Callable[..., Any]:
         """Compile one traced function."""
         inputs = self.describe_inputs(module, example_inputs)
-        return self.compile(module, example_inputs, inputs)
+        compiled = self.compile(module, example_inputs, inputs)
+        return torch.compiler.disable(compiled)
 
     def compile(
         self,
@@ -224,7 +225,7 @@ class PlannedBackend:
                 early.watch(outputs, passes)
             return outputs
 
-        return torch.compiler.disable(run)
+        return run
 
     def piece_bytes(self) -> int | None:
         """Return in pieces of how many bytes gradients leave before backward has ended.

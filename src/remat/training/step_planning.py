@@ -70,7 +70,11 @@ from remat.profile.optimizer_memory import (
     assumed_loss_bytes,
     optimizer_bytes,
 )
-from remat.torch_compat.attributes import parameters_in, storage_identity
+from remat.torch_compat.attributes import (
+    each_module,
+    parameters_of,
+    storage_identity,
+)
 from remat.torch_compat.names import tree_map, unset_fake_temporarily
 from remat.torch_compat.sharding import local_part
 from remat.training.allocator_settings import settings_on
@@ -104,13 +108,10 @@ def optimizer_memory(optimizer: torch.optim.Optimizer | None) -> tuple[int, int]
 
 def gradient_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the gradients that leaves among ``tensors`` hold now."""
-    sizes: dict[int, int] = {}
-    for tensor in tensors:
-        # At each call, for each parameter: few have a gradient when a step begins.
-        if tensor.is_leaf and tensor.grad is not None:
-            gradient = local_part(tensor.grad)
-            size_bytes = gradient.untyped_storage().nbytes()
-            sizes[storage_identity(gradient)] = size_bytes
+    # At each call, for each parameter: few have a gradient when a step begins.
+    found = [tensor.grad for tensor in tensors if tensor.is_leaf]
+    gradients = [local_part(each) for each in found if each is not None]
+    sizes = {storage_identity(g): g.untyped_storage().nbytes() for g in gradients}
     return sum(sizes.values())
 
 
@@ -220,7 +221,7 @@ class Planner:
         """
         if self.assumed_gradient_bytes is not None:
             return self.assumed_gradient_bytes
-        known = [] if self.model is None else parameters_in(self.model)
+        known = () if self.model is None else parameters_of(each_module(self.model))
         held_bytes = gradient_bytes([*tensors_in(inputs), *known])
         return held_bytes + gradient_buckets_bytes()
 
