@@ -3,19 +3,20 @@
 ``python -m studies.switching`` times steps of a stack of tiny blocks, whose operators
 take next to no time, with two batches of different lengths by turns: the plain model,
 the same compiled by ``torch.compile`` with the backend ``aot_eager``, which runs the
-operators as they are, and the model fitted in several ways, within a budget that asks
-for nothing. All are timed in turns in one process, on one thread. Lines are added to
+operators as they are, as a whole or block by block (``regional``), and the model fitted
+in several ways, within a budget that asks for nothing. All are timed in turns of a few
+steps in one process, on one thread. Lines are added to
 ``studies/results/switching.jsonl``; ``--tables`` writes the newest of each depth into
 ``docs/studies.md``.
 """
 
 import argparse
 import copy
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -29,11 +30,17 @@ from studies.tables import table
 STUDY = "switching"
 PAGE = ROOT / "docs" / "studies.md"
 DEPTHS = (2, 16)
-WAYS = ("plain", "compiled", "fitted", "dynamic", "breaks", "blocks")
+WAYS = ("plain", "compiled", "regional", "fitted", "dynamic", "breaks", "blocks")
+BESIDE = {"blocks": "regional"}
+"""What a way is compared with that is not one graph."""
 
 _WIDTH = 8
 _LENGTHS = (4, 6)
 _WARMUP = 20
+_TURN = 8
+_SETTLING = 2
+"""Steps of a turn, and how many at its beginning are not counted: caches hold what the
+way before has left."""
 _BUDGET = "1 GiB"
 
 
@@ -71,6 +78,10 @@ def called(
             return model
         case "compiled":
             return torch.compile(model, backend="aot_eager", dynamic=False)
+        case "regional":
+            for block in model.get_submodule("blocks").children():
+                block.compile(backend="aot_eager", dynamic=False)
+            return model
         case "dynamic":
             options["dynamic"] = {"x": {0: (2, max(_LENGTHS))}}
         case "breaks" | "blocks":
@@ -81,31 +92,47 @@ def called(
     return model
 
 
-def study(depth: int, steps: int) -> dict[str, Any]:
-    """Time steps in all ways by turns; return medians in microseconds."""
+def study(depth: int, turns: int) -> dict[str, Any]:
+    """Time steps in all ways by turns; return medians in microseconds.
+
+    What is beyond another way is the median of the differences within a turn, as the
+    machine's speed changes between turns.
+    """
     torch.manual_seed(0)
     first = Stack(depth)
     batches = [torch.randn(length, _WIDTH) for length in _LENGTHS]
     models = {way: copy.deepcopy(first) for way in WAYS}
     calls = {way: called(way, model, batches[0]) for way, model in models.items()}
-    taken: dict[str, list[tuple[int, int]]] = {way: [] for way in WAYS}
+    taken: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     with ForeignLoad() as load:
-        for number in range(_WARMUP + steps):
-            batch = batches[number % len(batches)]
+        for _ in range(_WARMUP + turns):
             for way, call in calls.items():
-                start = time.perf_counter_ns()
-                loss = call(batch)
-                middle = time.perf_counter_ns()
-                loss.backward()
-                end = time.perf_counter_ns()
-                models[way].zero_grad()
-                taken[way].append((middle - start, end - start))
-    line: dict[str, Any] = {"steps": steps, "foreign_load": load.share}
-    for way, pairs in taken.items():
-        calls_ns, steps_ns = zip(*pairs[_WARMUP:], strict=True)
-        line[f"{way}_call_us"] = statistics.median(calls_ns) / 1000
-        line[f"{way}_step_us"] = statistics.median(steps_ns) / 1000
+                turn = [timed(call, models[way], batches[i % 2]) for i in range(_TURN)]
+                calls_ns, steps_ns = zip(*turn[_SETTLING:], strict=True)
+                taken[way].append((median(calls_ns) / 1000, median(steps_ns) / 1000))
+    line: dict[str, Any] = {"turns": turns, "foreign_load": load.share}
+    calls_us = {way: [each[0] for each in taken[way][_WARMUP:]] for way in WAYS}
+    steps_us = {way: [each[1] for each in taken[way][_WARMUP:]] for way in WAYS}
+    for way in WAYS:
+        line[f"{way}_call_us"] = median(calls_us[way])
+        line[f"{way}_step_us"] = median(steps_us[way])
+        for other in ("plain", "compiled", "regional"):
+            pairs = zip(steps_us[way], steps_us[other], strict=True)
+            line[f"{way}_beyond_{other}_us"] = median(one - two for one, two in pairs)
     return line
+
+
+def timed(
+    call: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, batch: torch.Tensor
+) -> tuple[int, int]:
+    """Return the nanoseconds of a call, and of the whole step."""
+    start = time.perf_counter_ns()
+    loss = call(batch)
+    middle = time.perf_counter_ns()
+    loss.backward()
+    end = time.perf_counter_ns()
+    model.zero_grad()
+    return middle - start, end - start
 
 
 def switching_table(results: Path) -> str:
@@ -116,15 +143,15 @@ def switching_table(results: Path) -> str:
         if (line := newest.get(depth)) is None:
             continue
         for way in WAYS:
-            step_us = line[f"{way}_step_us"]
+            other = BESIDE.get(way, "compiled")
             rows.append(
                 [
                     str(depth),
                     way,
                     f"{line[f'{way}_call_us']:.0f} μs",
-                    f"{step_us:.0f} μs",
-                    f"{step_us - line['plain_step_us']:+.0f} μs",
-                    f"{step_us - line['compiled_step_us']:+.0f} μs",
+                    f"{line[f'{way}_step_us']:.0f} μs",
+                    f"{line[f'{way}_beyond_plain_us']:+.0f} μs",
+                    f"{line[f'{way}_beyond_{other}_us']:+.0f} μs",
                 ]
             )
     header = ("blocks", "way", "call", "step", "beyond plain", "beyond compiled")
@@ -136,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m studies.switching", description=__doc__
     )
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--turns", type=int, default=300)
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
     parser.add_argument("--tables", action="store_true", help="write the table only")
     options = parser.parse_args(arguments)
@@ -148,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     torch.set_num_threads(1)
     for depth in DEPTHS:
-        line = {"study": STUDY, "depth": depth, **study(depth, options.steps)}
+        line = {"study": STUDY, "depth": depth, **study(depth, options.turns)}
         append(results, {**line, **environment()})
         print(line)
     return 0

@@ -11,7 +11,7 @@ def test_a_line_and_rows_for_each_depth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("studies.switching.DEPTHS", (2,))
-    assert main(["--steps", "2", "--results", str(tmp_path)]) == 0
+    assert main(["--turns", "2", "--results", str(tmp_path)]) == 0
     path = tmp_path / "switching.jsonl"
     line = json.loads(path.read_text(encoding="utf-8"))
     for way in WAYS:

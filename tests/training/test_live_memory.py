@@ -1,6 +1,5 @@
 """What is allocated during forward against the plan, whatever keeps it."""
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -34,8 +33,7 @@ SAID = "more were allocated than its plan says"
 @pytest.fixture(autouse=True)
 def _the_count_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a worker that ran many tests it is not, and is asked for seldom."""
-    monkeypatch.setattr(live_memory, "_QUICK_NS", 10**10)
-    monkeypatch.setattr(live_memory, "_SLOW_NS", 10**10)
+    monkeypatch.setattr(live_memory, "_MOST_NS", 10**12)
 
 
 def kept_by_hook(x: torch.Tensor, *, is_large: bool) -> torch.Tensor:
@@ -154,26 +152,42 @@ def test_what_a_plan_leaves_and_noise_are_not_told(
 def test_a_slow_count_is_asked_for_in_a_hundredth_of_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    count = 0
+    count, now_ns = 0, 0
 
     def slow(_place: torch.device) -> int:
-        nonlocal count
+        nonlocal count, now_ns
         count += 1
-        end_ns = time.thread_time_ns() + 2 * live_memory._SLOW_NS
-        while time.thread_time_ns() < end_ns:
-            pass
+        now_ns += 2_000_000
         return count
 
+    def clock_ns() -> int:
+        return now_ns
+
     monkeypatch.setattr(live_memory, "live_bytes", slow)
-    monkeypatch.setattr(live_memory, "_QUICK_NS", 100_000)
-    monkeypatch.setattr(live_memory, "_SLOW_NS", 1_000_000)
+    monkeypatch.setattr(live_memory, "_MOST_NS", 5_000_000)
+    for name in "monotonic_ns", "thread_time_ns":
+        monkeypatch.setattr(live_memory.time, name, clock_ns)
     watch, place = live_memory.Watch(), torch.device("cpu")
     watch.begin(place)
-    assert watch.grown_bytes(place, is_over=False) is None
-    assert watch.grown_bytes(place, is_over=True) == 1
+    assert watch.grown_bytes(is_over=False) == 1
+    assert watch.grown_bytes(is_over=True) == 2
+    assert count == 3
+    # Six milliseconds were used, five there were.
     watch.begin(place)
-    assert watch.grown_bytes(place, is_over=True) is None
-    assert count == 2
+    assert watch.grown_bytes(is_over=True) is None
+    assert count == 3
+    now_ns += 200_000_000
+    watch.begin(place)
+    # What is left is for the end.
+    assert watch.grown_bytes(is_over=False) is None
+    assert watch.grown_bytes(is_over=True) == 1
+    assert count == 5
+    # However long it rests, it is asked for no more than at first.
+    now_ns += 10**12
+    watch.begin(place)
+    assert watch.grown_bytes(is_over=False) == 1
+    assert watch.grown_bytes(is_over=False) == 2
+    assert watch.grown_bytes(is_over=False) is None
 
 
 def test_what_tracing_allocates_is_not_the_steps() -> None:
@@ -192,7 +206,7 @@ def test_what_tracing_allocates_is_not_the_steps() -> None:
     train_alike(model, plain, [X])
     torch._dynamo.reset_code(Split.forward.__code__)
     # Told before the count's own.
-    names.compile_callbacks.register_end_callback(trace_ends)
+    names.compile_callbacks.end_callbacks.insert(0, trace_ends)
     try:
         train_alike(model, plain, [X])
     finally:

@@ -25,7 +25,7 @@ from remat.core.errors import (
     ProfileError,
 )
 from remat.training.fitted_model import fitted_on
-from remat.training.fitted_regions import FittedRegions, _kind_of
+from remat.training.fitted_regions import FittedRegions, _flat, _kind_of
 from remat.training.fitting import fit_at_first_batch
 from remat.training.request import Regions
 
@@ -713,7 +713,9 @@ def test_calls_of_one_kind_are_those_that_one_plan_holds_for() -> None:
     model = Layers()
 
     def kind(*args: Any, **kwargs: Any) -> Any:
-        return _kind_of(model, args, kwargs)
+        values, nesting = _flat(args, kwargs)
+        modules, parameters = list(model.modules()), list(model.parameters())
+        return _kind_of(nesting, values, modules, parameters)
 
     kinds = [
         kind(X),

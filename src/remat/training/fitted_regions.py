@@ -448,7 +448,7 @@ class FittedRegions(FittedModel):
         call.gradient_bytes = planner.gradient_bytes_now(values)
         modules = list(each_module(self.model))
         parameters = parameters_of(modules)
-        call.kind = self._kind = self._kind_of(call, modules, parameters)
+        call.kind = self._kind = self._kind_of_call(call, modules, parameters)
         if planner.gathering is not None:
             return
         call.given_versions = _versions_of(values)
@@ -541,20 +541,15 @@ class FittedRegions(FittedModel):
                 "no more; leave that much room in the budget"
             )
 
-    def _kind_of(
+    def _kind_of_call(
         self,
         call: "_Call",
         modules: Sequence[nn.Module],
         parameters: Sequence[nn.Parameter],
     ) -> Any:
-        """Return what is equal for calls that run by one plan."""
         return (
-            call.nesting,
-            *map(_described, call.values),
-            tuple([module.training for module in modules]),
-            tuple([parameter.requires_grad for parameter in parameters]),
+            _kind_of(call.nesting, call.values, modules, parameters),
             self.switches(modules),
-            autocast_now(),
             call.runs_hooks,
             self.backend.backward_autocast,
             call.gradient_bytes,
@@ -757,7 +752,7 @@ class FittedDeepModel(FittedRegions):
             self._whole.set_budget(plan)
 
     def switches(self, modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-        """Return what is switched on in modules, such as one that turns checkpoints on."""
+        """Return what is switched on in modules, such as what turns checkpoints on."""
         return tuple(
             [
                 (index, name, value)
@@ -806,6 +801,22 @@ def _versions_of(values: list[Any]) -> list[Any]:
         for v in values
         if isinstance(v, torch.Tensor)
     ]
+
+
+def _kind_of(
+    nesting: Any,
+    values: Sequence[Any],
+    modules: Sequence[nn.Module],
+    parameters: Sequence[nn.Parameter],
+) -> tuple[Any, ...]:
+    """Return what is equal for calls that run by one plan, of what they read."""
+    return (
+        nesting,
+        *map(_described, values),
+        tuple([module.training for module in modules]),
+        tuple([parameter.requires_grad for parameter in parameters]),
+        autocast_now(),
+    )
 
 
 _PLAIN = bool | int | float | str | None
