@@ -43,9 +43,18 @@ MARK = "remat: at the border of graph "
 
 @dataclass(frozen=True, eq=False)
 class RegionCode:
-    """Code that the tracer handed over: one graph, for one kind of inputs."""
+    """Code that the tracer handed over: one graph, for one kind of inputs.
+
+    Parameters
+    ----------
+    sources
+        Where its inputs come from.
+    set_up
+        The numbers of the orders in which it has run.
+    """
 
     sources: tuple[str, ...]
+    set_up: set[int] = field(default_factory=set[int], repr=False)
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,9 @@ class Between:
     made_bytes: int
     largest_bytes: int
     kept_bytes: int
+
+
+NOTHING_BETWEEN = Between(frozenset(), made_bytes=0, largest_bytes=0, kept_bytes=0)
 
 
 @dataclass(frozen=True)
@@ -105,6 +117,9 @@ class MoreThanPlanned:
         return max(0, self.made_bytes, self.here_bytes) + max(0, self.kept_bytes)
 
 
+AS_PLANNED = MoreThanPlanned()
+
+
 def all_within(
     found: Iterable[Between], planned: Iterable[Between], room_bytes: float = 0
 ) -> bool:
@@ -112,7 +127,7 @@ def all_within(
 
     Up to each of these they may have made and kept more than planned by so many bytes.
     """
-    more = MoreThanPlanned()
+    more = AS_PLANNED
     for one, other in zip(found, planned, strict=False):
         more = more.then(one, other)
         if one.kinds != other.kinds or more.size_bytes > room_bytes:
@@ -140,7 +155,7 @@ class NodesBetween:
         self._known = {*map(made_number, _nodes_of(given))}
         # The blocks that nodes keep, once there is one that keeps any.
         self._kept: set[int] | None = None
-        self._uses = Counter[int]()
+        self._uses: dict[int, int] = {}
 
     def leading_to(self, values: Iterable[Any]) -> Between:
         """Return what ran to make these values, and was not told of before."""
@@ -180,6 +195,8 @@ class NodesBetween:
                 largest = max(largest, returned)
             for tensor in packed_tensors(node):
                 kept += self._kept_bytes(tensor)
+        if not new and not made:
+            return NOTHING_BETWEEN
         self._known |= new
         return Between(frozenset(kinds), made, largest, kept)
 
@@ -198,9 +215,9 @@ class NodesBetween:
     def _leaf_bytes(self, node: Any) -> int:
         """Return the bytes of one more gradient of a leaf."""
         identity = id(leaf_of(node))
-        self._uses[identity] += 1
+        self._uses[identity] = count = self._uses.get(identity, 0) + 1
         # There are no more than two at a time: what was added up, and the next.
-        return 0 if self._uses[identity] > 2 else sum(made_bytes(node))
+        return 0 if count > 2 else sum(made_bytes(node))
 
 
 def _nodes_of(values: Iterable[Any]) -> list[Any]:

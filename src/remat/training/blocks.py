@@ -194,17 +194,19 @@ class BlockCalls:
 
     @contextmanager
     def _installed(self) -> Generator[None]:
-        before = {block: vars(block).get("forward") for block in self._names}
-        for block, own in before.items():
-            block.forward = self._call_of(block, own)
+        # As an attribute of the module it would be set in ten times the time.
+        before = [(vars(block), block) for block in self._names]
+        own_forwards = [own.get("forward") for own, _ in before]
+        for (own, block), forward in zip(before, own_forwards, strict=True):
+            own["forward"] = self._call_of(block, forward)
         try:
             yield
         finally:
-            for block, forward in before.items():
+            for (own, _), forward in zip(before, own_forwards, strict=True):
                 if forward is None:
-                    vars(block).pop("forward", None)
+                    own.pop("forward", None)
                 else:
-                    block.forward = forward
+                    own["forward"] = forward
 
 
 def _is_saved_by_others() -> bool:

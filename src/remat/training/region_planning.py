@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from remat.capture.autocast import Autocast, autocast_again, autocast_now
 from remat.capture.gathering import (
+    AS_PLANNED,
     Between,
     Gathering,
     MoreThanPlanned,
@@ -219,7 +220,7 @@ class Running:
     takes_any_size: bool = False
     route: Route = field(default_factory=Route)
     # Of what ran between graphs so far.
-    more: MoreThanPlanned = field(default_factory=MoreThanPlanned)
+    more: MoreThanPlanned = AS_PLANNED
     # The step with the sizes that its regions have had in this call.
     composed: ComposedStep = field(init=False)
     unplanned: int | None = None
@@ -231,11 +232,14 @@ class Running:
     backward_bytes: int = 0
     # What the caller set of gathered parameters.
     let_go: dict[GatheredGroup, bool] = field(default_factory=dict[GatheredGroup, bool])
-    # What the step does not keep for backward, and makes again.
-    remade: RemadeValues = field(default_factory=RemadeValues)
 
     def __post_init__(self) -> None:
         self.composed = self.step.composed
+
+    @cached_property
+    def remade(self) -> RemadeValues:
+        """What the step does not keep for backward, and makes again."""
+        return RemadeValues()
 
     def room_bytes(self, way: PlannedStep) -> float:
         """Return how much more than planned may be made between graphs of a way."""
@@ -244,7 +248,7 @@ class Running:
     def turn_to(self, step: PlannedStep, composed: ComposedStep) -> None:
         """Go on as a way that began like this step."""
         self.step, self.composed = step, composed
-        self.more = MoreThanPlanned()
+        self.more = AS_PLANNED
         for found, planned in zip(self.route.between, step.between, strict=False):
             self.more = self.more.then(found, planned)
 
@@ -303,10 +307,6 @@ class RegionPlanner(Planner):
         # The operator for which there was no graph of what holds it.
         self.left_out: str | None = None
         self.watch = Watch()
-        # Of each graph the numbers of the orders in which it has run.
-        self._set_up: weakref.WeakKeyDictionary[RegionCode, set[int]] = (
-            weakref.WeakKeyDictionary()
-        )
         # Of the forward pass that runs now.
         self.between = NodesBetween(model)
         # Of each graph its analysis, and the orders in which it runs by their numbers.
@@ -991,9 +991,9 @@ class RegionPlanner(Planner):
         running = self.running
         if running is None or self.gathering is not None:
             return
-        known = self._set_up.setdefault(choice.code, set())
-        running.set_up_count += choice.number not in known
-        known.add(choice.number)
+        if choice.number not in choice.code.set_up:
+            choice.code.set_up.add(choice.number)
+            running.set_up_count += 1
         self._check_live(running, is_over=False)
 
     def _check_live(self, running: Running, *, is_over: bool) -> None:
@@ -1256,6 +1256,8 @@ def _is_next(running: Running, code: RegionCode, between: Between) -> bool:
     if position >= len(step.choices) or step.choices[position].code is not code:
         return False
     planned = step.between[position]
+    if between == planned and running.more is AS_PLANNED:
+        return True
     more = running.more.then(between, planned)
     if between.kinds != planned.kinds or more.size_bytes > running.room_bytes(step):
         return False
@@ -1265,8 +1267,10 @@ def _is_next(running: Running, code: RegionCode, between: Between) -> bool:
 
 def _is_all(step: PlannedStep, route: Route, room_bytes: float) -> bool:
     """Whether a pass that is over, and went like a step so far, was the whole of it."""
-    is_over = len(step.between) == len(route.between)
-    return is_over and all_within(route.between, step.between, room_bytes)
+    if len(step.between) != len(route.between):
+        return False
+    as_planned = route.between == step.between
+    return as_planned or all_within(route.between, step.between, room_bytes)
 
 
 def _count_alike(begun: Route, other: Route) -> int:
