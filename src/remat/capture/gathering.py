@@ -7,7 +7,6 @@ to another, and for how long the code in between holds them.
 """
 
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice

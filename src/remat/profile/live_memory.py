@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -123,13 +123,16 @@ _without_traces: list[Watch] = []
 
 
 # Nothing here is traced: the tracer calls it under a lock that a trace takes.
-@torch.compiler.disable
+_not_traced: Any = torch.compiler.disable
+
+
+@_not_traced
 def _trace_begins(_trace: object) -> None:
     for watch in _without_traces:
         watch.begin_trace()
 
 
-@torch.compiler.disable
+@_not_traced
 def _trace_ends(_trace: object) -> None:
     for watch in _without_traces:
         watch.end_trace()

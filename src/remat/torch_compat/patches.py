@@ -112,7 +112,7 @@ def compiled_within(
     def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         return compiler(module, inputs)
 
-    context = optimize(backend=compile_graph, nopython=fullgraph, dynamic=False)
+    context: Any = optimize(backend=compile_graph, nopython=fullgraph, dynamic=False)
     context.callback = _Within(context.callback, around)
     return context(function)
 
