@@ -155,13 +155,13 @@ def compiled_code(
     compiler, model, is_whole, settings
         As for :func:`compiled_entry`.
     """
-    check_tracer()
+    _check_is_on()
     found = weakref.ref(model)
 
     @contextmanager
     def around() -> Generator[None]:
         # It may have been turned off since, and would run what it is given as it is.
-        check_tracer()
+        _check_is_on()
         # Whoever calls it holds the model, and the tracer must not.
         model = found()
         recurrent = nullcontext() if model is None else recurrent_layers(model)
@@ -217,12 +217,7 @@ def check_tracer() -> None:
         In a dispatch mode, and where the tracer is turned off.
     """
     _check_modes()
-    if tracer_is_off():
-        msg = (
-            "models are traced with torch.compile, which is turned off in this process; "
-            "unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE"
-        )
-        raise CaptureError(msg)
+    _check_is_on()
 
 
 def _check_modes() -> None:
@@ -231,6 +226,15 @@ def _check_modes() -> None:
             "a TorchDispatchMode around the call (FlopCounterMode, "
             "allow_mutation_on_saved_tensors) keeps the tracer away; make the call "
             "outside of it, or call remat.release(model) to run it plainly"
+        )
+        raise CaptureError(msg)
+
+
+def _check_is_on() -> None:
+    if tracer_is_off():
+        msg = (
+            "models are traced with torch.compile, which is turned off in this process; "
+            "unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE"
         )
         raise CaptureError(msg)
 

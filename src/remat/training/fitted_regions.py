@@ -820,6 +820,7 @@ def _kind_of(
 
 
 _PLAIN = bool | int | float | str | None
+_UNNESTED = torch.Tensor | _PLAIN
 
 
 def _flat(
@@ -827,7 +828,7 @@ def _flat(
 ) -> tuple[list[Any], tuple[Any, ...]]:
     """Return what a call is given in one list, and how it is nested."""
     values = [*args, *kwargs.values()]
-    if all(isinstance(value, torch.Tensor | _PLAIN) for value in values):
+    if all(isinstance(value, _UNNESTED) for value in values):
         return values, (len(args), *kwargs)
     values, structure = tree_flatten((args, kwargs))
     return values, (str(structure),)
