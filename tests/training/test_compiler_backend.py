@@ -196,3 +196,24 @@ def test_several_shapes_of_one_graph_are_nothing_to_tell() -> None:
     compiled = torch.compile(model, backend=backend, dynamic=False)
     for size in (8, 9, 10):
         compiled(torch.randn(size, 16)).sum().backward()
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_parameters_that_are_trained_from_some_step_on_have_gradients(
+    *, is_trained: bool
+) -> None:
+    # torch 2.11 does not look whether a parameter is trained.
+    model, x = wide(), torch.randn(32, 256)
+    model.get_submodule("0").requires_grad_(is_trained)
+    plain = copy.deepcopy(model)
+    call = compiled(model, budget="1 GiB")
+    mean_square(call(x)).backward()
+    model.zero_grad()
+    for each, run in (model, call), (plain, plain):
+        each.get_submodule("0").requires_grad_(not is_trained)
+        with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+            for _ in range(2):
+                mean_square(run(x)).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or torch.equal(one.grad, other.grad)

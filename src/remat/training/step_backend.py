@@ -62,6 +62,14 @@ def keep_kernels(joint: fx.GraphModule, forward_output_count: int) -> None:
     """Leave every operator of a traced step as it is."""
 
 
+def differentiated(inputs: Sequence[Any]) -> tuple[bool, ...]:
+    """Return which tensors among the inputs of a traced function get gradients.
+
+    torch 2.11 does not trace again where that changes of a parameter.
+    """
+    return tuple([v.requires_grad for v in inputs if isinstance(v, torch.Tensor)])
+
+
 class PlannedBackend:
     """A ``torch.compile`` backend that runs each training step by a schedule.
 

@@ -32,7 +32,7 @@ from remat.torch_compat.metadata import example_of
 from remat.torch_compat.names import CompileContext, preserve_rng_state
 from remat.training.callers import first_bucket_bytes
 from remat.training.passes_in_flight import Pass, PassesInFlight
-from remat.training.step_backend import PlannedBackend, sources_of
+from remat.training.step_backend import PlannedBackend, differentiated, sources_of
 
 _PASSES: weakref.WeakSet[Pass] = weakref.WeakSet()
 """What is in flight of all that ``torch.compile`` hands to backends of ours."""
@@ -267,7 +267,7 @@ class _Variants:
         self.module = module
         self.specs = backend.describe_inputs(module, inputs)
         self.call = TracedCall(tuple(sources_of(module)), _outputs_of(module))
-        self.backward_autocast = backend.backward_autocast
+        self.state = self.state_now(inputs)
         self.returned = backend.returned
         try:
             self.sizes = size_inputs(module, inputs, backend.asked)
@@ -278,6 +278,12 @@ class _Variants:
         self.compiled: dict[Kind, Callable[..., Any]] = {}
         # Per amount of gradients the largest sizes, once they are planned.
         self.largest: dict[int, Sizes] = {}
+        # The same in other states.
+        self.others: dict[Any, Any] = {}
+
+    def state_now(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Return what makes another step of a traced function, beside its gradients."""
+        return self.backend.backward_autocast, differentiated(inputs)
 
     def check_vary(self, inputs: Sequence[Any]) -> None:
         """Refuse to plan ahead for sizes that the model's code takes for one number."""
@@ -302,11 +308,11 @@ class _Variants:
         """Return the variant for a call, compiled if there is none that will do."""
         planner = self.backend.planner
         # Without gradients there is no plan, and one variant does.
-        if self.backward_autocast != self.backend.backward_autocast:
-            self.backward_autocast = self.backend.backward_autocast
-            self.call = replace(self.call)
-            self.compiled.clear()
-            self.largest.clear()
+        state = self.state_now(inputs)
+        if state != self.state:
+            self.others[self.state] = self.call, self.compiled, self.largest
+            known = self.others.get(state, (replace(self.call), {}, {}))
+            self.state, (self.call, self.compiled, self.largest) = state, known
         if not torch.is_grad_enabled():
             return self.compiled.get(_NO_PLAN) or self.compile(inputs, *_NO_PLAN)
         gradient_bytes = planner.gradient_bytes_now(inputs)
@@ -381,6 +387,10 @@ class _Variants:
         backend = self.backend
         backend.planner.begin(self.call, inputs, gradient_bytes, sizes)
         backend.returned = self.returned
+        if self.sizes is not None:
+            for fake, value in zip(self.sizes.traced, inputs, strict=True):
+                if isinstance(value, nn.Parameter):
+                    fake.requires_grad_(value.requires_grad)
         with preserve_rng_state():
             compiled = backend.compile(self.module, inputs, self.specs, self.sizes)
         self.is_traced = True
