@@ -216,4 +216,5 @@ def test_parameters_that_are_trained_from_some_step_on_have_gradients(
                 mean_square(run(x)).backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert (one.grad is None) == (other.grad is None)
-        assert one.grad is None or torch.equal(one.grad, other.grad)
+        if one.grad is not None and other.grad is not None:
+            assert torch.equal(one.grad, other.grad)

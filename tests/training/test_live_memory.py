@@ -33,6 +33,7 @@ SAID = "more were allocated than its plan says"
 @pytest.fixture(autouse=True)
 def _the_count_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a worker that ran many tests it is not, and is asked for seldom."""
+    monkeypatch.setattr(live_memory, "_QUICK_NS", 10**10)
     monkeypatch.setattr(live_memory, "_MOST_NS", 10**12)
 
 
@@ -149,45 +150,46 @@ def test_what_a_plan_leaves_and_noise_are_not_told(
     assert fitted.planner.planned_count <= 2
 
 
-def test_a_slow_count_is_asked_for_in_a_hundredth_of_the_time(
+def test_counts_take_a_twentieth_of_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    count, now_ns = 0, 0
+    count, now_ns, took_ns = 0, 0, 50_000
 
     def slow(_place: torch.device) -> int:
         nonlocal count, now_ns
         count += 1
-        now_ns += 2_000_000
+        now_ns += took_ns
         return count
 
     def clock_ns() -> int:
         return now_ns
 
     monkeypatch.setattr(live_memory, "live_bytes", slow)
-    monkeypatch.setattr(live_memory, "_MOST_NS", 5_000_000)
+    monkeypatch.setattr(live_memory, "_QUICK_NS", 100_000)
+    monkeypatch.setattr(live_memory, "_MOST_NS", 200_000)
     for name in "monotonic_ns", "thread_time_ns":
         monkeypatch.setattr(live_memory.time, name, clock_ns)
     watch, place = live_memory.Watch(), torch.device("cpu")
-    watch.begin(place)
-    assert watch.grown_bytes(is_over=False) == 1
-    assert watch.grown_bytes(is_over=True) == 2
-    assert count == 3
-    # Six milliseconds were used, five there were.
-    watch.begin(place)
-    assert watch.grown_bytes(is_over=True) is None
-    assert count == 3
-    now_ns += 200_000_000
-    watch.begin(place)
-    # What is left is for the end.
-    assert watch.grown_bytes(is_over=False) is None
-    assert watch.grown_bytes(is_over=True) == 1
-    assert count == 5
-    # However long it rests, it is asked for no more than at first.
-    now_ns += 10**12
-    watch.begin(place)
-    assert watch.grown_bytes(is_over=False) == 1
-    assert watch.grown_bytes(is_over=False) == 2
-    assert watch.grown_bytes(is_over=False) is None
+
+    def looks() -> list[int | None]:
+        watch.begin(place)
+        return [watch.grown_bytes(is_over=is_over) for is_over in (False, False, True)]
+
+    found: list[list[int | None]] = []
+    for _ in range(400):
+        now_ns += 1_000_000
+        found.append(looks())
+    # The first ones are looked at, and then some, each to its end.
+    assert found[:2] == 2 * [[1, 2, 3]]
+    assert {*map(tuple, found)} == {(1, 2, 3), (None, None, None)}
+    assert count * took_ns == pytest.approx(now_ns / live_memory._SHARE, rel=0.05)
+    # All are that take long.
+    for _ in range(20):
+        now_ns += 4_000_000
+        assert looks() == [1, 2, 3]
+    # A slow one is asked for at the beginning and at the end.
+    now_ns, took_ns = now_ns + 10**12, 200_000
+    assert looks() == [None, None, 1]
 
 
 def test_what_tracing_allocates_is_not_the_steps() -> None:

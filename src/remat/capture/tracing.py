@@ -155,13 +155,10 @@ def compiled_code(
     compiler, model, is_whole, settings
         As for :func:`compiled_entry`.
     """
-    _check_is_on()
     found = weakref.ref(model)
 
     @contextmanager
     def around() -> Generator[None]:
-        # It may have been turned off since, and would run what it is given as it is.
-        _check_is_on()
         # Whoever calls it holds the model, and the tracer must not.
         model = found()
         recurrent = nullcontext() if model is None else recurrent_layers(model)
@@ -190,7 +187,7 @@ def traced_entry(model: nn.Module, compiled: Callable[..., Any]) -> Callable[...
     """
 
     def entry(*args: Any, **kwargs: Any) -> Any:
-        _check_modes()
+        check_tracer()
         with default_stance():
             try:
                 return compiled(*args, **kwargs)
@@ -216,11 +213,6 @@ def check_tracer() -> None:
     CaptureError
         In a dispatch mode, and where the tracer is turned off.
     """
-    _check_modes()
-    _check_is_on()
-
-
-def _check_modes() -> None:
     if is_in_dispatch_mode():
         msg = (
             "a TorchDispatchMode around the call (FlopCounterMode, "
@@ -228,9 +220,6 @@ def _check_modes() -> None:
             "outside of it, or call remat.release(model) to run it plainly"
         )
         raise CaptureError(msg)
-
-
-def _check_is_on() -> None:
     if tracer_is_off():
         msg = (
             "models are traced with torch.compile, which is turned off in this process; "

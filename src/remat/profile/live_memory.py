@@ -34,17 +34,20 @@ def _mallinfo2() -> Callable[[], _MallInfo] | None:
     return found
 
 
-_SHARE = 100
+_QUICK_NS = 100_000
+"""A count that takes longer is asked for twice in a step: glibc's looks at each free
+block, of which there may be a million."""
+
+_SHARE = 20
 _MOST_NS = 20_000_000
-"""Counts take one part of the time in so many, and so much more at first: glibc's looks
-at each free block, of which there may be a million."""
+"""Counts take one part of the time in so many, and so much more at first."""
 
 
 class Watch:
     """What is allocated more than when a step began.
 
     The first steps are looked at in any case, and later ones as often as that takes a
-    hundredth of the time: all of them, where they are long against the count.
+    twentieth of the time: all of them, where they take long against the counts.
 
     Attributes
     ----------
@@ -57,6 +60,7 @@ class Watch:
         self._place = torch.device("cpu")
         self._begun_bytes: int | None = None
         self._before_trace_bytes: int | None = None
+        self._took_ns = 0
         # How long counts may take, as of when the last step began.
         self._left_ns = _MOST_NS
         self._seen_ns = time.monotonic_ns()
@@ -80,7 +84,7 @@ class Watch:
             Whether nothing more is asked for in this step.
         """
         begun_bytes = self._begun_bytes
-        if begun_bytes is None or (self._left_ns <= 0 and not is_over):
+        if begun_bytes is None or (self._took_ns > _QUICK_NS and not is_over):
             return None
         now_bytes = self._read()
         return None if now_bytes is None else now_bytes - begun_bytes
@@ -114,7 +118,8 @@ class Watch:
     def _read(self) -> int | None:
         began_ns = time.thread_time_ns()
         found = live_bytes(self._place)
-        self._left_ns -= time.thread_time_ns() - began_ns
+        self._took_ns = time.thread_time_ns() - began_ns
+        self._left_ns -= self._took_ns
         return found
 
 
