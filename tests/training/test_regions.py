@@ -14,8 +14,10 @@ import torch
 from tests.training.test_fitting import mean_square
 from torch import nn
 from torch._dynamo.variables.tensor import TensorVariable
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.flop_counter import FlopCounterMode
 
 import remat
 from remat.core.errors import (
@@ -1255,3 +1257,34 @@ def test_equal_graphs_with_more_between_them_are_judged_again() -> None:
     assert fitted.planner.planned_count == 1
     with pytest.raises(BudgetError):
         model(X, torch.randn(plan.budget_bytes or 0))
+
+
+def test_a_mode_that_the_model_enters_between_its_graphs_is_its_own() -> None:
+    class Counting(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with FlopCounterMode(display=False):
+                x = in_no_graph(torch.sin)(x)
+            return super().forward(x)
+
+    model, plain = pair(Counting)
+    remat.fit(model, X, budget="150%", **BREAK)
+    for found, expected in zip(trained(model, [X]), trained(plain, [X]), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("regions", ["breaks", "blocks"])
+def test_hooks_of_all_modules_that_come_after_the_fit_are_told(regions: Any) -> None:
+    model, plain = pair(Layers)
+    remat.fit(model, X, budget="150%", costs="estimated", regions=regions)
+    for each in (model, plain):
+        trained(each, [X])
+    hook = register_module_forward_hook(lambda _module, _args, output: 2 * output)
+    try:
+        with pytest.raises(CaptureError, match=r"call remat\.fit once more"):
+            model(X)
+        remat.fit(model, X, budget="150%", costs="estimated", regions=regions)
+        found, expected = trained(model, [X]), trained(plain, [X])
+    finally:
+        hook.remove()
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)

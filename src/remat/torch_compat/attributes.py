@@ -164,6 +164,11 @@ def are_backward_hooks_global() -> bool:
     return bool(modules._global_backward_hooks or modules._global_backward_pre_hooks)
 
 
+def forward_hooks_of_all() -> tuple[int, ...]:
+    """Return numbers of the hooks before and after the forward of every module."""
+    return *modules._global_forward_hooks, *modules._global_forward_pre_hooks
+
+
 def must_not_be_traced(hook: object) -> bool:
     """Return whether a hook says itself that no tracer may look into it."""
     return getattr(hook, "_torchdynamo_disable", False)

@@ -28,6 +28,7 @@ from remat.profile.allocations import AllocationRecorder, Recording
 from remat.profile.gathered_parameters import check_groups
 from remat.torch_compat.attributes import (
     each_module,
+    forward_hooks_of_all,
     parameters_of,
     storage_identity,
     trace_again,
@@ -152,6 +153,7 @@ class FittedRegions(FittedModel):
             )
             raise CaptureError(msg)
         self._blocks = self._block_calls(request.regions)
+        self._hooks_seen = forward_hooks_of_all()
         # Per kind of call: what is given, which mode, which gradients exist.
         # The ways that its steps took when they were planned, the last one at the end.
         self._steps_by_kind: dict[Any, list[PlannedStep]] = {}
@@ -435,7 +437,21 @@ class FittedRegions(FittedModel):
     def before_call(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, runs_hooks: bool
     ) -> None:
-        """Plan a call of a new kind before it runs."""
+        """Plan a call of a new kind before it runs.
+
+        Raises
+        ------
+        CaptureError
+            If hooks of all modules came or went: the tracer looks for them in one graph
+            only.
+        """
+        if forward_hooks_of_all() != self._hooks_seen:
+            msg = (
+                f"hooks of all modules (register_module_forward_hook) were added or removed "
+                f"since {self.name} was fitted, and its graphs do not notice: call "
+                "remat.fit once more, or register hooks on the modules themselves"
+            )
+            raise CaptureError(msg)
         planner = self.planner
         values, nesting = _flat(args, kwargs)
         planner.between.begin(values)
