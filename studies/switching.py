@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m studies.switching", description=__doc__
     )
-    parser.add_argument("--turns", type=int, default=300)
+    parser.add_argument("--turns", type=int, default=150)
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
     parser.add_argument("--tables", action="store_true", help="write the table only")
     options = parser.parse_args(arguments)

@@ -117,12 +117,6 @@ def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     ]
 
 
-def each_parameter(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of a module and of those inside, shared ones repeatedly."""
-    for module in each_module(model):
-        yield from parameters_of((module,))
-
-
 def is_trained(model: nn.Module) -> bool:
     """Return whether a parameter of a module, or of those inside, is trained."""
     for module in each_module(model):

@@ -120,8 +120,8 @@ def compiled_within(
 class _UntimedGuards:
     """Torch's timing of guards, off as long as any thread asks for that.
 
-    Nobody knows beforehand whether a call will trace, and calls that do not must not
-    wait for a thread that does: hence no lock around them, but a count.
+    It is asked for before the tracer takes its lock, for code that may be passed over
+    without one: hence a count.
     """
 
     def __init__(self) -> None:
@@ -356,9 +356,8 @@ def _install(kernels: Mapping[Any, Mapping[Any, Callable[..., Any] | None]]) -> 
 class ThreadKernels:
     """Python kernels of operators for those threads that ask for them, and only then.
 
-    Nobody knows beforehand whether a call will trace, and those that do not must not
-    wait: there is no lock around them. The kernels are there while any thread asks, and
-    send the others on.
+    Threads that trace need not have the tracer's lock yet, and others must not wait.
+    The kernels are there while any thread asks, and send the others on.
 
     Parameters
     ----------

@@ -118,7 +118,7 @@ class _Call:
     gradient_bytes: int = 0
     kind: Any = None
     # How often what it is given, and each parameter, was written when it began.
-    given_versions: list[Any] = field(default_factory=list[Any])
+    given_versions: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     parameter_versions: list[int] = field(default_factory=list[int])
     state: CallState | None = None
     # Where it came, if it took a way without a plan.
@@ -140,6 +140,8 @@ class FittedRegions(FittedModel):
     planner_type: ClassVar[type[Planner]] = RegionPlanner
     planner: RegionPlanner
     is_whole = False
+    # Whether a call is of another kind where a switch of a module is another.
+    notes_switches: ClassVar[bool] = False
 
     def __init__(
         self, model: nn.Module, request: PlanRequest, *, is_only_planned: bool = False
@@ -467,7 +469,7 @@ class FittedRegions(FittedModel):
         call.kind = self._kind = self._kind_of_call(call, modules, parameters)
         if planner.gathering is not None:
             return
-        call.given_versions = _versions_of(values)
+        call.given_versions = _writes_of(values)
         call.parameter_versions = versions_of(parameters)
         if self._notes_state:
             call.state = CallState(self.model)
@@ -493,7 +495,7 @@ class FittedRegions(FittedModel):
         if (
             nesting != call.nesting
             or list(map(id, values)) != list(map(id, call.values))
-            or _versions_of(values) != call.given_versions
+            or _writes_of(values) != call.given_versions
         ):
             self.tell(
                 f"a way that a step of {self.name} took cannot be planned, as its batch "
@@ -565,7 +567,7 @@ class FittedRegions(FittedModel):
     ) -> Any:
         return (
             _kind_of(call.nesting, call.values, modules, parameters),
-            self.switches(modules),
+            _switches_of(modules) if self.notes_switches else (),
             call.runs_hooks,
             self.backend.backward_autocast,
             call.gradient_bytes,
@@ -576,10 +578,6 @@ class FittedRegions(FittedModel):
             ),
             self.planner.waiting_bytes,
         )
-
-    def switches(self, modules: Sequence[nn.Module]) -> tuple[Any, ...]:  # noqa: ARG002
-        """Return what else of modules is equal for calls that run by one plan."""
-        return ()
 
     def _plan_varying(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], gradient_bytes: int
@@ -697,6 +695,8 @@ class FittedDeepModel(FittedRegions):
         As for :class:`~remat.training.fitted_model.FittedModel`.
     """
 
+    notes_switches = True
+
     def __init__(
         self, model: nn.Module, request: PlanRequest, *, is_only_planned: bool = False
     ) -> None:
@@ -767,17 +767,6 @@ class FittedDeepModel(FittedRegions):
         if self._whole is not None:
             self._whole.set_budget(plan)
 
-    def switches(self, modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-        """Return what is switched on in modules, such as what turns checkpoints on."""
-        return tuple(
-            [
-                (index, name, value)
-                for index, module in enumerate(modules)
-                for name, value in vars(module).items()
-                if type(value) is bool
-            ]
-        )
-
     def begin_call(self, gradient_bytes: int) -> None:
         """Let the call that is about to run, of the kind seen last, run by its plan."""
         if self._whole is not None:
@@ -810,7 +799,7 @@ def _that_helps_more(by_blocks: RematError, as_one: RematError) -> RematError:
     return min(by_blocks, as_one, key=lambda error: error.required_bytes)
 
 
-def _versions_of(values: list[Any]) -> list[Any]:
+def _writes_of(values: Sequence[Any]) -> list[tuple[int, int]]:
     """Return where tensors are, and how often each was written."""
     return [
         (storage_identity(v), version_of(v))
@@ -832,6 +821,18 @@ def _kind_of(
         tuple([module.training for module in modules]),
         tuple([parameter.requires_grad for parameter in parameters]),
         autocast_now(),
+    )
+
+
+def _switches_of(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
+    """Return what is switched on in modules, such as what turns checkpoints on."""
+    return tuple(
+        [
+            (index, name, value)
+            for index, module in enumerate(modules)
+            for name, value in vars(module).items()
+            if type(value) is bool
+        ]
     )
 
 

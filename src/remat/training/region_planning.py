@@ -75,7 +75,7 @@ from remat.profile.known import KnownCosts
 from remat.profile.live_memory import Watch
 from remat.profile.optimizer_memory import LossMemory, assumed_loss_bytes
 from remat.runtime.remade import RemadeValues
-from remat.torch_compat.attributes import each_parameter, storage_identity
+from remat.torch_compat.attributes import storage_identity
 from remat.torch_compat.metadata import outputs_of_tangents
 from remat.torch_compat.names import FakeTensorMode, tree_map
 from remat.torch_compat.sharding import Gathered, GatheredGroup, gathering_alone
@@ -339,7 +339,7 @@ class RegionPlanner(Planner):
     @property
     def device(self) -> torch.device:
         """The device that the model is on."""
-        first = None if self.model is None else next(each_parameter(self.model), None)
+        first = None if self.model is None else next(self.model.parameters(), None)
         return torch.device("cpu") if first is None else first.device
 
     def words_of_left_out(self) -> str:

@@ -2,7 +2,8 @@
 
 The tracer runs what it compiled again without asking, also when gradients of earlier
 passes exist that did not before. So what this backend returns looks for itself, and
-compiles the traced step once more for each amount of gradients that it finds.
+compiles the traced step once more for each amount of gradients that it finds, and where
+it changes which parameters are trained.
 """
 
 import warnings
@@ -307,12 +308,12 @@ class _Variants:
     def of(self, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return the variant for a call, compiled if there is none that will do."""
         planner = self.backend.planner
-        # Without gradients there is no plan, and one variant does.
         state = self.state_now(inputs)
         if state != self.state:
             self.others[self.state] = self.call, self.compiled, self.largest
             known = self.others.get(state, (replace(self.call), {}, {}))
             self.state, (self.call, self.compiled, self.largest) = state, known
+        # Without gradients there is no plan, and one variant does.
         if not torch.is_grad_enabled():
             return self.compiled.get(_NO_PLAN) or self.compile(inputs, *_NO_PLAN)
         gradient_bytes = planner.gradient_bytes_now(inputs)
