@@ -520,19 +520,42 @@ def test_a_percentage_is_bytes_from_the_first_plan_on() -> None:
     assert latest.recomputed_op_count == 0
 
 
-def test_hooks_that_are_added_later_run() -> None:
-    linear = nn.Linear(8, 8)
-    model, x = nn.Sequential(linear, nn.Tanh()), torch.randn(4, 8)
-    remat.fit(model, x, budget=10**7, costs="estimated")
-    first = model(x)
+class _LinearAndOther(nn.Module):
+    """A layer, and one that is a part of the model or stands in a plain list."""
 
-    def double(_module: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor:
-        return 2 * out
+    def __init__(self, *, is_part: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        others = [nn.Linear(8, 8)]
+        self.others = nn.ModuleList(others) if is_part else others
 
-    linear.register_forward_hook(double)
-    expected = torch.tanh(2 * functional.linear(x, linear.weight, linear.bias))
-    assert not torch.equal(first, expected)
-    assert torch.equal(model(x), expected)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.others[0](self.linear(x)))
+
+
+@pytest.mark.parametrize("options", [{}, {"dynamic": {"x": {0: (2, 8)}}}])
+@pytest.mark.parametrize("is_part", [True, False])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre"])
+def test_hooks_that_come_and_go_later_run(
+    kind: str, options: dict[str, Any], *, is_part: bool
+) -> None:
+    model, x = _LinearAndOther(is_part=is_part), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    remat.fit(model, x, budget=10**7, costs="estimated", **options)
+
+    def double(_module: nn.Module, args: Any, *out: torch.Tensor) -> Any:
+        return 2 * out[0] if out else (2 * args[0],)
+
+    for name in ("linear", "others"):
+        hooks = [
+            getattr(hooked, f"register_{kind}_hook")(double)
+            for each in (model, plain)
+            for hooked in [each.linear if name == "linear" else each.others[0]]
+        ]
+        assert torch.equal(model(x), plain(x))
+        for hook in hooks:
+            hook.remove()
+        assert torch.equal(model(x), plain(x))
 
 
 def test_a_scalar_next_to_outputs_is_not_taken_for_the_loss() -> None:

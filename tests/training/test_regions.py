@@ -26,6 +26,7 @@ from remat.core.errors import (
     PlanMismatchError,
     ProfileError,
 )
+from remat.torch_compat.attributes import contents_of
 from remat.training.fitted_model import fitted_on
 from remat.training.fitted_regions import FittedRegions, _flat, _kind_of
 from remat.training.fitting import fit_at_first_batch
@@ -716,8 +717,7 @@ def test_calls_of_one_kind_are_those_that_one_plan_holds_for() -> None:
 
     def kind(*args: Any, **kwargs: Any) -> Any:
         values, nesting = _flat(args, kwargs)
-        modules, parameters = list(model.modules()), list(model.parameters())
-        return _kind_of(nesting, values, modules, parameters)
+        return _kind_of(nesting, values, contents_of(model))
 
     kinds = [
         kind(X),

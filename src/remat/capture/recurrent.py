@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from remat.torch_compat.attributes import composite_kernel, each_module, schema_of
+from remat.torch_compat.attributes import composite_kernel, schema_of
 from remat.torch_compat.names import (
     BelowAutograd,
     UnsupportedOperatorException,
@@ -131,7 +131,7 @@ _KERNELS = ThreadKernels({_LSTM: _lstm} | {op: _refused(op) for op in _REFUSED})
 
 def recurrent_layers(model: nn.Module) -> AbstractContextManager[None]:
     """Let a model's call be traced into its recurrent modules, or be split at them."""
-    is_recurrent = any(isinstance(module, nn.RNNBase) for module in each_module(model))
+    is_recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
     return _splitting() if is_recurrent else nullcontext()
 
 

@@ -55,6 +55,8 @@ from remat.torch_compat.names import (
 from remat.torch_compat.patches import (
     alone,
     compiled_within,
+    hooks_looked_for,
+    patched,
     tracer_settings,
     untimed_guards,
 )
@@ -100,6 +102,7 @@ def compiled_entry(
     traced: Callable[..., Any] | None = None,
     is_whole: bool = True,
     settings: Mapping[str, Any] | None = None,
+    guards_hooks: bool = True,
 ) -> Callable[..., Any]:
     """Return the model's call compiled by ``compiler``, with a code cache of its own.
 
@@ -121,6 +124,9 @@ def compiled_entry(
         Whether a model that the tracer splits into several graphs is refused.
     settings
         Settings of the tracer and their values.
+    guards_hooks
+        Whether hooks that a module gets later are traced. If not, whoever calls it
+        looks that there are none.
     """
     run = plain_call(model) if traced is None else traced
 
@@ -133,7 +139,12 @@ def compiled_entry(
 
     call.__code__ = call.__code__.replace(co_name=f"call_{id(model)}")
     compiled = compiled_code(
-        call, compiler, model=model, is_whole=is_whole, settings=settings
+        call,
+        compiler,
+        model=model,
+        is_whole=is_whole,
+        settings=settings,
+        guards_hooks=guards_hooks,
     )
     return traced_entry(model, compiled)
 
@@ -145,6 +156,7 @@ def compiled_code(
     model: nn.Module,
     is_whole: bool = False,
     settings: Mapping[str, Any] | None = None,
+    guards_hooks: bool = True,
 ) -> Callable[..., Any]:
     """Return a function that a model's call runs, compiled.
 
@@ -152,7 +164,7 @@ def compiled_code(
     ----------
     function
         What is compiled, with a code object of its own.
-    compiler, model, is_whole, settings
+    compiler, model, is_whole, settings, guards_hooks
         As for :func:`compiled_entry`.
     """
     found = weakref.ref(model)
@@ -164,7 +176,12 @@ def compiled_code(
         recurrent = nullcontext() if model is None else recurrent_layers(model)
         ignored = _ignored_logs()
         changed = tracer_settings(ignore_logging_functions=ignored, **(settings or {}))
-        with changed, untimed_guards(), recurrent:
+        unguarded = (
+            []
+            if model is None or guards_hooks
+            else [hooks_looked_for(model.modules())]
+        )
+        with changed, untimed_guards(), recurrent, patched(*unguarded):
             yield
 
     return compiled_within(function, compiler, around, fullgraph=is_whole)

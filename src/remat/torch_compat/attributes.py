@@ -11,7 +11,7 @@ from functools import cache, partial
 from gc import get_referents
 from math import prod
 from types import CellType, FunctionType, MethodType, ModuleType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -94,36 +94,67 @@ def plain_model(model: nn.Module) -> nn.Module:
     return model._orig_mod if isinstance(model, names.OptimizedModule) else model
 
 
-def each_module(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and those inside: as ``modules()``, in a quarter of the time."""
-    found = {model}
-    waiting = [model]
-    while waiting:
-        around = waiting.pop()
-        yield around
-        for module in reversed(around._modules.values()):
-            if module is not None and module not in found:
-                found.add(module)
-                waiting.append(module)
+def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return where a module has its own hooks: empty where it has none."""
+    return (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+        # Numbers of some of these.
+        module._forward_hooks_with_kwargs,
+        module._forward_pre_hooks_with_kwargs,
+    )
 
 
-def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters that are modules' own, shared ones repeatedly."""
-    return [
-        parameter
-        for module in modules
-        for parameter in module._parameters.values()
-        if parameter is not None
-    ]
+class Contents(NamedTuple):
+    """What is inside of a model.
+
+    Parameters
+    ----------
+    modules
+        The model itself first, and those inside of it.
+    parameters
+        Those that are modules' own, shared ones repeatedly.
+    are_hooked
+        Whether any of the modules has hooks of its own.
+    """
+
+    modules: list[nn.Module]
+    parameters: list[nn.Parameter]
+    are_hooked: bool
+
+
+def contents_of(model: nn.Module) -> Contents:
+    """Return what is inside of a model.
+
+    At each call: by one walk, which looks each thing up where modules have it.
+    """
+    modules, found = [model], {model}
+    parameters: list[nn.Parameter | None] = []
+    are_hooked = False
+    for module in modules:
+        own = module.__dict__
+        parameters += own["_parameters"].values()
+        if (
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+        ):
+            are_hooked = True
+        for inside in own["_modules"].values():
+            if inside is not None and inside not in found:
+                found.add(inside)
+                modules.append(inside)
+    return Contents(
+        modules, [each for each in parameters if each is not None], are_hooked
+    )
 
 
 def is_trained(model: nn.Module) -> bool:
     """Return whether a parameter of a module, or of those inside, is trained."""
-    for module in each_module(model):
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.requires_grad:
-                return True
-    return False
+    return any(parameter.requires_grad for parameter in model.parameters())
 
 
 def versions_of(parameters: Sequence[nn.Parameter]) -> list[int]:

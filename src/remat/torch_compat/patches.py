@@ -7,15 +7,15 @@ sees it, and threads that run compiled steps do not look there. Two exceptions:
 """
 
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from remat.torch_compat.attributes import composite_kernel
+from remat.torch_compat.attributes import composite_kernel, hooks_of
 from remat.torch_compat.names import (
     DispatchKey,
     DispatchKeySet,
@@ -162,6 +162,36 @@ def untimed_guards() -> Generator[None]:
         yield
     finally:
         _untimed.end()
+
+
+def hooks_looked_for(modules: Iterable[nn.Module]) -> Patch:
+    """Return a patch that leaves looking for hooks of modules to whoever runs the code.
+
+    Six guards for each module are a tenth of what it takes to call a small step.
+
+    Parameters
+    ----------
+    modules
+        Those that have none as they are traced, and are looked at before each call.
+    """
+    places = {id(place) for module in modules for place in hooks_of(module)}
+
+    def patch() -> Callable[[], None]:
+        builder = guards.GuardBuilder
+        original = builder.EMPTY_NN_MODULE_HOOKS_DICT
+
+        @wraps(original)
+        def guard_hooks(self: Any, guard: Any) -> None:
+            if id(self.get(guard)) not in places:
+                original(self, guard)
+
+        def undo() -> None:
+            builder.EMPTY_NN_MODULE_HOOKS_DICT = original
+
+        builder.EMPTY_NN_MODULE_HOOKS_DICT = guard_hooks
+        return undo
+
+    return patch
 
 
 MOST_RESULTS = 20_000

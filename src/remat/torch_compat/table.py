@@ -394,6 +394,10 @@ ATTRIBUTES: dict[str, Private] = {
         "torch._dynamo.guards:profile_guard_manager",
         "tracing without a timing of guards",
     ),
+    "EMPTY_NN_MODULE_HOOKS_DICT": Private(
+        "torch._dynamo.guards:GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT",
+        "looking for hooks once in a call",
+    ),
     "_cdata": Private("torch:UntypedStorage()._cdata", "telling storages apart"),
     "_use_count": Private(
         "torch:Tensor._use_count", "knowing when threads of gloo let go of a tensor"

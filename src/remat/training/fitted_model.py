@@ -54,7 +54,9 @@ from remat.planning.plan import Plan
 from remat.planning.several_devices import budget_of
 from remat.profile.optimizer_copy import settings_of, state_count, stepping_optimizer
 from remat.torch_compat.attributes import (
+    Contents,
     active_wrapper,
+    contents_of,
     install_call,
     install_replication,
     install_state,
@@ -117,6 +119,8 @@ def _tracer_settings(*, is_whole: bool) -> dict[str, Any]:
         "recompile_limit": _VARIANTS,
         "accumulated_recompile_limit": _VARIANTS,
         "skip_nnmodule_hook_guards": False,
+        # In torch 2.11 it passes over parameters that are frozen or converted.
+        "skip_tensor_guards_with_matching_dict_tags": False,
     }
 
 
@@ -188,8 +192,11 @@ class FittedModel:
             else ShapeRanges.of(model, checked_shapes(request.dynamic))
         )
         self.is_traced_once = self.ranges is not None and self.is_whole
-        # With the model's own hooks or without, per memory of the optimizer.
-        self._compiled: dict[tuple[bool, tuple[int, int]], Callable[..., Any]] = {}
+        # With the model's own hooks or without, where no module has any or where one
+        # has, per memory of the optimizer.
+        self._compiled: dict[
+            tuple[bool, bool, tuple[int, int]], Callable[..., Any]
+        ] = {}
         self.told: set[str] = set()
         self._awaited: AwaitedBatch | None = None
         self.first_plan: Plan | None = None
@@ -669,14 +676,17 @@ class FittedModel:
             (args, kwargs), asked = self.ranges.marked(args, kwargs)
             self.backend.asked = planner.varying_inputs = asked
         planner.batch = (args, kwargs)
+        contents = contents_of(self.model)
+        planner.parameters = contents.parameters
         known_count = planner.planned_count
         started_s = time.monotonic()
         outputs: Any = None
         is_done = False
         try:
             with self._own_forward() if is_called else nullcontext():
-                self.before_call(args, kwargs, runs_hooks=runs_hooks)
-                outputs = self._entry(runs_hooks=runs_hooks)(*args, **kwargs)
+                self.before_call(args, kwargs, contents, runs_hooks=runs_hooks)
+                entry = self._entry(contents, runs_hooks=runs_hooks)
+                outputs = entry(*args, **kwargs)
             running = planner.running_plan
             is_done = True
         except TRACE_ERRORS as error:
@@ -686,6 +696,7 @@ class FittedModel:
             raise_capture_error(error, self.backend.failure)
         finally:
             planner.batch = self.backend.asked = planner.varying_inputs = ()
+            planner.parameters = None
             self.after_call(outputs, is_done=is_done)
             # Its traceback holds the batch and the model.
             self.backend.failure = None
@@ -696,7 +707,12 @@ class FittedModel:
         return outputs
 
     def before_call(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, runs_hooks: bool
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        contents: Contents,
+        *,
+        runs_hooks: bool,
     ) -> None:
         """Prepare for a call that is about to run by its plan, or to be planned."""
 
@@ -742,15 +758,19 @@ class FittedModel:
             self._forward_seen = forward
             self._compiled.clear()
 
-    def _entry(self, *, runs_hooks: bool) -> Callable[..., Any]:
+    def _entry(self, contents: Contents, *, runs_hooks: bool) -> Callable[..., Any]:
         """Return the compiled call, with the model's own hooks or without."""
-        key = (runs_hooks, self.planner.optimizer_memory)
+        # Code of several graphs is shared by all entries.
+        guards_hooks = not self.is_whole or contents.are_hooked
+        key = (runs_hooks, guards_hooks, self.planner.optimizer_memory)
         if key not in self._compiled:
             call = plain_call(self.model) if runs_hooks else self.forward_to_trace()
-            self._compiled[key] = self.compiled(call)
+            self._compiled[key] = self.compiled(call, guards_hooks=guards_hooks)
         return self._compiled[key]
 
-    def compiled(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def compiled(
+        self, call: Callable[..., Any], *, guards_hooks: bool
+    ) -> Callable[..., Any]:
         """Return a call of the model whose graphs the backend compiles."""
         note = note_returned(self.backend.note_returned)
         return compiled_entry(
@@ -760,6 +780,7 @@ class FittedModel:
             traced=call,
             is_whole=self.is_whole,
             settings=_tracer_settings(is_whole=self.is_whole),
+            guards_hooks=guards_hooks,
         )
 
     def compiled_part(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,9 +27,9 @@ from remat.planning.plan import Plan
 from remat.profile.allocations import AllocationRecorder, Recording
 from remat.profile.gathered_parameters import check_groups
 from remat.torch_compat.attributes import (
-    each_module,
+    Contents,
+    contents_of,
     forward_hooks_of_all,
-    parameters_of,
     storage_identity,
     trace_again,
     version_of,
@@ -265,10 +265,12 @@ class FittedRegions(FittedModel):
         with alone(), planner.watch.without_traces():
             return super().run(args, kwargs, runs_hooks=runs_hooks)
 
-    def compiled(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def compiled(
+        self, call: Callable[..., Any], *, guards_hooks: bool
+    ) -> Callable[..., Any]:
         """Return a call of the model whose graphs, or blocks, are compiled."""
         if self._blocks is None:
-            return super().compiled(call)
+            return super().compiled(call, guards_hooks=guards_hooks)
         return traced_entry(self.model, self._blocks.calling(call))
 
     def _check_checkpoints(self, gathering: Gathering) -> None:
@@ -437,7 +439,12 @@ class FittedRegions(FittedModel):
         return recorder.recording
 
     def before_call(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, runs_hooks: bool
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        contents: Contents,
+        *,
+        runs_hooks: bool,
     ) -> None:
         """Plan a call of a new kind before it runs.
 
@@ -464,13 +471,11 @@ class FittedRegions(FittedModel):
             )
         call = _Call(args, kwargs, values, nesting, runs_hooks)
         call.gradient_bytes = planner.gradient_bytes_now(values)
-        modules = list(each_module(self.model))
-        parameters = parameters_of(modules)
-        call.kind = self._kind = self._kind_of_call(call, modules, parameters)
+        call.kind = self._kind = self._kind_of_call(call, contents)
         if planner.gathering is not None:
             return
         call.given_versions = _writes_of(values)
-        call.parameter_versions = versions_of(parameters)
+        call.parameter_versions = versions_of(contents.parameters)
         if self._notes_state:
             call.state = CallState(self.model)
         known = self._steps_by_kind
@@ -559,15 +564,10 @@ class FittedRegions(FittedModel):
                 "no more; leave that much room in the budget"
             )
 
-    def _kind_of_call(
-        self,
-        call: "_Call",
-        modules: Sequence[nn.Module],
-        parameters: Sequence[nn.Parameter],
-    ) -> Any:
+    def _kind_of_call(self, call: "_Call", contents: Contents) -> Any:
         return (
-            _kind_of(call.nesting, call.values, modules, parameters),
-            _switches_of(modules) if self.notes_switches else (),
+            _kind_of(call.nesting, call.values, contents),
+            _switches_of(contents.modules) if self.notes_switches else (),
             call.runs_hooks,
             self.backend.backward_autocast,
             call.gradient_bytes,
@@ -652,7 +652,7 @@ class FittedRegions(FittedModel):
 
     def _note_unplanned(self, call: "_Call", route: Route) -> None:
         """Let the way of a call that is over be planned before the next of its kind."""
-        now = versions_of(parameters_of(each_module(self.model)))
+        now = versions_of(contents_of(self.model).parameters)
         if now != call.parameter_versions:
             self.tell(
                 f"a way that a step of {self.name} took writes parameters in its forward "
@@ -811,15 +811,14 @@ def _writes_of(values: Sequence[Any]) -> list[tuple[int, int]]:
 def _kind_of(
     nesting: Any,
     values: Sequence[Any],
-    modules: Sequence[nn.Module],
-    parameters: Sequence[nn.Parameter],
+    contents: Contents,
 ) -> tuple[Any, ...]:
     """Return what is equal for calls that run by one plan, of what they read."""
     return (
         nesting,
         *map(_described, values),
-        tuple([module.training for module in modules]),
-        tuple([parameter.requires_grad for parameter in parameters]),
+        tuple([module.training for module in contents.modules]),
+        tuple([parameter.requires_grad for parameter in contents.parameters]),
         autocast_now(),
     )
 

@@ -24,7 +24,7 @@ from remat.torch_compat.names import (
     preserve_rng_state,
 )
 from remat.training.region_planning import FRUGAL, RegionChoice, RegionPlanner
-from remat.training.step_backend import PlannedBackend, differentiated, sources_of
+from remat.training.step_backend import PlannedBackend, sources_of
 
 
 @dataclass(kw_only=True)
@@ -123,13 +123,12 @@ class RegionBackend(PlannedBackend):
         """Compile one graph, to run in the order that keeps nothing; others later."""
         specs = self.describe_inputs(module, example_inputs)
         sources = tuple(sources_of(module))
-        # Under each autocast of backward passes, and for other parameters that are
-        # trained, it is another graph.
+        # Under each autocast of backward passes it is another graph.
         codes: dict[Any, RegionCode] = {}
         variants: dict[tuple[RegionCode, int], Callable[..., Any]] = {}
 
-        def code_now(inputs: Sequence[Any]) -> RegionCode:
-            state = self.backward_autocast, differentiated(inputs)
+        def code_now() -> RegionCode:
+            state = self.backward_autocast
             if state not in codes:
                 codes[state] = RegionCode(sources)
             return codes[state]
@@ -155,7 +154,7 @@ class RegionBackend(PlannedBackend):
                 # It collects young ones only, so that values of the step would stay.
                 gc.collect()
             between = planner.between.leading_to(inputs)
-            choice = planner.choice_for(code_now(inputs), between)
+            choice = planner.choice_for(code_now(), between)
             outputs = variant(choice, inputs)(*inputs)
             if planner.gathering is not None:
                 planner.gathering.note_node(outputs)
@@ -163,7 +162,7 @@ class RegionBackend(PlannedBackend):
             return outputs
 
         try:
-            first = RegionChoice(code=code_now(example_inputs), number=FRUGAL)
+            first = RegionChoice(code=code_now(), number=FRUGAL)
             variant(first, example_inputs)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             # The tracer takes a smaller graph then, or none.

@@ -71,8 +71,7 @@ from remat.profile.optimizer_memory import (
     optimizer_bytes,
 )
 from remat.torch_compat.attributes import (
-    each_module,
-    parameters_of,
+    contents_of,
     storage_identity,
 )
 from remat.torch_compat.names import tree_map, unset_fake_temporarily
@@ -135,6 +134,8 @@ class Planner:
     gradient_bytes
         Bytes of the gradients of earlier passes that exist during the whole step that
         is planned now.
+    parameters
+        Those of the model, while it is called; ``None`` to look for them.
     loop
         What the caller's loop holds around the step.
     assumed_gradient_bytes
@@ -164,6 +165,7 @@ class Planner:
         self.gradient_bytes = 0
         self.assumed_gradient_bytes: int | None = None
         self.batch: Any = ()
+        self.parameters: Sequence[nn.Parameter] | None = None
         self.loop = LoopMemory()
         self.plans: dict[PlanKey, Plan] = {}
         self.latest: Plan | None = None
@@ -221,8 +223,14 @@ class Planner:
         """
         if self.assumed_gradient_bytes is not None:
             return self.assumed_gradient_bytes
-        known = () if self.model is None else parameters_of(each_module(self.model))
-        held_bytes = gradient_bytes([*tensors_in(inputs), *known])
+        known = self.parameters
+        if known is None:
+            model = self.model
+            known = [] if model is None else contents_of(model).parameters
+        # Most of what a graph is given.
+        identities = set(map(id, known))
+        others = [value for value in inputs if id(value) not in identities]
+        held_bytes = gradient_bytes([*tensors_in(others), *known])
         return held_bytes + gradient_buckets_bytes()
 
     def begin(

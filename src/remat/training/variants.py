@@ -30,7 +30,11 @@ from remat.core.errors import BudgetError, PlanWarning
 from remat.core.schedule import Schedule
 from remat.planning.plan import Plan
 from remat.torch_compat.metadata import example_of
-from remat.torch_compat.names import CompileContext, preserve_rng_state
+from remat.torch_compat.names import (
+    CompileContext,
+    dynamo_config,
+    preserve_rng_state,
+)
 from remat.training.callers import first_bucket_bytes
 from remat.training.passes_in_flight import Pass, PassesInFlight
 from remat.training.step_backend import PlannedBackend, differentiated, sources_of
@@ -268,6 +272,8 @@ class _Variants:
         self.module = module
         self.specs = backend.describe_inputs(module, inputs)
         self.call = TracedCall(tuple(sources_of(module)), _outputs_of(module))
+        # Where the tracer does not look for parameters that are frozen or unfrozen.
+        self.is_unguarded = dynamo_config.skip_tensor_guards_with_matching_dict_tags
         self.state = self.state_now(inputs)
         self.returned = backend.returned
         try:
@@ -284,7 +290,8 @@ class _Variants:
 
     def state_now(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return what makes another step of a traced function, beside its gradients."""
-        return self.backend.backward_autocast, differentiated(inputs)
+        trained = differentiated(inputs) if self.is_unguarded else ()
+        return self.backend.backward_autocast, trained
 
     def check_vary(self, inputs: Sequence[Any]) -> None:
         """Refuse to plan ahead for sizes that the model's code takes for one number."""
