@@ -4,13 +4,15 @@ import contextvars
 import copy
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import remat
+from remat.capture.tracing import compiled_entry
 from remat.planning.plan import Kernels
 from remat.torch_compat.names import (
     FakeTensorMode,
@@ -27,7 +29,6 @@ from remat.torch_compat.patches import (
     patched,
     python_kernels,
     tracer_settings,
-    untimed_guards,
 )
 
 _UPSAMPLE = torch.ops.aten.upsample_bilinear2d.default
@@ -192,15 +193,16 @@ def test_guards_are_timed_for_others_only(monkeypatch: pytest.MonkeyPatch) -> No
     assert timed
 
 
-def test_guards_are_timed_again_when_the_last_thread_has_traced() -> None:
+def test_guards_are_timed_again_when_a_trace_is_over() -> None:
     timing = guards.profile_guard_manager
-    first, second = untimed_guards(), untimed_guards()
-    for begin in (first, second):
-        begin.__enter__()
-        assert guards.profile_guard_manager is not timing
-    first.__exit__(None, None, None)
-    assert guards.profile_guard_manager is not timing
-    second.__exit__(None, None, None)
+    seen: list[bool] = []
+
+    def compiler(module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+        seen.append(guards.profile_guard_manager is timing)
+        return module.forward
+
+    compiled_entry(nn.Linear(2, 2), compiler)(torch.ones(1, 2))
+    assert seen == [False]
     assert guards.profile_guard_manager is timing
 
 

@@ -53,6 +53,7 @@ from remat.torch_compat.names import (
     tree_leaves,
 )
 from remat.torch_compat.patches import (
+    Patch,
     alone,
     compiled_within,
     hooks_looked_for,
@@ -176,12 +177,10 @@ def compiled_code(
         recurrent = nullcontext() if model is None else recurrent_layers(model)
         ignored = _ignored_logs()
         changed = tracer_settings(ignore_logging_functions=ignored, **(settings or {}))
-        unguarded = (
-            []
-            if model is None or guards_hooks
-            else [hooks_looked_for(model.modules())]
-        )
-        with changed, untimed_guards(), recurrent, patched(*unguarded):
+        patches: list[Patch] = [untimed_guards]
+        if model is not None and not guards_hooks:
+            patches.append(hooks_looked_for(model.modules()))
+        with changed, patched(*patches), recurrent:
             yield
 
     return compiled_within(function, compiler, around, fullgraph=is_whole)

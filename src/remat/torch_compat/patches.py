@@ -2,8 +2,8 @@
 
 What is changed belongs to the whole process. So only one thread changes it at a time,
 under the lock that ``torch.compile`` takes to trace: what other threads compile never
-sees it, and threads that run compiled steps do not look there. Two exceptions:
-:func:`untimed_guards` changes no result, and :class:`ThreadKernels` none of others.
+sees it, and threads that run compiled steps do not look there. The exception,
+:class:`ThreadKernels`, changes no result of others.
 """
 
 import threading
@@ -117,51 +117,22 @@ def compiled_within(
     return context(function)
 
 
-class _UntimedGuards:
-    """Torch's timing of guards, off as long as any thread asks for that.
+def untimed_guards() -> Callable[[], None]:
+    """Patch traces to end without a timing of their guards, which takes 20 ms of each.
 
-    It is asked for before the tracer takes its lock, for code that may be passed over
-    without one: hence a count.
+    Torch empties the processor's caches for it, and writes the time to its log.
     """
+    timed = guards.profile_guard_manager
+    guards.profile_guard_manager = _no_time
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count = 0
-        self._timed = guards.profile_guard_manager
+    def undo() -> None:
+        guards.profile_guard_manager = timed
 
-    def begin(self) -> None:
-        with self._lock:
-            if not self._count:
-                self._timed = guards.profile_guard_manager
-                guards.profile_guard_manager = _no_time
-            self._count += 1
-
-    def end(self) -> None:
-        with self._lock:
-            self._count -= 1
-            if not self._count:
-                guards.profile_guard_manager = self._timed
+    return undo
 
 
 def _no_time(*_guards: Any) -> float:
     return 0.0
-
-
-_untimed = _UntimedGuards()
-
-
-@contextmanager
-def untimed_guards() -> Generator[None]:
-    """Let traces end without a timing of their guards, which takes 20 ms of each.
-
-    Torch empties the processor's caches for it, and writes the time to its log. It is
-    0 there for what any thread compiles meanwhile.
-    """
-    _untimed.begin()
-    try:
-        yield
-    finally:
-        _untimed.end()
 
 
 def hooks_looked_for(modules: Iterable[nn.Module]) -> Patch:
