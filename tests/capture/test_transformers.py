@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import remat
+from remat.training.fitted_model import fitted_on
 
 VOCABULARY, LENGTH = 97, 16
 SMALL = {
@@ -190,8 +191,13 @@ def test_a_fresh_mixture_is_fitted_before_its_first_call() -> None:
     remat.fit(model, (), batch, budget="100%", costs="estimated")
     assert torch.equal(random_state, torch.get_rng_state())
     assert all(torch.equal(state[n], value) for n, value in model.state_dict().items())
+    fitted = fitted_on(model)
+    assert fitted is not None
+    traced_count = fitted.backend.training_step_count
     outputs = model(**batch)
     outputs.loss.backward()
+    # The library left hooks as it was traced, and these are in that trace.
+    assert fitted.backend.training_step_count == traced_count
     plain, _ = decoder("Mixtral")
     expected = plain(**batch)
     expected.loss.backward()

@@ -558,6 +558,29 @@ def test_hooks_that_come_and_go_later_run(
         assert torch.equal(model(x), plain(x))
 
 
+@pytest.mark.parametrize("options", [{}, {"dynamic": {"x": {0: (2, 8)}}}])
+def test_hooks_of_a_module_that_is_a_part_no_more_run(options: dict[str, Any]) -> None:
+    class Ordered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+            self.order = tuple(self.layers)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.order:
+                x = torch.tanh(layer(x))
+            return x
+
+    model, x = Ordered(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    remat.fit(model, x, budget=10**7, costs="estimated", **options)
+    assert torch.equal(model(x), plain(x))
+    for each in (model, plain):
+        each.layers[1] = nn.Identity()
+        each.order[1].register_forward_hook(lambda _module, _args, out: 2 * out)
+    assert torch.equal(model(x), plain(x))
+
+
 def test_a_scalar_next_to_outputs_is_not_taken_for_the_loss() -> None:
     class TwoOutputs(nn.Module):
         def __init__(self) -> None:

@@ -31,6 +31,7 @@ from remat.core.errors import CaptureError, RematError
 from remat.torch_compat import messages
 from remat.torch_compat.attributes import (
     are_backward_hooks_global,
+    contents_of,
     default_stance,
     has_backward_hooks,
     has_forward_pre_hooks,
@@ -103,7 +104,7 @@ def compiled_entry(
     traced: Callable[..., Any] | None = None,
     is_whole: bool = True,
     settings: Mapping[str, Any] | None = None,
-    guards_hooks: bool = True,
+    prepared: Callable[[], None] | None = None,
 ) -> Callable[..., Any]:
     """Return the model's call compiled by ``compiler``, with a code cache of its own.
 
@@ -125,11 +126,14 @@ def compiled_entry(
         Whether a model that the tracer splits into several graphs is refused.
     settings
         Settings of the tracer and their values.
-    guards_hooks
-        Whether hooks that a module gets later are traced. If not, whoever calls it
-        looks that there are none.
+    prepared
+        Called when a library has prepared the model, after which it may have hooks.
+        Given by who looks before each call that no registered module has any; else the
+        compiled call looks for hooks itself.
     """
     run = plain_call(model) if traced is None else traced
+    # What is registered is looked through from the model on.
+    is_its_own = getattr(run, "__self__", None) is model
 
     def call(*args: Any, **kwargs: Any) -> Any:
         returned = run(*args, **kwargs)
@@ -145,9 +149,9 @@ def compiled_entry(
         model=model,
         is_whole=is_whole,
         settings=settings,
-        guards_hooks=guards_hooks,
+        guards_hooks=prepared is None or not is_its_own,
     )
-    return traced_entry(model, compiled)
+    return traced_entry(model, compiled, prepared)
 
 
 def compiled_code(
@@ -165,8 +169,10 @@ def compiled_code(
     ----------
     function
         What is compiled, with a code object of its own.
-    compiler, model, is_whole, settings, guards_hooks
+    compiler, model, is_whole, settings
         As for :func:`compiled_entry`.
+    guards_hooks
+        Whether the code looks for hooks of registered modules itself.
     """
     found = weakref.ref(model)
 
@@ -178,15 +184,20 @@ def compiled_code(
         ignored = _ignored_logs()
         changed = tracer_settings(ignore_logging_functions=ignored, **(settings or {}))
         patches: list[Patch] = [untimed_guards]
-        if model is not None and not guards_hooks:
-            patches.append(hooks_looked_for(model.modules()))
+        is_unhooked = model is not None and not contents_of(model).are_hooked
+        if is_unhooked and not guards_hooks:
+            patches.append(hooks_looked_for)
         with changed, patched(*patches), recurrent:
             yield
 
     return compiled_within(function, compiler, around, fullgraph=is_whole)
 
 
-def traced_entry(model: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+def traced_entry(
+    model: nn.Module,
+    compiled: Callable[..., Any],
+    prepared: Callable[[], None] | None = None,
+) -> Callable[..., Any]:
     """Return a call of a model that compiles some of its code, ready to be traced.
 
     Parameters
@@ -195,6 +206,8 @@ def traced_entry(model: nn.Module, compiled: Callable[..., Any]) -> Callable[...
         What is called.
     compiled
         Its call, compiled or in parts.
+    prepared
+        As for :func:`compiled_entry`.
 
     Notes
     -----
@@ -213,6 +226,8 @@ def traced_entry(model: nn.Module, compiled: Callable[..., Any]) -> Callable[...
                 if not messages.AT_A_LOCK.search(str(error)):
                     raise
                 prepare(model, args, kwargs)
+                if prepared is not None:
+                    prepared()
             return compiled(*args, **kwargs)
 
     return entry

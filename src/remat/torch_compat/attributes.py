@@ -94,19 +94,6 @@ def plain_model(model: nn.Module) -> nn.Module:
     return model._orig_mod if isinstance(model, names.OptimizedModule) else model
 
 
-def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Return where a module has its own hooks: empty where it has none."""
-    return (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-        # Numbers of some of these.
-        module._forward_hooks_with_kwargs,
-        module._forward_pre_hooks_with_kwargs,
-    )
-
-
 class Contents(NamedTuple):
     """What is inside of a model.
 

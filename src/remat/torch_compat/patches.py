@@ -6,16 +6,17 @@ sees it, and threads that run compiled steps do not look there. The exception,
 :class:`ThreadKernels`, changes no result of others.
 """
 
+import re
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
-from remat.torch_compat.attributes import composite_kernel, hooks_of
+from remat.torch_compat.attributes import composite_kernel
 from remat.torch_compat.names import (
     DispatchKey,
     DispatchKeySet,
@@ -135,35 +136,34 @@ def _no_time(*_guards: Any) -> float:
     return 0.0
 
 
-def hooks_looked_for(modules: Iterable[nn.Module]) -> Patch:
-    """Return a patch that leaves looking for hooks of modules to whoever runs the code.
+def hooks_looked_for() -> Callable[[], None]:
+    """Patch traces to leave looking for hooks to whoever runs the code.
 
-    Six guards for each module are a tenth of what it takes to call a small step.
-
-    Parameters
-    ----------
-    modules
-        Those that have none as they are traced, and are looked at before each call.
+    Six guards for each module are a tenth of what it takes to call a small step. They
+    are left out for modules that are found through their registration alone, from the
+    one whose method is run: whoever looks through what is registered then finds them.
     """
-    places = {id(place) for module in modules for place in hooks_of(module)}
+    builder = guards.GuardBuilder
+    original = builder.EMPTY_NN_MODULE_HOOKS_DICT
 
-    def patch() -> Callable[[], None]:
-        builder = guards.GuardBuilder
-        original = builder.EMPTY_NN_MODULE_HOOKS_DICT
+    @wraps(original)
+    def guard_hooks(self: Any, guard: Any) -> None:
+        if not _OF_REGISTERED.fullmatch(guard.name):
+            original(self, guard)
 
-        @wraps(original)
-        def guard_hooks(self: Any, guard: Any) -> None:
-            if id(self.get(guard)) not in places:
-                original(self, guard)
+    def undo() -> None:
+        builder.EMPTY_NN_MODULE_HOOKS_DICT = original
 
-        def undo() -> None:
-            builder.EMPTY_NN_MODULE_HOOKS_DICT = original
+    builder.EMPTY_NN_MODULE_HOOKS_DICT = guard_hooks
+    return undo
 
-        builder.EMPTY_NN_MODULE_HOOKS_DICT = guard_hooks
-        return undo
 
-    return patch
-
+# As the tracer writes it, where what is run is called so.
+_OF_REGISTERED = re.compile(
+    r"L\['run'\]\.__self__"
+    r"(?:\._modules\[(?:'[^'\\]*'|\"[^\"\\]*\")\])*"
+    r"\._\w+_hooks(?:_with_kwargs)?"
+)
 
 MOST_RESULTS = 20_000
 """How many results on fake tensors are remembered; of one kind and shape each."""

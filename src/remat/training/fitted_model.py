@@ -762,14 +762,23 @@ class FittedModel:
         """Return the compiled call, with the model's own hooks or without."""
         # Code of several graphs is shared by all entries.
         guards_hooks = not self.is_whole or contents.are_hooked
-        key = (runs_hooks, guards_hooks, self.planner.optimizer_memory)
-        if key not in self._compiled:
-            call = plain_call(self.model) if runs_hooks else self.forward_to_trace()
-            self._compiled[key] = self.compiled(call, guards_hooks=guards_hooks)
-        return self._compiled[key]
+        memory = self.planner.optimizer_memory
+        key = (runs_hooks, guards_hooks, memory)
+        if key in self._compiled:
+            return self._compiled[key]
+
+        def prepared() -> None:
+            # Libraries leave hooks, which what is traced from now on looks for.
+            if contents_of(self.model).are_hooked and key in self._compiled:
+                self._compiled[runs_hooks, True, memory] = self._compiled.pop(key)
+
+        call = plain_call(self.model) if runs_hooks else self.forward_to_trace()
+        entry = self.compiled(call, None if guards_hooks else prepared)
+        self._compiled[key] = entry
+        return entry
 
     def compiled(
-        self, call: Callable[..., Any], *, guards_hooks: bool
+        self, call: Callable[..., Any], prepared: Callable[[], None] | None
     ) -> Callable[..., Any]:
         """Return a call of the model whose graphs the backend compiles."""
         note = note_returned(self.backend.note_returned)
@@ -780,7 +789,7 @@ class FittedModel:
             traced=call,
             is_whole=self.is_whole,
             settings=_tracer_settings(is_whole=self.is_whole),
-            guards_hooks=guards_hooks,
+            prepared=prepared,
         )
 
     def compiled_part(self, function: Callable[..., Any]) -> Callable[..., Any]:

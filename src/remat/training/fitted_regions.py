@@ -266,11 +266,11 @@ class FittedRegions(FittedModel):
             return super().run(args, kwargs, runs_hooks=runs_hooks)
 
     def compiled(
-        self, call: Callable[..., Any], *, guards_hooks: bool
+        self, call: Callable[..., Any], prepared: Callable[[], None] | None
     ) -> Callable[..., Any]:
         """Return a call of the model whose graphs, or blocks, are compiled."""
         if self._blocks is None:
-            return super().compiled(call, guards_hooks=guards_hooks)
+            return super().compiled(call, prepared)
         return traced_entry(self.model, self._blocks.calling(call))
 
     def _check_checkpoints(self, gathering: Gathering) -> None:
