@@ -208,6 +208,22 @@ def test_a_fresh_mixture_is_fitted_before_its_first_call() -> None:
         torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
 
 
+def test_hooks_run_that_come_after_the_library_has_left_its_own() -> None:
+    model, batch = decoder("Llama")
+    plain, _ = decoder("Llama")
+    remat.fit(model, (), batch, budget="100%", costs="estimated")
+    for options in ({}, {"output_hidden_states": True}, {}):
+        found, expected = (each(**batch, **options) for each in (model, plain))
+        assert torch.equal(found.loss, expected.loss)
+
+    def double(_module: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor:
+        return 2 * out
+
+    for each in (model, plain):
+        each.get_submodule("lm_head").register_forward_hook(double)
+    assert torch.equal(model(**batch).loss, plain(**batch).loss)
+
+
 def test_a_mask_of_ones_is_exact_to_the_captured_step() -> None:
     model, batch = decoder("Llama")
     mask = torch.ones_like(batch["input_ids"])

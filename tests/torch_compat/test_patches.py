@@ -206,6 +206,33 @@ def test_guards_are_timed_again_when_a_trace_is_over() -> None:
     assert guards.profile_guard_manager is timing
 
 
+def test_only_hooks_of_what_is_not_registered_are_guarded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.registered = nn.Sequential(nn.Linear(2, 2))
+            self.others = [nn.Linear(2, 2)]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.others[0](self.registered(x))
+
+    names: set[str] = set()
+    original = guards.GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT
+
+    def spy(self: Any, guard: Any) -> None:
+        names.add(guard.name)
+        original(self, guard)
+
+    monkeypatch.setattr(guards.GuardBuilder, "EMPTY_NN_MODULE_HOOKS_DICT", spy)
+    model, x = Both(), torch.ones(1, 2)
+    remat.fit(model, x, budget="1 GiB", costs="estimated")
+    model(x)
+    assert names
+    assert all(".others[0]." in name for name in names)
+
+
 def test_another_thread_waits_until_the_patches_are_off() -> None:
     before = _DROPOUT.py_kernels.get(KEYS[0])
     seen: list[object] = []

@@ -127,9 +127,9 @@ def compiled_entry(
     settings
         Settings of the tracer and their values.
     prepared
-        Called when a library has prepared the model, after which it may have hooks.
-        Given by who looks before each call that no registered module has any; else the
-        compiled call looks for hooks itself.
+        Called when a library has prepared the model in the first call, before anything
+        was traced, after which it may have hooks. Given by who looks before each call
+        that no registered module has any; else the compiled call looks itself.
     """
     run = plain_call(model) if traced is None else traced
     # What is registered is looked through from the model on.
@@ -214,8 +214,11 @@ def traced_entry(
     What a library prepares in a model's first call, under a lock that the tracer
     refuses, is prepared by a call on fake tensors, and the model is traced again.
     """
+    is_new = True
 
     def entry(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_new
+        was_new, is_new = is_new, False
         check_tracer()
         with default_stance():
             try:
@@ -226,7 +229,7 @@ def traced_entry(
                 if not messages.AT_A_LOCK.search(str(error)):
                     raise
                 prepare(model, args, kwargs)
-                if prepared is not None:
+                if prepared is not None and was_new:
                     prepared()
             return compiled(*args, **kwargs)
 
