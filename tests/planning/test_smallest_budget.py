@@ -1,6 +1,6 @@
 """The smallest budget: it works, nothing tried below did; it brackets the truth."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -13,7 +13,7 @@ from tests.strategies import graphs
 from remat.bounds.memory_bound import least_budget_bytes
 from remat.core.bounds import peak_bound_bytes
 from remat.core.errors import SolverFault
-from remat.core.graph import TrainingGraph
+from remat.core.graph import Role, Storage, TrainingGraph
 from remat.core.platform import single_device
 from remat.core.problem import Limits, Problem, Proposal, Status
 from remat.core.schedule import Schedule
@@ -83,6 +83,20 @@ def test_a_finer_tolerance_is_no_worse():
         for percent in (20, 0)
     )
     assert fine.budget_bytes <= coarse.budget_bytes
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet", "transformer", "unet"])
+@pytest.mark.parametrize("share", [1, 20])
+def test_bytes_that_are_always_there_add_what_they_are(name: str, share: int):
+    graph = INSTANCES[name]().graph
+    floor = smallest_budget(graph)
+    more_bytes = share * floor.budget_bytes + 1
+    more = Storage(
+        name="more", size_bytes=more_bytes, role=Role.GRADIENT, is_resident=True
+    )
+    shifted = smallest_budget(replace(graph, storages=(*graph.storages, more)))
+    assert shifted.budget_bytes == floor.budget_bytes + more_bytes
+    assert shifted.schedule == floor.schedule
 
 
 def test_refining_never_makes_the_floor_higher():

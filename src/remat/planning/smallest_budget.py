@@ -91,12 +91,12 @@ def smallest_budget(
         Asked in turn at each budget, until one answers with a schedule.
     refining_solvers
         Asked at budgets 6 % apart from there downwards, until none answers, then at
-        budgets 2 % apart.
+        budgets 2 % apart; of what is not always there.
     limits
         When to stop; the best found by then is returned.
     tolerance_percent
         Stop once the budgets that worked and that failed are this close, in percent
-        of the smaller, at least 0.
+        of the smaller without what is always there, at least 0.
 
     Raises
     ------
@@ -122,6 +122,8 @@ def smallest_budget(
         halves = _answer(graph, kind, None, [ChenSqrt()], Limits())
         if halves is not None and halves[1].peak_bytes[0] < best[1].peak_bytes[0]:
             best = halves
+    # What is always there is searched beside: more of it changes no schedule.
+    always_bytes = graph.resident_bytes()
     # Up to ``failed_bytes`` everything counts as impossible; so far that is proved.
     failed_bytes = one_op_bytes - 1
     guess_bytes = max(1, one_op_bytes)
@@ -135,13 +137,14 @@ def smallest_budget(
         else:
             best = found
         if best[1].peak_bytes[0] - failed_bytes <= max(
-            1, failed_bytes * tolerance_percent // 100
+            1, (failed_bytes - always_bytes) * tolerance_percent // 100
         ):
             break
         guess_bytes = max(1, (failed_bytes + best[1].peak_bytes[0]) // 2)
     for percent in _REFINING_PERCENTS:
         while not limits.is_over and best[1].peak_bytes[0] > bound_bytes:
-            guess_bytes = max(bound_bytes, best[1].peak_bytes[0] * percent // 100)
+            moving_bytes = best[1].peak_bytes[0] - always_bytes
+            guess_bytes = max(bound_bytes, always_bytes + moving_bytes * percent // 100)
             share = limits.share(_GUESS_SHARE)
             found = _answer(graph, kind, guess_bytes, refining_solvers, share)
             if found is None:
