@@ -1,5 +1,6 @@
 """Runs functions in two processes that know each other; returns what each found."""
 
+import faulthandler
 import gc
 import os
 import pickle
@@ -107,7 +108,9 @@ class _Group:
                         self.connections[rank].recv_bytes()
                     )
                 except EOFError:
-                    error = "the process has ended"
+                    self.processes[rank].join(_LONGEST_S)
+                    exit_code = self.processes[rank].exitcode
+                    error = f"the process has ended with exit code {exit_code}"
                 if error:
                     end_processes()
                     msg = f"in process {rank}: {error}"
@@ -124,6 +127,7 @@ class _Group:
 
 
 def _serve(rank: int, port: int, connection: Connection) -> None:
+    faulthandler.enable()
     _join(rank, port)
     while True:
         function, args = pickle.loads(connection.recv_bytes())
