@@ -1,5 +1,7 @@
 """Models whose tensors are divided among processes train within a budget, bitwise."""
 
+import os
+import sys
 from functools import partial
 from typing import Any
 
@@ -22,11 +24,12 @@ from remat.core.platform import single_device
 from remat.core.rules import Rule
 from remat.core.schedule import Compute, Schedule
 from remat.core.simulator import simulate
+from remat.profile.allocations import AllocationRecorder
 from tests.distributed.processes import in_processes
 
 WIDTH, HEADS, WORDS = 64, 8, 96
 STEPS = 3
-REPEATS = 3
+REPEATS = 6
 """Of them the lowest peak counts: what threads of gloo add up in is let go of late."""
 
 KEPT = "all processes of a group take part in it"
@@ -282,3 +285,19 @@ def test_a_mesh_that_is_a_constant_of_the_trace_is_carried_through() -> None:
     for plain, fitted, meshes in in_processes(of_equal_meshes):
         assert all(map(torch.equal, fitted, plain))
         assert meshes == {DeviceMesh}
+
+
+def policies(_rank: int) -> list[int]:
+    """Return how a process is scheduled before, while and after it is recorded."""
+    found = [os.sched_getscheduler(0)]
+    with AllocationRecorder():
+        found.append(os.sched_getscheduler(0))
+    return [*found, os.sched_getscheduler(0)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such policy")
+def test_what_is_recorded_takes_no_processor_from_a_thread_that_exchanges() -> None:
+    before, inside, after = os.SCHED_OTHER, os.SCHED_BATCH, os.SCHED_OTHER
+    assert in_processes(policies) == [[before, inside, after]] * 2
+    with AllocationRecorder():
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER

@@ -7,15 +7,19 @@ profiler cannot see, this module cannot report:
 * the release of a block that was allocated while no recording was on;
 * memory that libraries take from the system directly (packing buffers of MKL,
   scratchpads that oneDNN manages itself, ``std::vector`` inside kernels);
-* allocations made by OpenMP worker threads inside one operator.
+* allocations made by OpenMP worker threads inside one operator;
+* the release of a block by a thread of a process group that holds it last: gloo's do
+  where another thread runs instead of them just after an exchange.
 """
 
 import os
+import sys
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 from torch.autograd.profiler import profile, record_function
 
 from remat.core.errors import ProfileError
@@ -65,6 +69,10 @@ class Recording:
     start_ns: int
     end_ns: int
     marks: tuple[tuple[int, str], ...] = field(default=(), repr=False)
+
+    def final_bytes(self) -> int:
+        """Return the growth at the end of the region, in bytes."""
+        return sum(allocation.change_bytes for allocation in self.inside)
 
     def peak_bytes(self) -> int:
         """Return the largest growth inside the region, in bytes, at least 0."""
@@ -117,6 +125,7 @@ class AllocationRecorder:
         self._device_type = device_type
         self._mark_prefix = mark_prefix
         self._profile: Any = None
+        self._ahead = ExitStack()
         self.recording = Recording(before=(), inside=(), start_ns=0, end_ns=0)
 
     def __enter__(self) -> "AllocationRecorder":
@@ -140,9 +149,11 @@ class AllocationRecorder:
         self._profile = profile(profile_memory=True)
         with _quiet_profiler():
             self._profile.__enter__()
+        self._ahead.enter_context(_exchanging_threads_ahead())
 
     def stop(self) -> None:
         """End the recording and read its events."""
+        self._ahead.close()
         with _quiet_profiler():
             self._profile.__exit__(None, None, None)
         tree = self._profile.kineto_results.experimental_event_tree()
@@ -192,6 +203,27 @@ def _quiet_profiler() -> Generator[None]:
         yield
     finally:
         del os.environ[name]
+
+
+@contextmanager
+def _exchanging_threads_ahead() -> Generator[None]:
+    """Let threads of process groups let go before what waits for them runs on.
+
+    Then the caller's thread is the last that holds a block, and its release is seen.
+    """
+    if (
+        sys.platform != "linux"
+        or not (dist.is_available() and dist.is_initialized())
+        or os.sched_getscheduler(0) != os.SCHED_OTHER
+    ):
+        yield
+        return
+    # A thread of this kind takes no processor from the one that wakes it.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def _flatten(events: Iterable[Any]) -> Generator[Any]:
