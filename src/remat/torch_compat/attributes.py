@@ -6,7 +6,7 @@ What each is needed for stands in :data:`remat.torch_compat.table.ATTRIBUTES`.
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from gc import get_referents
 from math import prod
@@ -112,15 +112,30 @@ class Contents(NamedTuple):
     are_hooked: bool
 
 
+def _modules_in(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield a model and each module inside of it, once, as torch orders them."""
+    waiting: list[nn.Module | None] = [model]
+    found: set[nn.Module | None] = {None}
+    while waiting:
+        module = waiting.pop()
+        if module is not None and module not in found:
+            found.add(module)
+            yield module
+            inside = module.__dict__["_modules"]
+            if inside:
+                waiting += [*inside.values()][::-1]
+
+
 def contents_of(model: nn.Module) -> Contents:
     """Return what is inside of a model.
 
     At each call: by one walk, which looks each thing up where modules have it.
     """
-    modules, found = [model], {model}
+    modules: list[nn.Module] = []
     parameters: list[nn.Parameter | None] = []
     are_hooked = False
-    for module in modules:
+    for module in _modules_in(model):
+        modules.append(module)
         own = module.__dict__
         parameters += own["_parameters"].values()
         if (
@@ -130,10 +145,6 @@ def contents_of(model: nn.Module) -> Contents:
             or own["_backward_pre_hooks"]
         ):
             are_hooked = True
-        for inside in own["_modules"].values():
-            if inside is not None and inside not in found:
-                found.add(inside)
-                modules.append(inside)
     return Contents(
         modules, [each for each in parameters if each is not None], are_hooked
     )
@@ -141,7 +152,12 @@ def contents_of(model: nn.Module) -> Contents:
 
 def is_trained(model: nn.Module) -> bool:
     """Return whether a parameter of a module, or of those inside, is trained."""
-    return any(parameter.requires_grad for parameter in model.parameters())
+    # At each call; most models have one among their first.
+    for module in _modules_in(model):
+        for parameter in module.__dict__["_parameters"].values():
+            if parameter is not None and parameter.requires_grad:
+                return True
+    return False
 
 
 def versions_of(parameters: Sequence[nn.Parameter]) -> list[int]:
@@ -213,16 +229,19 @@ def parametrizations_put_back() -> Generator[None]:
 _DEFAULT_STANCE = eval_frame.DynamoStance()
 
 
-@contextmanager
-def default_stance() -> Generator[None]:
+def default_stance() -> AbstractContextManager[None]:
     """Let compiled calls do what they were compiled for.
 
     The stance is the whole process's: where another thread changed it meanwhile, it
     stays as that thread wants it.
     """
-    if eval_frame._stance == _DEFAULT_STANCE:
-        yield
-        return
+    # At each call, and hardly ever with another one.
+    is_so = eval_frame._stance == _DEFAULT_STANCE
+    return nullcontext() if is_so else _changed_stance()
+
+
+@contextmanager
+def _changed_stance() -> Generator[None]:
     changed = torch.compiler.set_stance("default")
     ours = eval_frame._stance
     try:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
 from remat.capture.gathering import RegionCode
@@ -170,7 +169,7 @@ class RegionBackend(PlannedBackend):
             raise
         if self.planner.running is not None:
             self.planner.note_repetition(self.planner.programs[first.code])
-        return torch.compiler.disable(run)
+        return run
 
     def given_inputs(
         self, inputs: Sequence[InputSpec], values: Sequence[Any]

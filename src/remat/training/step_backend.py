@@ -135,8 +135,7 @@ class PlannedBackend:
     ) -> Callable[..., Any]:
         """Compile one traced function."""
         inputs = self.describe_inputs(module, example_inputs)
-        compiled = self.compile(module, example_inputs, inputs)
-        return torch.compiler.disable(compiled)
+        return self.compile(module, example_inputs, inputs)
 
     def compile(
         self,

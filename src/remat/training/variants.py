@@ -210,7 +210,7 @@ class VariantBackend(PlannedBackend):
             compile_id = CompileContext.current_compile_id()
             self._frames.add(None if compile_id is None else compile_id.frame_id)
             self._look_for_several_graphs(example_inputs)
-        return torch.compiler.disable(run)
+        return run
 
     def _look_for_several_graphs(self, inputs: Sequence[Any]) -> None:
         """Tell when a second part of the caller's code is planned by itself."""
