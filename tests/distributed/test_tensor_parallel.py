@@ -29,8 +29,9 @@ from tests.distributed.processes import in_processes
 
 WIDTH, HEADS, WORDS = 64, 8, 96
 STEPS = 3
-REPEATS = 6
-"""Of them the lowest peak counts: what threads of gloo add up in is let go of late."""
+REPEATS = 4
+"""Of them the lowest peak counts: where a thread of the process group is the last that
+lets go of a block, its release is not seen."""
 
 KEPT = "all processes of a group take part in it"
 

@@ -262,8 +262,8 @@ class GatheredGroup:
         return None
 
     @property
-    def lets_go_late(self) -> bool:
-        """Whether threads hold what was exchanged until they come to it, as gloo's."""
+    def has_threads(self) -> bool:
+        """Whether threads exchange tensors, and may be the last to let go of them."""
         return torch.distributed.get_backend(self.process_group) == "gloo"
 
     @contextmanager

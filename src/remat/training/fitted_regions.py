@@ -59,8 +59,8 @@ _MANY_TRACES = 3
 _MOST_KEPT = 2
 """Batches that wait for their ways to be planned: they are in no budget."""
 
-_LATE_RECORDINGS = 3
-"""How often a forward pass is recorded where threads of others release memory."""
+_RECORDINGS_BESIDE_THREADS = 3
+"""How often a forward pass is recorded where some releases may not be seen."""
 
 _MOST_PLANS = 8
 """How often a kind of call is planned again as it took another way than planned."""
@@ -437,13 +437,13 @@ class FittedRegions(FittedModel):
         What regions return is known from before, and they run again only where not.
         """
         recordings: list[Recording] = []
-        is_late = any(group.lets_go_late for group in self.planner.groups)
-        for _ in range(_LATE_RECORDINGS if is_late else 1):
+        are_threads = any(group.has_threads for group in self.planner.groups)
+        for _ in range(_RECORDINGS_BESIDE_THREADS if are_threads else 1):
             recorder = AllocationRecorder(self.planner.device.type, mark_prefix=MARK)
             with recorder:
                 self._gathered_once(args, kwargs, recorder.region(), before)
             recordings.append(recorder.recording)
-        # Which of the releases by other threads are not seen differs.
+        # Of releases by other threads, hardly any is unseen each time.
         return min(recordings, key=Recording.final_bytes)
 
     def before_call(
