@@ -153,8 +153,7 @@ class AllocationRecorder:
 
     def stop(self) -> None:
         """End the recording and read its events."""
-        self._ahead.close()
-        with _quiet_profiler():
+        with self._ahead, _quiet_profiler():
             self._profile.__exit__(None, None, None)
         tree = self._profile.kineto_results.experimental_event_tree()
         self._profile = None
