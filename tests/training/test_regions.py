@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.flop_counter import FlopCounterMode
 
 import remat
+from remat.capture.gathering import Gathering
 from remat.core.errors import (
     BudgetError,
     CaptureError,
@@ -1288,3 +1290,28 @@ def test_hooks_of_all_modules_that_come_after_the_fit_are_told(regions: Any) -> 
         hook.remove()
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
+
+
+def test_beside_threads_the_recording_counts_that_saw_most_releases(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Layers()
+    remat.fit(model, X, budget="150%", **BREAK)
+    fitted = fitted_on(model)
+    assert isinstance(fitted, FittedRegions)
+    unseen: list[torch.Tensor] = []
+    sizes = [4096, 1024, 8192]
+
+    # In the place of a forward pass: what stays is as if a thread had released it.
+    def run(_args: Any, _kwargs: Any, around: Any, _before: Any) -> None:
+        with around:
+            unseen.append(torch.empty(sizes[len(unseen)], dtype=torch.uint8))
+
+    monkeypatch.setattr(fitted, "_gathered_once", run)
+    assert fitted._recorded((X,), {}, Gathering([])).final_bytes() == 4096
+    unseen.clear()
+    monkeypatch.setattr(
+        fitted.planner, "groups", [SimpleNamespace(has_threads=has) for has in (0, 1)]
+    )
+    assert fitted._recorded((X,), {}, Gathering([])).final_bytes() == 1024
+    assert len(unseen) == 3
