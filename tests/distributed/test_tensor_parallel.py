@@ -289,16 +289,24 @@ def test_a_mesh_that_is_a_constant_of_the_trace_is_carried_through() -> None:
 
 
 def policies(_rank: int) -> list[int]:
-    """Return how a process is scheduled before, while and after it is recorded."""
+    """Return how a thread is scheduled before, while and after it is recorded.
+
+    And after a recording in which it chose for itself.
+    """
     found = [os.sched_getscheduler(0)]
     with AllocationRecorder():
         found.append(os.sched_getscheduler(0))
-    return [*found, os.sched_getscheduler(0)]
+    found.append(os.sched_getscheduler(0))
+    with AllocationRecorder():
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    found.append(os.sched_getscheduler(0))
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    return found
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such policy")
 def test_what_is_recorded_takes_no_processor_from_a_thread_that_exchanges() -> None:
-    before, inside, after = os.SCHED_OTHER, os.SCHED_BATCH, os.SCHED_OTHER
-    assert in_processes(policies) == [[before, inside, after]] * 2
+    expected = [os.SCHED_OTHER, os.SCHED_BATCH, os.SCHED_OTHER, os.SCHED_IDLE]
+    assert in_processes(policies) == [expected] * 2
     with AllocationRecorder():
         assert os.sched_getscheduler(0) == os.SCHED_OTHER

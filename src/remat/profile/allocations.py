@@ -210,19 +210,18 @@ def _exchanging_threads_ahead() -> Generator[None]:
 
     Then the caller's thread is the last that holds a block, and its release is seen.
     """
-    if (
-        sys.platform != "linux"
-        or not (dist.is_available() and dist.is_initialized())
-        or os.sched_getscheduler(0) != os.SCHED_OTHER
-    ):
+    if sys.platform != "linux" or not (dist.is_available() and dist.is_initialized()):
         yield
         return
     # A thread of this kind takes no processor from the one that wakes it.
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    is_common = os.sched_getscheduler(0) == os.SCHED_OTHER
+    if is_common:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     try:
         yield
     finally:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        if is_common and os.sched_getscheduler(0) == os.SCHED_BATCH:
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def _flatten(events: Iterable[Any]) -> Generator[Any]:
