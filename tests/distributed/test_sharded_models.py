@@ -28,7 +28,7 @@ from tests.distributed.models import (
 )
 from tests.distributed.processes import in_processes
 
-STEPS = 3
+STEPS = 6
 """Of them the lowest peak counts: where a thread of the process group is the last that
 lets go of a block, its release is not seen."""
 

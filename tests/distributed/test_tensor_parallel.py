@@ -29,7 +29,7 @@ from tests.distributed.processes import in_processes
 
 WIDTH, HEADS, WORDS = 64, 8, 96
 STEPS = 3
-REPEATS = 4
+REPEATS = 6
 """Of them the lowest peak counts: where a thread of the process group is the last that
 lets go of a block, its release is not seen."""
 
