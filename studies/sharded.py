@@ -78,12 +78,7 @@ class Way:
                 "optimizer": self.optimizer,
                 "regions": "blocks",
             }
-            try:
-                self.plan = remat.fit(self.model, budget=budget, **options)
-            # A plan counts one layer's pieces more, as gloo may keep them a while.
-            except remat.BudgetError as error:
-                least = error.required_bytes
-                self.plan = remat.fit(self.model, budget=least, **options)
+            self.plan = remat.fit(self.model, budget=budget, **options)
         self.seconds: list[float] = []
         self.losses: list[float] = []
 

@@ -29,8 +29,8 @@ from tests.distributed.models import (
 from tests.distributed.processes import in_processes
 
 STEPS = 6
-"""Of them the lowest peak counts: how late threads of the process group let go of what
-they sent differs from step to step."""
+"""Of them the lowest peak counts: where a thread of the process group is the last that
+lets go of a block, its release is not seen."""
 
 POLICIES: dict[str, dict[str, Any]] = {
     "resharded": {},
@@ -74,17 +74,12 @@ def run(rank: int) -> dict[str, dict[str, Any]]:
         optimizer = optimizer_of(model)
         plan = remat.fit(model, ids, optimizer=optimizer, **options)
         is_equal = are_equal(trained(model, ids, optimizer), expected)
-        bytes_of_one = sum(
-            p.numel() * (2 if "cast" in name else 4)
-            for p in model.blocks[0].parameters()
-        )
         found[name] = {
             "is_equal": is_equal,
             "budget": options["budget"],
             "predicted": plan.peak_bytes,
             "recomputed": plan.recomputed_op_count,
             "measured": [peak_bytes(model, ids, optimizer) for _ in range(STEPS)],
-            "gathered": bytes_of_one,
             "planned": len(getattr(fitted_on(model), "steps", ())),
             "digest": plan_digest(plan),
         }
@@ -207,20 +202,19 @@ def by_accelerate(ids: torch.Tensor) -> dict[str, Any]:
     """Return what steps of two passes find that accelerate's plugin has prepared."""
     expected, plain_bytes, _ = accelerated(ids, None)
     budget = smallest(plain_bytes) * 7 // 10
-    found, measured, plan = accelerated(ids, budget)
-    assert plan is not None
+    found, measured, predicted = accelerated(ids, budget)
     return {
         "is_equal": are_equal(found, expected),
         "budget": budget,
         "measured": measured,
-        "predicted": plan.peak_bytes,
+        "predicted": predicted,
     }
 
 
 def accelerated(
     ids: torch.Tensor, budget: int | None
-) -> tuple[list[torch.Tensor], int, remat.Plan | None]:
-    """Return losses and parameters of four steps, the lowest peak, and a plan."""
+) -> tuple[list[torch.Tensor], int, int]:
+    """Return losses and parameters of four steps, the lowest peak, and the planned."""
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     # Without an accelerator it chooses this by itself for no plugin.
@@ -232,9 +226,8 @@ def accelerated(
     )
     model: Any = language()
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
-    plan = None
     if budget is not None:
-        plan = remat.fit(model, ids, optimizer=optimizer, budget=budget)
+        remat.fit(model, ids, optimizer=optimizer, budget=budget)
     torch.manual_seed(5)
     found: list[torch.Tensor] = []
 
@@ -255,7 +248,9 @@ def accelerated(
         remat.measure(step, warmup=0, repeats=0, resident=resident).peak_bytes
         for _ in range(STEPS)
     ]
-    return found, min(peaks), plan
+    # Each pass has a plan of its own, with costs that are measured.
+    steps = getattr(fitted_on(model), "steps", ())
+    return found, min(peaks), max((s.plan.peak_bytes for s in steps), default=0)
 
 
 def left_whole(ids: torch.Tensor, policy: dict[str, Any]) -> dict[str, Any]:
@@ -370,12 +365,8 @@ def test_a_sharded_step_is_within_its_budget_and_bitwise(
         assert found["is_equal"]
         assert found["recomputed"] > 0
         assert found["predicted"] <= found["budget"]
-        # Threads of the process group let go of a block of pieces when they come to it.
-        assert min(found["measured"]) <= found["budget"]
         assert min(found["measured"]) <= found["predicted"]
-        # They are given two blocks, and the rest is as predicted.
-        room_bytes = found["predicted"] - min(found["measured"])
-        assert room_bytes <= 2 * found["gathered"] + 0.001 * found["predicted"]
+        assert min(found["measured"]) >= 0.999 * found["predicted"]
         assert found["planned"] == 1
     assert len({result[policy]["digest"] for result in results}) == 1
 

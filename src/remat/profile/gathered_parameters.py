@@ -8,9 +8,8 @@ one is needed. In forward passes the same is measured; backward passes follow th
 of ``torch.distributed.fsdp._fully_shard``, in which nothing is decided by the plan.
 """
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 
 import torch
 
@@ -21,9 +20,6 @@ from remat.profile.collectives import exchange_ns
 from remat.profile.eager_parts import BackwardOrder
 from remat.torch_compat.attributes import leaf_of, made_number, storage_identity
 from remat.torch_compat.sharding import Gathered, GatheredGroup
-
-_LATE_COUNT = 2
-"""How many gathered parts gloo's threads are taken to hold after their use."""
 
 
 def check_groups(groups: list[GatheredGroup]) -> None:
@@ -69,32 +65,6 @@ def held_for(
             if any(storage_identity(p) in needed for p in group.parameters):
                 stack.enter_context(group.held())
         yield
-
-
-def add_late_blocks(
-    gathering: Gathering, groups: list[GatheredGroup], between: dict[int, EagerForward]
-) -> list[int]:
-    """Add what threads of process groups hold after its use.
-
-    Which blocks, and when, is decided by the system that runs the threads. They get one
-    of their own among what runs before the first region, there during the whole step.
-
-    Returns
-    -------
-    list of int
-        That block, if there is one.
-    """
-    late = [group for group in groups if group.has_threads]
-    inner = [group for group in late if not group.is_outermost]
-    size_bytes = max((sum(group.sizes_bytes) for group in inner or late), default=0)
-    if not size_bytes:
-        return []
-    block = gathering.new_block(_LATE_COUNT * size_bytes)
-    before = between.get(0, EagerForward())
-    made = {**before.made, block: gathering.sizes_bytes[block]}
-    between[0] = replace(before, made=made)
-    gathering.held[block] = len(gathering.seen)
-    return [block]
 
 
 class ChosenToKeep:
@@ -198,8 +168,6 @@ class GatheredBackward:
         What stays of it.
     choice, kept
         The groups that may be kept whole, and those of them that are.
-    late
-        Blocks that are there to the end, see :func:`add_late_blocks`.
 
     Attributes
     ----------
@@ -215,10 +183,8 @@ class GatheredBackward:
         between: Mapping[int, EagerForward],
         choice: ChosenToKeep,
         kept: frozenset[GatheredGroup],
-        late: Sequence[int],
     ) -> None:
         self.backward = backward
-        self.late = late
         self.gathering = gathering
         # A module that is called several times is expected as often.
         self.order = list(gathered.order)
@@ -270,8 +236,7 @@ class GatheredBackward:
         for group in [*outer, *inner]:
             if group not in done:
                 found += self.end(group)
-        left = [*self.waiting, *self.late]
-        found.append(EagerWork(name="the end of gathering", reads=left))
+        found.append(EagerWork(name="the end of gathering", reads=[*self.waiting]))
         return found
 
     def _group_of(

@@ -67,7 +67,6 @@ from remat.profile.eager_parts import (
 from remat.profile.gathered_parameters import (
     ChosenToKeep,
     GatheredBackward,
-    add_late_blocks,
     held_for,
     leave_out,
 )
@@ -265,7 +264,6 @@ class _SeenStep:
     left: frozenset[int]
     gathered: frozenset[int]
     choice: ChosenToKeep
-    late: Sequence[int]
     # The step that was composed last, by the groups that stay whole in it.
     composed: dict[frozenset[GatheredGroup], tuple[JointProgram, ComposedStep]] = field(
         default_factory=dict[
@@ -625,7 +623,6 @@ class RegionPlanner(Planner):
         left, kept = left_behind(gathering, tensors_in(self._outputs), backward)
         between = eager_forwards(gathering, recording)
         choice = ChosenToKeep(gathering, self.gathered, between)
-        late = add_late_blocks(gathering, self.groups, between)
         # What autograd keeps as well is held no longer than that, if not returned.
         held = dict.fromkeys([*outputs, *gathering.stay, *kept], count)
         for block, last in gathering.held.items():
@@ -642,7 +639,6 @@ class RegionPlanner(Planner):
             left=left,
             gathered=gathered,
             choice=choice,
-            late=late,
         )
 
     def _parts(self, seen: _SeenStep, kept: frozenset[GatheredGroup]) -> Parts:
@@ -653,7 +649,6 @@ class RegionPlanner(Planner):
             seen.between,
             seen.choice,
             kept,
-            seen.late,
         )
         return Parts(
             regions=seen.regions,
