@@ -44,9 +44,9 @@ def collective_cost(call: OperatorCall) -> OperatorCost:
         passed_bytes = given_bytes
     return OperatorCost(
         cost_ns=exchange_ns(passed_bytes, place),
-        workspace_bytes=_workspace_bytes(exchange, given_bytes, made_bytes)
-        if place == "cpu"
-        else 0,
+        workspace_bytes=exchange_workspace_bytes(
+            exchange, given_bytes, made_bytes, place
+        ),
         output_bytes=sum(sizes),
         output_sizes_bytes=sizes,
         aliases_input=False,
@@ -61,8 +61,12 @@ def exchange_ns(passed_bytes: int, device_type: str) -> int:
     return _LINK_LATENCY_NS + passed_bytes * 10**9 // rate
 
 
-def _workspace_bytes(exchange: str, given_bytes: int, made_bytes: int) -> int:
-    """Return what gloo allocates beside what it is given and what it makes."""
+def exchange_workspace_bytes(
+    exchange: str, given_bytes: int, made_bytes: int, device_type: str
+) -> int:
+    """Return what is allocated beside what an exchange is given and what it makes."""
+    if device_type != "cpu":
+        return 0
     if exchange.startswith("all_gather"):
         return made_bytes
     if exchange.startswith(("reduce_scatter", "shard_dim_alltoall")):

@@ -16,7 +16,7 @@ import torch
 from remat.capture.gathering import Gathering
 from remat.core.errors import CaptureError
 from remat.planning.regions import EagerBackward, EagerForward, EagerWork, Slot
-from remat.profile.collectives import exchange_ns
+from remat.profile.collectives import exchange_ns, exchange_workspace_bytes
 from remat.profile.eager_parts import BackwardOrder
 from remat.torch_compat.attributes import leaf_of, made_number, storage_identity
 from remat.torch_compat.sharding import Gathered, GatheredGroup
@@ -268,11 +268,14 @@ class GatheredBackward:
         if group in self.whole or group in self.fetched:
             return
         size_bytes = sum(group.sizes_bytes) if group.world_size > 1 else 0
+        scratch_bytes = exchange_workspace_bytes(
+            "all_gather", size_bytes // group.world_size, size_bytes, group.device_type
+        )
         self.fetched[group] = self._block(size_bytes)
         yield EagerWork(
             name=f"pieces of {group.name}",
             made={self.fetched[group]: size_bytes},
-            workspace_bytes=group.cast_bytes,
+            workspace_bytes=group.cast_bytes + scratch_bytes,
             cost_ns=exchange_ns(size_bytes, group.device_type) if size_bytes else 0,
         )
 
@@ -304,10 +307,14 @@ class GatheredBackward:
         )
         if not group.has_gradients:
             self.stay.add(own)
+        sent_bytes = whole_bytes if group.world_size > 1 else 0
+        scratch_bytes = exchange_workspace_bytes(
+            "reduce_scatter", sent_bytes, own_bytes, group.device_type
+        )
         yield EagerWork(
             name=f"pieces of gradients of {group.name}",
             made={own: own_bytes},
-            workspace_bytes=copied_bytes,
+            workspace_bytes=copied_bytes + scratch_bytes,
         )
 
     def keep(
