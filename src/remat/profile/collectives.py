@@ -64,7 +64,17 @@ def exchange_ns(passed_bytes: int, device_type: str) -> int:
 def exchange_workspace_bytes(
     exchange: str, given_bytes: int, made_bytes: int, device_type: str
 ) -> int:
-    """Return what is allocated beside what an exchange is given and what it makes."""
+    """Return the bytes that an exchange takes beside what it is given and makes.
+
+    Parameters
+    ----------
+    exchange
+        What torch names it, ``"all_gather"`` or ``"reduce_scatter"`` for example.
+    given_bytes, made_bytes
+        What one process gives to it, and what it gets.
+    device_type
+        Where these are.
+    """
     if device_type != "cpu":
         return 0
     if exchange.startswith("all_gather"):
