@@ -36,13 +36,13 @@ KINDS: dict[str, Any] = {
     "Interleaved1F1B": ScheduleInterleaved1F1B,
 }
 BUDGETS = {
-    "GPipe": (65, 65),
-    "1F1B": (65, 85),
+    "GPipe": (35, 38),
+    "1F1B": (53, 81),
     "Interleaved1F1B": (65, 70, 80, 100),
 }
 """For each stage, in per cent of its plain peak; the last one keeps less."""
 
-MOST_OVER = 1.045 if hasattr(PipelineStage, "release_fwd_send_outputs") else 1.025
+MOST_OVER = 1.045 if hasattr(PipelineStage, "release_fwd_send_outputs") else 1.001
 """How far a peak may be predicted too high: outputs that are let go of count, too."""
 
 

@@ -221,6 +221,8 @@ def test_loss_is_predicted_on_fake_tensors(name):
     gradient_bytes = outputs.numel() * 4
     held_bytes = used.retained_bytes - gradient_bytes
     assert predicted.held_bytes == pytest.approx(held_bytes, abs=BOXED_BYTES)
+    saved_bytes = memory_growth(lambda: loss_fn(outputs, *args)).retained_bytes
+    assert predicted.saved_bytes == pytest.approx(saved_bytes, abs=BOXED_BYTES)
 
 
 def test_some_losses_hold_a_block_of_the_outputs_size():

@@ -41,6 +41,9 @@ class Surroundings:
         outputs, their gradients included.
     loss_held_bytes
         The part of these that stays until the end of the step: the loss value.
+    loss_saved_bytes
+        The part of these that stays until the backward pass begins, the loss value
+        among it. Counts where other passes run before that.
     optimizer_workspace_bytes
         Most bytes that the optimizer's step adds.
     has_tangents_of_its_own
@@ -51,6 +54,7 @@ class Surroundings:
     resident_bytes: Mapping[Role, int] = field(default_factory=dict[Role, int])
     loss_peak_bytes: int = 0
     loss_held_bytes: int = 0
+    loss_saved_bytes: int = 0
     optimizer_workspace_bytes: int = 0
     has_tangents_of_its_own: bool = True
 
@@ -147,6 +151,11 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
     """
     graph = program.graph
     loss_value = len(graph.storages)
+    saved: list[Storage] = []
+    saved_bytes = surroundings.loss_saved_bytes - surroundings.loss_held_bytes
+    if saved_bytes > 0:
+        saved.append(Storage(name="saved by the loss", size_bytes=saved_bytes))
+    of_the_loss = tuple(range(loss_value, loss_value + 1 + len(saved)))
     in_buffers = () if surroundings.has_tangents_of_its_own else graph.tangents
     storages = [
         *(
@@ -158,6 +167,7 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
             size_bytes=surroundings.loss_held_bytes,
             role=Role.OUTPUT,
         ),
+        *saved,
         Storage(
             name="scalars of loss and autograd",
             size_bytes=SCALARS_BYTES,
@@ -181,8 +191,9 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
         Phase.FORWARD,
         # Not all of them are held by the caller, but all exist before the loss begins.
         reads=graph.forward_outputs,
-        writes=(loss_value,),
-        workspace_bytes=surroundings.loss_peak_bytes - surroundings.loss_held_bytes,
+        writes=of_the_loss,
+        workspace_bytes=surroundings.loss_peak_bytes
+        - sum(storages[storage].size_bytes for storage in of_the_loss),
     )
     # While the optimizer steps, gradients that were added to others are gone already.
     # In the graph they stay to the end, so that backward's outputs are what it returns.
@@ -201,7 +212,7 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
             graph,
             storages=tuple(storages),
             ops=(*graph.ops[:forward], loss, *graph.ops[forward:], step),
-            forward_outputs=(*graph.forward_outputs, loss_value),
+            forward_outputs=(*graph.forward_outputs, *of_the_loss),
             final_outputs=(*graph.final_outputs, *held_tangents, loss_value),
         ),
         op_nodes=[

@@ -8,12 +8,13 @@ first left behind, gradients above all, is there. Each further one leaves its ou
 and the gradients of its inputs in the place of what it had saved.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from remat.core.graph import Role, Storage, TrainingGraph
 from remat.core.liveness import schedule_from_order, store_all_order
 from remat.core.platform import single_device
-from remat.core.schedule import Boundary, Compute, Schedule
+from remat.core.schedule import Boundary, Schedule
 from remat.core.simulator import Trace, simulate
 
 OTHERS = "of other passes in flight"
@@ -25,21 +26,15 @@ _OF_EACH_PASS = (Role.OUTPUT, Role.INPUT_GRADIENT)
 def saved_bytes(graph: TrainingGraph, schedule: Schedule, trace: Trace) -> int:
     """Return what a forward pass leaves on the first device until its backward pass.
 
-    Its outputs and what the caller's loss needs are among it, what is there during the
+    Its outputs and what the caller's loss saves are among it, what is there during the
     whole step is not.
     """
-    timeline = trace.timeline_bytes[0]
-    boundary = schedule.steps.index(Boundary())
-    tangents_bytes = sum(
-        graph.storages[tangent].size_bytes for tangent in graph.tangents
-    )
-    most = [timeline[boundary] - tangents_bytes]
-    most += [
-        timeline[position]
-        for position, step in enumerate(schedule.steps[:boundary])
-        if isinstance(step, Compute) and graph.ops[step.op].is_external
-    ]
-    return max(most) - sum(s.size_bytes for s in graph.storages if s.is_resident)
+    appearing = {
+        *graph.tangents,
+        *(n for n, s in enumerate(graph.storages) if s.is_resident),
+    }
+    boundary_bytes = trace.timeline_bytes[0][schedule.steps.index(Boundary())]
+    return boundary_bytes - sum(graph.storages[n].size_bytes for n in appearing)
 
 
 def with_others(graph: TrainingGraph, others_bytes: int) -> TrainingGraph:
@@ -72,12 +67,26 @@ def beside_bytes(graph: TrainingGraph, saved_bytes: int, in_flight: int) -> int:
         return 0
     final = (graph.storages[storage] for storage in graph.final_outputs)
     left = [storage for storage in final if not storage.is_resident]
-    left_bytes = sum(storage.size_bytes for storage in left)
     own_bytes = sum(s.size_bytes for s in left if s.role in _OF_EACH_PASS)
+    left_bytes = sum(storage.size_bytes for storage in left) - _added_bytes(graph, left)
     others = in_flight - 2
     return max(
         (others + 1) * saved_bytes, others * max(saved_bytes, own_bytes) + left_bytes
     )
+
+
+def _added_bytes(graph: TrainingGraph, left: Iterable[Storage]) -> int:
+    """Return the bytes of gradients, at least, that are added to those there before.
+
+    All gradients together take no more than the parameters, where they have their type.
+    """
+    there = [s for s in graph.storages if s.is_resident]
+    before_bytes = sum(s.size_bytes for s in there if s.role is Role.GRADIENT)
+    parameter_bytes = sum(s.size_bytes for s in there if s.role is Role.PARAMETER)
+    new_bytes = sum(s.size_bytes for s in left if s.role is Role.GRADIENT)
+    if max(before_bytes, new_bytes) > parameter_bytes:
+        return 0
+    return max(0, before_bytes + new_bytes - parameter_bytes)
 
 
 def with_passes(

@@ -14,6 +14,7 @@ from typing import Any
 from remat.bounds.time_bound import TimeBounds
 from remat.core.bounds import cost_bound_ns
 from remat.core.graph import Role, Storage, TrainingGraph
+from remat.core.in_flight import with_passes
 from remat.core.platform import single_device
 from remat.core.problem import Limits, Problem, Proposal, Status
 from remat.core.simulator import simulate
@@ -74,6 +75,8 @@ def with_gradients(plan: Plan, known_bytes: int, gradient_bytes: int) -> Plan | 
     else:
         storages.append(held)
     graph = replace(plan.graph, storages=tuple(storages))
+    if plan.in_flight > 1:
+        graph = with_passes(graph, plan.schedule, plan.in_flight)
     if simulate(graph, plan.platform, plan.schedule).violation is not None:
         return None
     return on_graph(plan, graph)

@@ -243,6 +243,9 @@ class LossMemory:
         Bytes that a training loop holds until its end: the loss value, behind which
         some losses keep a block of the outputs' size, and gradients of the loss's own
         parameters.
+    saved_bytes
+        Bytes in use, beyond the outputs, once the loss is computed and until its
+        backward pass begins.
     read
         The real tensors that the loss reads, one for each storage: targets, weights,
         parameters of its own. They are there during the whole step.
@@ -252,6 +255,7 @@ class LossMemory:
 
     peak_bytes: int
     held_bytes: int
+    saved_bytes: int = 0
     read: tuple[torch.Tensor, ...] = field(default=(), compare=False, repr=False)
     taken: frozenset[int] = field(default=frozenset(), compare=False)
 
@@ -280,19 +284,22 @@ def assumed_loss_bytes(outputs: Iterable[torch.Tensor]) -> LossMemory:
     each measured. Hinge, multi-label soft margin, Gaussian likelihood, ranking margin
     and Poisson with ``full`` need up to ten times the operand.
     """
-    held_bytes = copy_bytes = 0
+    held_bytes = copy_bytes = gradient_bytes = 0
     for position, output in enumerate(outputs):
         if position == 0 and output.dim() == 0:
             return LossMemory(peak_bytes=0, held_bytes=0)
         operand_bytes = output.numel() * max(output.element_size(), _SINGLE_BYTES)
         held_bytes += operand_bytes
+        gradient_bytes += output.numel() * output.element_size()
         if output.element_size() < _SINGLE_BYTES:
             copy_bytes += operand_bytes
     if held_bytes == 0:
         return LossMemory(peak_bytes=0, held_bytes=0)
+    peak_bytes = _OPERANDS_OF_A_LOSS * held_bytes + copy_bytes + _SMALL_TENSORS_BYTES
     return LossMemory(
-        peak_bytes=_OPERANDS_OF_A_LOSS * held_bytes + copy_bytes + _SMALL_TENSORS_BYTES,
+        peak_bytes=peak_bytes,
         held_bytes=held_bytes,
+        saved_bytes=peak_bytes - gradient_bytes,
     )
 
 
@@ -346,6 +353,7 @@ def loss_bytes(
             counter.ignore([list(outputs.tensors), list(outputs.leaves), fake_args])
             with counter:
                 loss = _scalar(loss_fn(outputs.value, *fake_args))
+                saved_bytes = counter.live_bytes
                 taken = _taken(loss, outputs.tensors)
                 own_gradients = _gradients(loss, outputs.leaves)
                 held_bytes = counter.size_bytes(loss) + sum(
@@ -368,6 +376,7 @@ def loss_bytes(
     return LossMemory(
         peak_bytes=counter.peak_bytes,
         held_bytes=held_bytes,
+        saved_bytes=saved_bytes,
         read=counter.real_tensors(),
         taken=taken,
     )

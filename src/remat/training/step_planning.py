@@ -536,6 +536,7 @@ class Planner:
             },
             loss_peak_bytes=loss.peak_bytes,
             loss_held_bytes=loss.held_bytes,
+            loss_saved_bytes=loss.saved_bytes if request.passes_in_flight > 1 else 0,
             optimizer_workspace_bytes=max(step_bytes, self.loop.merged_bytes),
             has_tangents_of_its_own=self.loop.tangent_bytes is None,
         )
