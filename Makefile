@@ -2,9 +2,11 @@
 # Needs python3 >= 3.11 (or PYTHON=...), pip, make, and an index to install from.
 
 PYTHON ?= python3
-# TORCH=2.15.0 works with that version, in an environment of its own.
+# TORCH=2.15.0 and PYTHON=python3.12 work with those, in environments of their own.
 TORCH ?=
-VENV := .venv$(TORCH:%=-torch-%)
+OTHER_PYTHON := $(if $(filter file,$(origin PYTHON)),,$(shell \
+	$(PYTHON) -c 'import sys; print("python-%d.%d" % sys.version_info[:2])'))
+VENV := .venv$(OTHER_PYTHON:%=-%)$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 CONSTRAINTS := $(or $(TORCH:%=$(STAMPS)/constraints.txt),constraints.txt)
@@ -96,7 +98,7 @@ docs: $(STAMPS)/docs ## build the documentation into build/site
 	$(BIN)/mkdocs build --strict
 
 clean: ## remove the environment, caches and everything built
-	rm -rf .venv .venv-torch-* build dist demo-output .pytest_cache .ruff_cache .hypothesis \
+	rm -rf .venv .venv-* build dist demo-output .pytest_cache .ruff_cache .hypothesis \
 		.import_linter_cache
 	find src tests studies examples -name __pycache__ -prune -exec rm -rf {} + \
 		2>/dev/null || true

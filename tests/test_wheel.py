@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -67,9 +68,13 @@ class TestWheel:
         assert metadata.requires_python == SpecifierSet(">=3.11")
         needed = {r.name: r for r in metadata.requires_dist or [] if r.marker is None}
         assert needed["torch"].specifier == SpecifierSet(">=2.11,<2.16")
-        assert "remat=remat.cli:main" in wheel.read(
-            f"{info}/entry_points.txt"
-        ).decode().replace(" ", "")
+        entry_points = wheel.read(f"{info}/entry_points.txt").decode()
+        declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        for name, module in (
+            *declared["scripts"].items(),
+            *declared["entry-points"]["torch_dynamo_backends"].items(),
+        ):
+            assert f"{name}={module}" in entry_points.replace(" ", "")
 
 
 def test_the_source_distribution_has_what_building_and_testing_need(
@@ -83,7 +88,8 @@ def test_the_source_distribution_has_what_building_and_testing_need(
     files = {
         path.relative_to(ROOT).as_posix()
         for folder in folders
-        for path in (ROOT / folder).rglob("*.?p[py]")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".py", ".cpp", ".hpp", ".json", ".gz", ".jsonl", ".typed"}
     }
     top = {"CMakeLists.txt", "LICENSE", "Makefile", "README.md", "constraints.txt"}
     assert not {*files, *top, "pyproject.toml", "tests/slow.txt"} - names
