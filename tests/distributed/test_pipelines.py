@@ -15,6 +15,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
+from remat.capture.surroundings import SCALARS_BYTES
 from remat.core.errors import BudgetError
 from remat.core.units import format_bytes
 from remat.integrations.pipelining import fit_stage, plan_stages
@@ -42,8 +43,8 @@ BUDGETS = {
 }
 """For each stage, in per cent of its plain peak; the last one keeps less."""
 
-MOST_OVER = 1.045 if hasattr(PipelineStage, "release_fwd_send_outputs") else 1.001
-"""How far a peak may be predicted too high: outputs that are let go of count, too."""
+LETS_GO = hasattr(PipelineStage, "release_fwd_send_outputs")
+"""Whether a stage lets go of what it has sent; its plan counts that all the same."""
 
 
 class Block(nn.Module):
@@ -209,7 +210,9 @@ def test_stages_keep_their_budgets_bit_for_bit(
         assert each["recomputed"] > 0
         assert each["peak"] <= sum(each["budgets"]) < each["plain"]
         if len(each["budgets"]) == 1:
-            assert each["peak"] <= each["predicted"][0] <= MOST_OVER * each["peak"]
+            over_bytes = each["predicted"][0] - each["peak"]
+            sent = each["in_flight"][0] + 1 if LETS_GO else 0
+            assert 0 <= over_bytes <= SCALARS_BYTES + sent * X[:ROWS].nbytes
 
 
 def test_each_schedule_gives_stages_their_passes_in_flight(
