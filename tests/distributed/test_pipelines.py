@@ -38,7 +38,7 @@ KINDS: dict[str, Any] = {
 }
 BUDGETS = {
     "GPipe": (35, 38),
-    "1F1B": (53, 81),
+    "1F1B": (53, 75),
     "Interleaved1F1B": (65, 70, 80, 100),
 }
 """For each stage, in per cent of its plain peak; the last one keeps less."""

@@ -115,7 +115,7 @@ def stage_turns(schedule: PipelineSchedule, stage_index: int) -> StageTurns:
     return StageTurns(begun, in_flight, sends_late=not is_one_by_one)
 
 
-def fit_stage(
+def fit_stage(  # noqa: PLR0913 - what stage and schedule do not say
     stage: pipelining.PipelineStage,
     schedule: PipelineSchedule,
     args: Any,
@@ -124,6 +124,7 @@ def fit_stage(
     target: torch.Tensor | None = None,
     budget: Budget,
     return_outputs: bool = True,
+    accumulate: bool = False,
     **options: Unpack[PlanOptions],
 ) -> Plan:
     """Make a stage of a pipeline train within a budget, and return the plan.
@@ -149,6 +150,9 @@ def fit_stage(
     return_outputs
         Whether the schedule's ``step`` is called so that it returns the outputs of all
         microbatches, as it does by default: the last stage keeps them, and a copy.
+    accumulate
+        Whether there are gradients already when some steps begin: from a ``step`` that
+        no optimizer's step followed, or because ``zero_grad`` keeps them.
 
     Returns
     -------
@@ -191,6 +195,7 @@ def fit_stage(
         is_last=stage.is_last,
         turns=stage_turns(schedule, stage.stage_index),
         keeps_outputs=return_outputs,
+        is_accumulated=accumulate,
     )
     given = _checked("fit_stage", options)
     return part.planned(
@@ -207,6 +212,7 @@ class _Part:
     is_last: bool
     turns: StageTurns
     keeps_outputs: bool
+    is_accumulated: bool = False
 
     def planned(
         self,
@@ -249,8 +255,8 @@ class _Part:
             kwargs,
             loop=self.loop(args, kwargs, target, described),
             budget=budget,
-            # Only where backward passes end before the last forward pass begins.
-            accumulate=self.turns.ahead > 0,
+            # Within a step: where passes begin after the first backward pass.
+            accumulate=self.turns.ahead > 0 or self.is_accumulated,
             is_installed=is_installed,
             **given,
         )
@@ -295,6 +301,7 @@ class _Part:
             held_bytes=held_bytes,
             tangent_bytes=(None if self.is_last else receive_buffers * output_bytes),
             merged_bytes=merged_bytes,
+            has_microbatches=turns.microbatches > 1,
         )
 
 

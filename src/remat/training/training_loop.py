@@ -24,6 +24,9 @@ class LoopMemory:
     merged_bytes
         Most bytes that are there after the last backward pass, besides what the
         optimizer's step makes, and not during that.
+    has_microbatches
+        Whether passes of each step add to the gradients of those before, and run by one
+        plan.
     """
 
     batches_ahead: int = 0
@@ -31,6 +34,7 @@ class LoopMemory:
     held_bytes: int = 0
     tangent_bytes: int | None = None
     merged_bytes: int = 0
+    has_microbatches: bool = False
 
 
 @dataclass(frozen=True)
