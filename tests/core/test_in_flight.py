@@ -38,7 +38,8 @@ class Passes:
 
     All forward passes run first, then the backward passes in the same order. What the
     first leaves at its end stays, as gradients do that others are added to; of the
-    others, their outputs and the gradients of their inputs stay.
+    others, their outputs and the gradients of their inputs stay. The optimizer steps
+    after all of them.
     """
 
     def __init__(self, graph: TrainingGraph, count: int) -> None:
@@ -61,6 +62,12 @@ class Passes:
         for phase in Phase:
             for index in range(count):
                 self.add_pass(index, phase)
+        # What it reads of the first pass has the gradients of all.
+        self.optimizer = [
+            self.add(replace(op, is_external=False))
+            for op in graph.ops
+            if self.is_optimizer(op)
+        ]
         first = self.blocks[0]
         self.graph = TrainingGraph(
             name="passes",
@@ -95,7 +102,7 @@ class Passes:
             tangents = tuple(blocks[storage] for storage in self.one.tangents)
             self.arrivals[index] = self.add(self.between((), tangents))
         for number, op in enumerate(self.one.ops):
-            if op.phase is phase:
+            if op.phase is phase and not self.is_optimizer(op):
                 reads = tuple(blocks[storage] for storage in op.reads)
                 writes = tuple(blocks[storage] for storage in op.writes)
                 copy = replace(op, reads=reads, writes=writes, is_external=False)
@@ -103,6 +110,9 @@ class Passes:
         if phase is Phase.BACKWARD:
             final = dict.fromkeys(blocks[s] for s in self.one.final_outputs)
             self.ends.append(self.add(self.between(tuple(final), ())))
+
+    def is_optimizer(self, op: Op) -> bool:
+        return op.is_external and op.phase is Phase.BACKWARD
 
     def between(self, reads: tuple[int, ...], writes: tuple[int, ...]) -> Op:
         return Op(
@@ -125,12 +135,36 @@ class Passes:
         for index in range(self.count):
             if index:
                 steps.append(Compute(self.arrivals[index]))
-            steps += self.steps_of(index, one.steps[turn + 1 :])
+            backward = one.steps[turn + 1 :]
+            end = next(
+                (
+                    position
+                    for position, step in enumerate(backward)
+                    if isinstance(step, Compute)
+                    and self.is_optimizer(self.one.ops[step.op])
+                ),
+                len(backward),
+            )
+            steps += self.steps_of(index, backward[:end])
             steps.append(Compute(self.ends[index]))
-            blocks, live = self.blocks[index], self.live_at_end(one)
-            kept = self.kept(index)
+            blocks, kept = self.blocks[index], self.kept(index)
+            added = [
+                storage
+                for storage in self.one.final_outputs
+                if storage not in kept and not self.one.storages[storage].is_resident
+            ]
+            steps += [Discard(blocks[storage]) for storage in added]
+            if index == self.count - 1:
+                steps += map(Compute, self.optimizer)
             steps += [
-                Discard(blocks[storage]) for storage in live if storage not in kept
+                step
+                for step in self.steps_of(index, backward[end:])
+                if isinstance(step, Discard)
+            ]
+            steps += [
+                Discard(blocks[storage])
+                for storage in self.live_at_end(one)
+                if storage not in kept and storage not in added
             ]
         return Schedule(tuple(steps))
 
@@ -151,7 +185,8 @@ class Passes:
         found: list[Compute | Discard] = []
         for step in steps:
             if isinstance(step, Compute):
-                found.append(Compute(self.numbers[index][step.op]))
+                if not self.is_optimizer(self.one.ops[step.op]):
+                    found.append(Compute(self.numbers[index][step.op]))
             elif isinstance(step, Discard):
                 found.append(Discard(self.blocks[index][step.storage]))
         return found
@@ -236,7 +271,7 @@ def test_bytes_of_others_are_one_block() -> None:
         ),
     )
     assert others_bytes(graph) == 0
-    twice = with_others(with_others(graph, 5), 7)
+    twice = with_others(with_others(graph, 5, 2), 7, 2)
     assert others_bytes(twice) == 7
     assert len(twice.storages) == 1
     schedule = schedule_from_order(graph, [0])

@@ -113,7 +113,7 @@ def test_a_plan_that_counts_too_little_is_refused(tmp_path: Path) -> None:
     assert loaded.in_flight == 3
     assert loaded.peak_bytes == plan.peak_bytes
     assert loaded.baseline_peak_bytes == plan.baseline_peak_bytes
-    less = with_others(plan.graph, others_bytes(plan.graph) - 1)
+    less = with_others(plan.graph, others_bytes(plan.graph) - 1, 3)
     with pytest.raises(PlanMismatchError, match="other passes in flight"):
         replace(plan, graph=less, _judged=None)
     alone = plan_graph(TRANSFORMER, budget="60%")

@@ -5,13 +5,15 @@ passes are alike: in a graph of one of them, what belongs to the others is one b
 that is there during the whole step. While the first backward pass runs, that is what
 each of the others has saved; while the second runs, one has saved less, but what the
 first left behind, gradients above all, is there. Each further one leaves its outputs
-and the gradients of its inputs in the place of what it had saved.
+and the gradients of its inputs in the place of what it had saved. When the optimizer
+steps, these are all that is there of the others: what its step needs may take the room
+of the rest of the block.
 """
 
 from collections.abc import Iterable
 from dataclasses import replace
 
-from remat.core.graph import Role, Storage, TrainingGraph
+from remat.core.graph import Phase, Role, Storage, TrainingGraph
 from remat.core.liveness import schedule_from_order, store_all_order
 from remat.core.platform import single_device
 from remat.core.schedule import Boundary, Schedule
@@ -37,13 +39,29 @@ def saved_bytes(graph: TrainingGraph, schedule: Schedule, trace: Trace) -> int:
     return boundary_bytes - sum(graph.storages[n].size_bytes for n in appearing)
 
 
-def with_others(graph: TrainingGraph, others_bytes: int) -> TrainingGraph:
+def with_others(
+    graph: TrainingGraph, counted_bytes: int, in_flight: int
+) -> TrainingGraph:
     """Return the graph with so many bytes of other passes, in place of any."""
-    others = Storage(name=OTHERS, size_bytes=others_bytes, is_resident=True)
+    others = Storage(name=OTHERS, size_bytes=counted_bytes, is_resident=True)
     storages = [others if s.name == OTHERS else s for s in graph.storages]
     if others not in storages:
         storages.append(others)
-    return replace(graph, storages=tuple(storages))
+    kept_bytes = max(0, in_flight - 1) * _own_bytes(graph)
+    freed_bytes = max(0, counted_bytes - kept_bytes)
+    freed_bytes -= max(0, others_bytes(graph) - kept_bytes)
+    ops = tuple(
+        replace(
+            op,
+            workspace_bytes=tuple(
+                max(0, size - freed_bytes) for size in op.workspace_bytes
+            ),
+        )
+        if op.is_external and op.phase is Phase.BACKWARD
+        else op
+        for op in graph.ops
+    )
+    return replace(graph, storages=tuple(storages), ops=ops)
 
 
 def others_bytes(graph: TrainingGraph) -> int:
@@ -65,14 +83,24 @@ def beside_bytes(graph: TrainingGraph, saved_bytes: int, in_flight: int) -> int:
     """
     if in_flight == 1:
         return 0
-    final = (graph.storages[storage] for storage in graph.final_outputs)
-    left = [storage for storage in final if not storage.is_resident]
-    own_bytes = sum(s.size_bytes for s in left if s.role in _OF_EACH_PASS)
+    left = _left(graph)
+    own_bytes = _own_bytes(graph)
     left_bytes = sum(storage.size_bytes for storage in left) - _added_bytes(graph, left)
     others = in_flight - 2
     return max(
         (others + 1) * saved_bytes, others * max(saved_bytes, own_bytes) + left_bytes
     )
+
+
+def _left(graph: TrainingGraph) -> list[Storage]:
+    """Return what a pass leaves behind."""
+    final = (graph.storages[storage] for storage in graph.final_outputs)
+    return [storage for storage in final if not storage.is_resident]
+
+
+def _own_bytes(graph: TrainingGraph) -> int:
+    """Return the bytes that each pass leaves for itself."""
+    return sum(s.size_bytes for s in _left(graph) if s.role in _OF_EACH_PASS)
 
 
 def _added_bytes(graph: TrainingGraph, left: Iterable[Storage]) -> int:
@@ -93,10 +121,10 @@ def with_passes(
     graph: TrainingGraph, schedule: Schedule, in_flight: int
 ) -> TrainingGraph:
     """Return the graph in which so many passes in all run by a schedule of it."""
-    alone = with_others(graph, 0)
+    alone = with_others(graph, 0, in_flight)
     trace = simulate(alone, single_device(kind=graph.device_kinds[0]), schedule)
     saved = saved_bytes(alone, schedule, trace)
-    return with_others(graph, beside_bytes(graph, saved, in_flight))
+    return with_others(graph, beside_bytes(graph, saved, in_flight), in_flight)
 
 
 def plain_with_passes(graph: TrainingGraph, in_flight: int) -> TrainingGraph:

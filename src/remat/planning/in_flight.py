@@ -139,7 +139,7 @@ def plan_in_flight(  # noqa: PLR0913 - every option that a user has
 
 class _Search:
     def __init__(self, graph: TrainingGraph, in_flight: int) -> None:
-        self.graph = with_others(graph, 0)
+        self.graph = with_others(graph, 0, in_flight)
         self.in_flight = in_flight
         self.kind = graph.device_kinds[0]
         self.resident_bytes = sum(s.size_bytes for s in graph.storages if s.is_resident)
@@ -158,7 +158,7 @@ class _Search:
         platform = single_device(kind=self.kind)
         alone = simulate(self.graph, platform, schedule)
         saved = saved_bytes(self.graph, schedule, alone)
-        graph = with_others(self.graph, self.beside_bytes(saved))
+        graph = with_others(self.graph, self.beside_bytes(saved), self.in_flight)
         trace = simulate(graph, platform, schedule)
         self.candidates.append(_Candidate(solver, graph, schedule, trace, saved))
         return self.candidates[-1]
@@ -198,19 +198,21 @@ class _Search:
         limits: Limits,
     ) -> None:
         """Solve for one pass that saves no more than a limit, within the budget."""
-        alone_bytes = budget_bytes - self.beside_bytes(most_saved_bytes)
-        if alone_bytes <= self.resident_bytes or limits.is_over:
+        beside_bytes = self.beside_bytes(most_saved_bytes)
+        left_bytes = budget_bytes - beside_bytes - self.resident_bytes
+        if left_bytes <= 0 or limits.is_over:
             return
-        load_bytes = alone_bytes - self.resident_bytes - most_saved_bytes
-        result = solve_alone(self.loaded(load_bytes), alone_bytes, solvers, limits)
+        graph = self.loaded(beside_bytes, left_bytes - most_saved_bytes)
+        result = solve_alone(graph, budget_bytes, solvers, limits)
         if result.stop_reason is StopReason.INTERRUPTED:
             self.stop_setting = {STOP_REASON: str(result.stop_reason)}
         if result.schedule is not None:
             self.add(result.solver, result.schedule)
 
-    def loaded(self, load_bytes: int) -> TrainingGraph:
-        """Return one pass with a last forward op that needs so much more memory."""
-        graph, last = self.graph, self.graph.forward_count - 1
+    def loaded(self, beside_bytes: int, load_bytes: int) -> TrainingGraph:
+        """Return one pass beside others, whose last forward op needs more memory."""
+        graph = with_others(self.graph, beside_bytes, self.in_flight)
+        last = graph.forward_count - 1
         if last < 0:
             return graph
         op = graph.ops[last]
@@ -220,10 +222,11 @@ class _Search:
 
     def look_for_the_smallest(self, limits: Limits) -> None:
         """Look for small peaks of one pass that saves less and less."""
+        beside_bytes = self.beside_bytes(self.frugal.saved_bytes)
         for part in range(_LOADS):
             load_bytes = self.plain.saved_bytes * part // (_LOADS - 1)
             floor = smallest_budget(
-                self.loaded(load_bytes), kind=self.kind, limits=limits
+                self.loaded(beside_bytes, load_bytes), kind=self.kind, limits=limits
             )
             self.add("smallest_budget", floor.schedule)
 
