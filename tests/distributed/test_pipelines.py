@@ -75,7 +75,7 @@ class Pipeline:
     """What one process has of a pipeline."""
 
     def __init__(self, rank: int, kind: str, *, count: int) -> None:
-        self.rank, self.kind = rank, kind
+        self.rank, self.kind, self.keeps_gradients = rank, kind, False
         own = range(rank, count, 2)
         self.parts = nn.ModuleList([part(index, 8 // count) for index in own])
         self.optimizers = [
@@ -88,7 +88,7 @@ class Pipeline:
         given: Any = self.stages if len(self.stages) > 1 else self.stages[0]
         self.schedule = KINDS[kind](given, MICROBATCHES, loss_fn=loss)
 
-    def fit(self, budgets: list[int | str]) -> list[Any]:
+    def fit(self, budgets: list[int | str], **options: Any) -> list[Any]:
         """Give each stage a budget."""
         plans: list[Any] = []
         for stage, optimizer, budget in zip(
@@ -104,6 +104,7 @@ class Pipeline:
                     budget=budget,
                     optimizer=optimizer,
                     costs="estimated",
+                    **options,
                 )
             )
         return plans
@@ -115,7 +116,7 @@ class Pipeline:
         self.schedule.step(*first, **last)
         for optimizer in self.optimizers:
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=not self.keeps_gradients)
         return [each.detach() for each in losses]
 
     def run(self) -> list[torch.Tensor]:
@@ -162,6 +163,26 @@ def run(rank: int, kind: str, count: int) -> dict[str, Any]:
     }
 
 
+def kept_gradients(rank: int) -> dict[str, Any]:
+    """Return how gradients that stay between steps are kept within a budget."""
+    plain, planned = (Pipeline(rank, "GPipe", count=2) for _ in range(2))
+    plain.keeps_gradients = planned.keeps_gradients = True
+    (plan,) = planned.fit(["45%"], accumulate=True)
+    expected, found = plain.run(), planned.run()
+    (module,) = planned.parts
+    fitted = fitted_on(module)
+    assert fitted is not None
+    return {
+        "is_equal": all(map(torch.equal, found, expected)),
+        "plain": plain.peak_bytes(),
+        "baseline": plan.baseline_peak_bytes,
+        "budget": plan.budget_bytes,
+        "peak": planned.peak_bytes(),
+        "predicted": largest(module),
+        "schedules": {p.schedule for p in fitted.planner.plans.values()},
+    }
+
+
 def refusals(rank: int) -> list[str]:
     """Return what is said of stages that cannot be fitted."""
     stages: list[Any] = [PipelineStage(part(i, 1), i, 4, CPU) for i in (rank, rank + 2)]
@@ -192,6 +213,7 @@ def run_all(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         kind: run(rank, kind, 4 if kind == "Interleaved1F1B" else 2) for kind in KINDS
     }
+    found["kept gradients"] = kept_gradients(rank)
     return {**found, "refusals": refusals(rank), "example": pipeline.train()}
 
 
@@ -213,6 +235,16 @@ def test_stages_keep_their_budgets_bit_for_bit(
             over_bytes = each["predicted"][0] - each["peak"]
             sent = each["in_flight"][0] + 1 if LETS_GO else 0
             assert 0 <= over_bytes <= SCALARS_BYTES + sent * X[:ROWS].nbytes
+
+
+def test_gradients_that_stay_between_steps_are_counted(
+    found: list[dict[str, Any]],
+) -> None:
+    for each in (process["kept gradients"] for process in found):
+        assert each["is_equal"]
+        assert each["peak"] <= each["predicted"] <= each["budget"] < each["plain"]
+        assert each["plain"] <= each["baseline"]
+        assert len(each["schedules"]) == 1
 
 
 def test_each_schedule_gives_stages_their_passes_in_flight(
