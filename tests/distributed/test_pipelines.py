@@ -148,8 +148,12 @@ def run(rank: int, kind: str, count: int) -> dict[str, Any]:
     measured = plain.peak_bytes()
     planned = Pipeline(rank, kind, count=count)
     plans = planned.fit([f"{BUDGETS[kind][s.stage_index]}%" for s in planned.stages])
+    fitted = [fitted_on(module) for module in planned.parts]
+    before = [each.planner.planned_count for each in fitted if each]
     found = planned.run()
+    after = [each.planner.planned_count for each in fitted if each]
     return {
+        "planned_later": [after[n] - before[n] for n in range(len(planned.parts))],
         "is_equal": all(
             torch.equal(one, other) for one, other in zip(found, expected, strict=True)
         ),
@@ -229,6 +233,7 @@ def test_stages_keep_their_budgets_bit_for_bit(
 ) -> None:
     for each in (process[kind] for process in found):
         assert each["is_equal"]
+        assert not any(each["planned_later"])
         assert each["recomputed"] > 0
         assert each["peak"] <= sum(each["budgets"]) < each["plain"]
         if len(each["budgets"]) == 1:

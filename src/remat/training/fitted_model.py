@@ -309,11 +309,8 @@ class FittedModel:
         # Inside of a wrapper there are buckets, whatever else is cleared.
         least_bytes = gradient_buckets_bytes()
         existing_bytes = self.planner.gradient_bytes_now((args, kwargs))
-        is_one_plan = accumulate and (
-            self.planner.request.passes_in_flight > 1
-            or self.planner.loop.has_microbatches
-        )
-        if is_one_plan:
+        is_one_plan = accumulate and self.planner.request.passes_in_flight > 1
+        if is_one_plan or (accumulate and self.planner.loop.has_microbatches):
             existing_bytes = least_bytes + trained_bytes(self.model)
         try:
             plan = self._plan_varying(args, kwargs, existing_bytes)

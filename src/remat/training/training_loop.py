@@ -25,8 +25,8 @@ class LoopMemory:
         Most bytes that are there after the last backward pass, besides what the
         optimizer's step makes, and not during that.
     has_microbatches
-        Whether passes of each step add to the gradients of those before, and run by one
-        plan.
+        Whether most passes of a step add to the gradients of those before: these count
+        in the peak that a percentage is of.
     """
 
     batches_ahead: int = 0
