@@ -224,13 +224,18 @@ def test_one_pass_beside_what_others_saved_is_what_all_passes_are(
 
 
 @pytest.mark.parametrize(
-    ("before_bytes", "counted_bytes"), [(0, 60), (30, 50), (70, 10), (80, 5), (81, 60)]
+    ("before", "before_bytes", "counted_bytes"),
+    [
+        *((Role.GRADIENT, n, k) for n, k in ((0, 60), (30, 50), (70, 10), (80, 5))),
+        (Role.GRADIENT, 81, 60),
+        (Role.BUCKET, 80, 60),
+    ],
 )
 def test_gradients_that_are_added_to_others_take_no_more(
-    before_bytes: int, counted_bytes: int
+    before: Role, before_bytes: int, counted_bytes: int
 ) -> None:
     # Of parameters of 80 bytes all but 20 get a gradient; each pass saves 5 bytes.
-    roles = Role.PARAMETER, Role.GRADIENT, Role.ACTIVATION, Role.GRADIENT
+    roles = Role.PARAMETER, before, Role.ACTIVATION, Role.GRADIENT
     sizes = 80, before_bytes, 5, 60
     storages = tuple(
         Storage(name=role, size_bytes=size, role=role, is_resident=number < 2)

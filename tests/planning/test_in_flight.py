@@ -17,6 +17,7 @@ from remat.core.simulator import simulate
 from remat.planning.in_flight import plan_in_flight
 from remat.planning.one_device import plain_peak_bytes, plan_graph
 from remat.planning.plan import load_plan
+from remat.planning.replanning import with_gradients
 
 TRANSFORMER = INSTANCES["transformer"]().graph
 
@@ -119,6 +120,19 @@ def test_a_plan_that_counts_too_little_is_refused(tmp_path: Path) -> None:
     alone = plan_graph(TRANSFORMER, budget="60%")
     with pytest.raises(PlanMismatchError, match="counts 0 bytes"):
         replace(alone, in_flight=2, _judged=None)
+
+
+def test_gradients_are_not_added_to_buckets() -> None:
+    plan = plan_in_flight(TRANSFORMER, 2, budget="1 TiB")
+    in_buckets = with_gradients(plan, 0, 1000, 1000)
+    assert in_buckets is not None
+    assert others_bytes(in_buckets.graph) == others_bytes(plan.graph)
+    roles = {s.role: s.size_bytes for s in in_buckets.graph.storages if s.is_resident}
+    assert roles[Role.BUCKET] == 1000
+    assert roles[Role.GRADIENT] == 0
+    again = with_gradients(in_buckets, 1000, 1600, 1000)
+    assert again is not None
+    assert again.peak_bytes <= in_buckets.peak_bytes + 600
 
 
 def test_a_plan_says_how_many_are_in_flight() -> None:

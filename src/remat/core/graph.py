@@ -53,6 +53,7 @@ class Role(StrEnum):
     INPUT = "input"
     OPTIMIZER_STATE = "optimizer state"
     GRADIENT = "gradient"
+    BUCKET = "gradient bucket"
     INPUT_GRADIENT = "input gradient"
     ACTIVATION = "activation"
     OUTPUT = "output"

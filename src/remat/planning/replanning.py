@@ -40,7 +40,9 @@ def equal_plan(graph: TrainingGraph, known: Iterable[Plan]) -> Plan | None:
     return found
 
 
-def with_gradients(plan: Plan, known_bytes: int, gradient_bytes: int) -> Plan | None:
+def with_gradients(
+    plan: Plan, known_bytes: int, gradient_bytes: int, bucket_bytes: int = 0
+) -> Plan | None:
     """Return a plan with the gradients of earlier passes that exist, if it holds then.
 
     Parameters
@@ -51,6 +53,8 @@ def with_gradients(plan: Plan, known_bytes: int, gradient_bytes: int) -> Plan | 
         Bytes of gradients that were counted, and those to be counted instead. With
         fewer of them another plan could be faster, unless this one computes nothing
         twice; passes in flight keep theirs, as they share one.
+    bucket_bytes
+        How many of them are buckets, to which no gradient is added.
     """
     if plan.has_several_devices:
         return None
@@ -59,21 +63,26 @@ def with_gradients(plan: Plan, known_bytes: int, gradient_bytes: int) -> Plan | 
     if gradient_bytes < known_bytes and not is_best:
         return None
     storages = list(plan.graph.storages)
-    held = Storage(
-        name=f"{Role.GRADIENT} outside the graph",
-        size_bytes=gradient_bytes,
-        role=Role.GRADIENT,
-        is_resident=True,
-    )
-    places = [
-        place
-        for place, storage in enumerate(storages)
-        if storage.is_resident and storage.role is Role.GRADIENT
-    ]
-    if places:
-        storages[places[0]] = held
-    else:
-        storages.append(held)
+    apart_bytes = min(bucket_bytes, gradient_bytes)
+    for role, size_bytes in (
+        (Role.GRADIENT, gradient_bytes - apart_bytes),
+        (Role.BUCKET, apart_bytes),
+    ):
+        held = Storage(
+            name=f"{role} outside the graph",
+            size_bytes=size_bytes,
+            role=role,
+            is_resident=True,
+        )
+        places = [
+            place
+            for place, storage in enumerate(storages)
+            if storage.is_resident and storage.role is role
+        ]
+        if places:
+            storages[places[0]] = held
+        elif size_bytes or role is Role.GRADIENT:
+            storages.append(held)
     graph = replace(plan.graph, storages=tuple(storages))
     if plan.in_flight > 1:
         graph = with_passes(graph, plan.schedule, plan.in_flight)

@@ -371,7 +371,9 @@ class Planner:
     ) -> int | None:
         known_plans = self._variants.get(call, {})
         for known_bytes, known in known_plans.items():
-            plan = with_gradients(known, known_bytes, gradient_bytes)
+            plan = with_gradients(
+                known, known_bytes, gradient_bytes, gradient_buckets_bytes()
+            )
             if plan is not None:
                 known_plans[gradient_bytes] = self.latest = plan
                 self.plans[self._key_of(plan.fingerprint, gradient_bytes)] = plan
@@ -509,6 +511,9 @@ class Planner:
         """Return what lives and runs around the traced step now."""
         request = self.request
         self.request.progress("counting parameters, batch, optimizer and loss", 0.0)
+        if gradient_bytes is None:
+            gradient_bytes = self.gradient_bytes
+        bucket_bytes = min(gradient_bytes, gradient_buckets_bytes())
         state_bytes, step_bytes = self.optimizer_memory
         loss = self.loss_memory(program)
         residents = resident_bytes(
@@ -530,9 +535,8 @@ class Planner:
         return Surroundings(
             resident_bytes={
                 **residents,
-                Role.GRADIENT: (
-                    self.gradient_bytes if gradient_bytes is None else gradient_bytes
-                ),
+                Role.GRADIENT: gradient_bytes - bucket_bytes,
+                Role.BUCKET: bucket_bytes,
             },
             loss_peak_bytes=loss.peak_bytes,
             loss_held_bytes=loss.held_bytes,
