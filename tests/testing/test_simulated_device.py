@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,15 @@ from remat.torch_compat.accelerators import device_module, memory_stats
 
 ROOT = Path(__file__).parents[2]
 FOR_ACCELERATORS = (
-    "tests/profile/test_memory.py",
-    "tests/profile/test_operators.py",
-    "tests/runtime/test_devices_cuda.py",
-    "tests/studies/test_gpu.py",
-    "tests/testing/test_simulated_device.py",
+    (
+        "tests/capture/test_cudnn_batch_norm.py",
+        "tests/profile/test_memory.py",
+        "tests/profile/test_operators.py",
+        "tests/runtime/test_devices_cuda.py",
+        "tests/testing/test_simulated_device.py",
+    ),
+    # Measures whole processes: what threads of other tests have left would count.
+    ("tests/studies/test_gpu.py",),
 )
 FOR_CARDS_ALONE = ("tests/memory/test_snapshots.py",)
 """They compare with the allocator of CUDA itself."""
@@ -37,9 +42,12 @@ def _nothing_is_known_of_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("REMAT_CACHE_DIR", str(tmp_path))
 
 
-def test_what_is_for_accelerators_passes_on_the_simulated_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("files", FOR_ACCELERATORS, ids=["library", "study"])
+def test_what_is_for_accelerators_passes_on_the_simulated_one(
+    files: tuple[str, ...], tmp_path: Path
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n0", *OPTIONS, *FOR_ACCELERATORS],
+        [sys.executable, "-m", "pytest", "-q", "-n0", *OPTIONS, *files],
         cwd=ROOT,
         env=os.environ
         | {"REMAT_TEST_ACCELERATOR": "sim", "REMAT_CACHE_DIR": str(tmp_path)},
@@ -58,7 +66,7 @@ def test_every_test_for_accelerators_is_in_that_list() -> None:
         for path in (ROOT / "tests").rglob("test_*.py")
         if any(mark in path.read_text(encoding="utf-8") for mark in marks)
     }
-    assert found <= {*FOR_ACCELERATORS, *FOR_CARDS_ALONE}
+    assert found <= {*chain(*FOR_ACCELERATORS), *FOR_CARDS_ALONE}
 
 
 def net() -> tuple[nn.Module, torch.Tensor]:

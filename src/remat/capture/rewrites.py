@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from torch import fx
 
 from remat.capture.accelerator import accelerator_operators, is_accelerated
+from remat.capture.cudnn_batch_norm import correct_reserves, cudnn_batch_norm
 from remat.capture.detached import drop_detaching
 from remat.capture.dropout import eager_dropout
 from remat.capture.gradient_layouts import add_zeros_last, dense_gradients
@@ -25,6 +26,7 @@ def eager_tracing() -> Generator[None]:
         dense_gradients(),
         whole_operators(),
         whole_layers(),
+        cudnn_batch_norm(),
         operators,
     ):
         yield
@@ -40,3 +42,4 @@ def rewrite(joint: fx.GraphModule, loss: int | None) -> None:
     join_gradient_pieces(joint)
     add_zeros_last(joint, loss)
     correct_statistics(joint)
+    correct_reserves(joint)

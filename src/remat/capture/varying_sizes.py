@@ -307,7 +307,8 @@ class VaryingSizes:
             return number
         expression = number.node.expr
         if expression not in known:
-            values = dict(zip(self.inputs.symbols, sizes, strict=True))
+            # The tracer's own sizes are numbers of sympy, of which it takes no maximum.
+            values = dict(zip(self.inputs.symbols, map(int, sizes), strict=True))
             try:
                 found = sympy_interp(PythonReferenceAnalysis, values, expression)
             except KeyError as error:

@@ -52,6 +52,7 @@ class Role(StrEnum):
     BUFFER = "buffer"
     INPUT = "input"
     OPTIMIZER_STATE = "optimizer state"
+    LIBRARY = "workspace of libraries"
     GRADIENT = "gradient"
     BUCKET = "gradient bucket"
     INPUT_GRADIENT = "input gradient"

@@ -35,9 +35,12 @@ from remat.torch_compat.accelerators import (
     is_accelerator,
     memory_stats,
 )
+from remat.torch_compat.attributes import schema_of
 from remat.torch_compat.names import (
     DisableTorchFunction,
     disable_current_modes,
+    efficient_attention_backward,
+    efficient_attention_backward_alone,
     no_python_dispatcher,
     profiler_enabled,
 )
@@ -49,6 +52,16 @@ _LONG_RUN_NS = 40_000_000
 _SAMPLING_NS = 30_000_000
 _DISTURBED_RATIO = 1.5
 _NO_KWARGS: dict[str, Any] = {}
+
+_SEEDS = ("philox_seed", "philox_offset")
+_WITH_SEEDS_OF_HOST = frozenset(
+    {efficient_attention_backward, efficient_attention_backward_alone}
+)
+"""Operators that read these numbers on the host, though the tracer says otherwise.
+
+The forward pass leaves them there, unless a CUDA graph is recorded. Given an address of
+the card, the process dies (``mem_eff_attention``, ``attention_backward.cu``).
+"""
 
 _T = TypeVar("_T")
 
@@ -201,9 +214,8 @@ def result_layouts(call: OperatorCall) -> list[Layout]:
     description = describe(call.target, call.args, call.kwargs)
 
     def run(maker: ArgumentMaker) -> list[Layout]:
-        outputs = call.target(
-            *maker.make(tuple(call.args)), **maker.make(dict(call.kwargs))
-        )
+        args, kwargs = _made(call, maker)
+        outputs = call.target(*args, **kwargs)
         return [layout_of(tensor) for tensor in tensors_in(outputs)]
 
     with _isolated(description.device_types):
@@ -279,11 +291,25 @@ def _with_some_values(
     raise ProfileError(msg) from first
 
 
+def _made(
+    call: OperatorCall, maker: ArgumentMaker
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return real arguments for a call, each where the operator takes it."""
+    args = maker.make(tuple(call.args))
+    kwargs = maker.make(dict(call.kwargs))
+    if call.target not in _WITH_SEEDS_OF_HOST:
+        return args, kwargs
+    names = [argument.name for argument in schema_of(call.target).arguments]
+    return tuple(
+        value.cpu() if name in _SEEDS else value
+        for name, value in zip(names, args, strict=False)
+    ), {k: v.cpu() if k in _SEEDS else v for k, v in kwargs.items()}
+
+
 def _measure_operator(
     call: OperatorCall, device_types: set[str], maker: ArgumentMaker
 ) -> OperatorCost:
-    args = maker.make(tuple(call.args))
-    kwargs = maker.make(dict(call.kwargs))
+    args, kwargs = _made(call, maker)
 
     def run() -> object:
         return call.target(*args, **kwargs)

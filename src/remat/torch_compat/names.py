@@ -165,11 +165,21 @@ if TYPE_CHECKING:
     functional_batch_norm_with_update: Any = (
         torch.ops.aten._batch_norm_with_update_functional.default
     )
+    batch_norm_with_update: Any = torch.ops.aten._batch_norm_with_update.default
+    select_batch_norm_backend: Any
+    BatchNormBackend: Any
+    batch_norm_reserve_bytes: Any
     local_scalar_dense: Any = torch.ops.aten._local_scalar_dense.default
     linalg_check_errors: Any = torch.ops.aten._linalg_check_errors.default
     flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention.default
     efficient_attention: Any = (
         torch.ops.aten._scaled_dot_product_efficient_attention.default
+    )
+    efficient_attention_backward: Any = (
+        torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    )
+    efficient_attention_backward_alone: Any = (
+        torch.ops.aten._efficient_attention_backward.default
     )
     attention_of_products: Any = (
         torch.ops.aten._scaled_dot_product_attention_math.default

@@ -158,6 +158,14 @@ NAMES: dict[str, Private] = {
         "torch:ops.aten._scaled_dot_product_efficient_attention.default",
         "attention of an accelerator",
     ),
+    "efficient_attention_backward": Private(
+        "torch:ops.aten._scaled_dot_product_efficient_attention_backward.default",
+        "measuring attention of an accelerator",
+    ),
+    "efficient_attention_backward_alone": Private(
+        "torch:ops.aten._efficient_attention_backward.default",
+        "measuring attention of an accelerator",
+    ),
     "attention_of_products": Private(
         "torch:ops.aten._scaled_dot_product_attention_math.default",
         "attention of an accelerator",
@@ -234,6 +242,16 @@ NAMES: dict[str, Private] = {
     "functional_batch_norm_with_update": Private(
         "torch:ops.aten._batch_norm_with_update_functional.default",
         "recomputing batch norm without moving its statistics",
+    ),
+    "batch_norm_with_update": Private(
+        "torch:ops.aten._batch_norm_with_update.default", "batch norm by cuDNN"
+    ),
+    "select_batch_norm_backend": Private(
+        "torch._C:_select_batch_norm_backend", "batch norm by cuDNN"
+    ),
+    "BatchNormBackend": Private("torch._C:_BatchNormBackend", "batch norm by cuDNN"),
+    "batch_norm_reserve_bytes": Private(
+        "torch._C:_get_cudnn_batch_norm_reserve_space_size", "batch norm by cuDNN"
     ),
     "local_scalar_dense": Private(
         "torch:ops.aten._local_scalar_dense.default", "optimizers that read numbers"

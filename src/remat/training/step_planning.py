@@ -64,6 +64,7 @@ from remat.profile.costing import (
 from remat.profile.described_loss import DescribedLoss
 from remat.profile.kernel_choice import fuse_named, fuse_where_quicker
 from remat.profile.known import KnownCosts
+from remat.profile.library_memory import library_bytes
 from remat.profile.links import common_device, measured_platform
 from remat.profile.optimizer_memory import (
     LossMemory,
@@ -537,6 +538,7 @@ class Planner:
                 **residents,
                 Role.GRADIENT: gradient_bytes - bucket_bytes,
                 Role.BUCKET: bucket_bytes,
+                Role.LIBRARY: library_bytes(program.device),
             },
             loss_peak_bytes=loss.peak_bytes,
             loss_held_bytes=loss.held_bytes,

@@ -5,9 +5,10 @@ which shows the CPU's kernel the device's memory, and copies new results to it. 
 bits are the CPU's, and layouts those that torch's formulas give.
 """
 
+import threading
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -44,6 +45,27 @@ _VIEWS = (
 _WITH_SCRATCH = ("convolution", "_scaled_dot_product")
 """Names of operators that take as much scratch memory as their first result."""
 
+LIBRARY_BYTES = 64 * 1024
+"""What the device's library of products keeps for each thread that calls it."""
+
+_PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
+
+
+class _Handle:
+    """A thread's handle of the library, whose block the next thread gets."""
+
+    free: ClassVar[list[Any]] = []
+
+    def __init__(self) -> None:
+        self._block = self.free.pop() if self.free else MEMORY.block(LIBRARY_BYTES)
+
+    def __del__(self) -> None:
+        self.free.append(self._block)
+
+
+_of_thread = threading.local()
+
+
 _CASTS_DOWN = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "convolution")
 _CASTS_UP = ("_softmax", "_log_softmax", "native_layer_norm", "nll_loss_forward", "pow")
 """What autocast does with operators: to its type, or to single precision."""
@@ -69,6 +91,8 @@ def run_on_host(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Run an operator by the CPU's kernel, with results on the device."""
     FAULTS.on_use()
     DEFAULT.synchronize()
+    if str(operator).startswith(_PRODUCTS):
+        _of_thread.handle = getattr(_of_thread, "handle", None) or _Handle()
     host_args, host_kwargs = tree_map(_shown_to_host, (args, kwargs))
     for name, value in kwargs.items():
         if name.startswith("out") and is_on_device(value):

@@ -100,7 +100,7 @@ class DeviceMemory:
         """
         last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
         size_bytes = (last + 1) * dtype.itemsize if prod(shape) else 0
-        block = self._block(size_bytes)
+        block = self.block(size_bytes)
         rank = len(shape)
         sizes, steps = (ctypes.c_int64 * max(1, rank) for _ in range(2))
         managed = _Managed(
@@ -140,7 +140,14 @@ class DeviceMemory:
                 self._count("reserved", -size_bytes * len(blocks))
             self._spare.clear()
 
-    def _block(self, size_bytes: int) -> "ctypes.Array[ctypes.c_char]":
+    def block(self, size_bytes: int) -> "ctypes.Array[ctypes.c_char]":
+        """Return memory that belongs to no tensor.
+
+        Raises
+        ------
+        torch.OutOfMemoryError
+            As for :meth:`tensor`.
+        """
         whole = max(GRANULE_BYTES, round_up(size_bytes, GRANULE_BYTES))
         with self._lock:
             used = self._statistics["allocated_bytes.all.current"]
