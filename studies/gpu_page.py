@@ -93,7 +93,7 @@ def _peaks(lines: Sequence[Line]) -> str:
     for line in lines:
         model, case = line["model"], line["case"]
         if line["status"] == "refused":
-            rows.append([model, case, _refused(line), *[""] * 7])
+            rows.append([model, case, _refused(line), *[""] * 8])
             continue
         budget = format_bytes(line["budget_bytes"]) if "budget_bytes" in line else ""
         rows.append(
@@ -103,16 +103,18 @@ def _peaks(lines: Sequence[Line]) -> str:
                 budget,
                 _bytes(line.get("predicted_bytes")),
                 _bytes(line["requested_bytes"]),
+                _error(line.get("predicted_bytes"), line["requested_bytes"]),
+                _bytes(line.get("predicted_allocated_bytes")),
                 _bytes(line["allocated_bytes"]),
-                _error(line.get("predicted_bytes"), line["allocated_bytes"]),
                 _bytes(line.get("predicted_reserved_bytes")),
                 _bytes(line["reserved_bytes"]),
                 _bytes(line["held_bytes"]),
             ]
         )
     head = (
-        *("model", "budget", "bytes", "predicted", "requested", "allocated", "off by"),
-        *("predicted reserved", "reserved", "held by libraries"),
+        *("model", "budget", "bytes", "predicted", "requested", "off by"),
+        *("predicted allocated", "allocated", "predicted reserved", "reserved"),
+        "held by libraries",
     )
     return _table(head, rows)
 

@@ -21,15 +21,17 @@ from studies.record import append, environment, read
 
 Line = dict[str, Any]
 
-UNTIL_PERCENT = {"tests": 25, "peaks": 62, "replay": 70, "time": 90, "offload": 100}
+UNTIL_PERCENT = {"tests": 15, "peaks": 55, "replay": 64, "offload": 74, "time": 100}
 """The parts in their order, and how much of the time has passed when each ends: none
 takes all of it. What one leaves, the next ones have."""
 
 LEAST_S = 8
 """No process is started for less: torch alone takes some seconds to load."""
 
-_CORES_A_JOB = 3
-_MOST_JOBS = 5
+_CORES_A_JOB = 2
+_MOST_JOBS = 8
+_SIDE_BY_SIDE = ("tests", "peaks", "replay")
+"""Parts of which cases run beside others: bytes do not change with them, times do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +91,7 @@ def run(options: Run) -> list[Line]:
     cores = os.cpu_count() or 1
     for part in UNTIL_PERCENT:
         missing = [c for c in options.wanted(part) if f"{part}: {c}" not in done]
-        # Bytes do not change with what else runs; times do.
-        jobs = min(_MOST_JOBS, cores // _CORES_A_JOB) if part == "peaks" else 1
+        jobs = min(_MOST_JOBS, cores // _CORES_A_JOB) if part in _SIDE_BY_SIDE else 1
         with ThreadPoolExecutor(max(1, jobs)) as pool:
             list(pool.map(partial(_case, options, device, part), missing))
     return lines_like(device, options.file)

@@ -21,11 +21,12 @@ from remat.torch_compat.accelerators import device_module, memory_stats
 ROOT = Path(__file__).parents[2]
 FOR_ACCELERATORS = (
     (
-        "tests/capture/test_cudnn_batch_norm.py",
         "tests/profile/test_memory.py",
         "tests/profile/test_operators.py",
         "tests/runtime/test_devices_cuda.py",
         "tests/testing/test_simulated_device.py",
+        "tests/training/test_on_a_card.py",
+        "tests/capture/test_cudnn_batch_norm.py",
     ),
     # Measures whole processes: what threads of other tests have left would count.
     ("tests/studies/test_gpu.py",),

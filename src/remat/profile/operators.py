@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from remat.capture.host_seeds import with_seeds_on_host
 from remat.core.errors import ProfileError
 from remat.profile.allocations import record_allocations
 from remat.profile.arguments import (
@@ -35,12 +36,9 @@ from remat.torch_compat.accelerators import (
     is_accelerator,
     memory_stats,
 )
-from remat.torch_compat.attributes import schema_of
 from remat.torch_compat.names import (
     DisableTorchFunction,
     disable_current_modes,
-    efficient_attention_backward,
-    efficient_attention_backward_alone,
     no_python_dispatcher,
     profiler_enabled,
 )
@@ -52,16 +50,6 @@ _LONG_RUN_NS = 40_000_000
 _SAMPLING_NS = 30_000_000
 _DISTURBED_RATIO = 1.5
 _NO_KWARGS: dict[str, Any] = {}
-
-_SEEDS = ("philox_seed", "philox_offset")
-_WITH_SEEDS_OF_HOST = frozenset(
-    {efficient_attention_backward, efficient_attention_backward_alone}
-)
-"""Operators that read these numbers on the host, though the tracer says otherwise.
-
-The forward pass leaves them there, unless a CUDA graph is recorded. Given an address of
-the card, the process dies (``mem_eff_attention``, ``attention_backward.cu``).
-"""
 
 _T = TypeVar("_T")
 
@@ -295,15 +283,8 @@ def _made(
     call: OperatorCall, maker: ArgumentMaker
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return real arguments for a call, each where the operator takes it."""
-    args = maker.make(tuple(call.args))
-    kwargs = maker.make(dict(call.kwargs))
-    if call.target not in _WITH_SEEDS_OF_HOST:
-        return args, kwargs
-    names = [argument.name for argument in schema_of(call.target).arguments]
-    return tuple(
-        value.cpu() if name in _SEEDS else value
-        for name, value in zip(names, args, strict=False)
-    ), {k: v.cpu() if k in _SEEDS else v for k, v in kwargs.items()}
+    args = with_seeds_on_host(call.target, maker.make(tuple(call.args)))
+    return args, maker.make(dict(call.kwargs))
 
 
 def _measure_operator(

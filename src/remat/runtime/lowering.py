@@ -23,6 +23,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from remat.capture.host_seeds import is_host_seed
 from remat.capture.joint_program import JointProgram, map_nodes, needed_arguments
 from remat.capture.varying_sizes import (
     is_symbol,
@@ -516,10 +517,14 @@ class _Pass:
         if instruction.queue != HOST:
             self.copied |= {source, target}
         self.note_block(block)
-        new = self.graph.call_function(
-            copy_bytes, (self.key(instruction.queue), value, self.fresh.pop(block))
-        )
-        new.meta = self.meta_of(step.storage, step.target)
+        fresh = self.fresh.pop(block)
+        if any(map(is_host_seed, bases_of(self.program, step.storage))):
+            new = value  # Wherever the plan has it.
+        else:
+            new = self.graph.call_function(
+                copy_bytes, (self.key(instruction.queue), value, fresh)
+            )
+            new.meta = self.meta_of(step.storage, step.target)
         self.live[target] = new
         self.version[target] = self.version.get(target, 0) + 1
         self.discarded.discard(target)

@@ -175,6 +175,7 @@ if TYPE_CHECKING:
     efficient_attention: Any = (
         torch.ops.aten._scaled_dot_product_efficient_attention.default
     )
+    efficient_attention_alone: Any = torch.ops.aten._efficient_attention_forward.default
     efficient_attention_backward: Any = (
         torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
     )

@@ -158,6 +158,10 @@ NAMES: dict[str, Private] = {
         "torch:ops.aten._scaled_dot_product_efficient_attention.default",
         "attention of an accelerator",
     ),
+    "efficient_attention_alone": Private(
+        "torch:ops.aten._efficient_attention_forward.default",
+        "attention of an accelerator",
+    ),
     "efficient_attention_backward": Private(
         "torch:ops.aten._scaled_dot_product_efficient_attention_backward.default",
         "measuring attention of an accelerator",

@@ -733,6 +733,8 @@ class TrainingStep:
         self.clear_gradients()
         for _ in self.passes(called):
             pass
+        # The caller's autocast would keep the casts of eager steps for all that follow.
+        torch.clear_autocast_cache()
         if self.optimizer is not None:
             with steps_of_ours():
                 self.optimizer.step()
