@@ -10,11 +10,36 @@ its scratch memory at each call, which is measured with the operators.
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
+from torch import fx
 
 from remat.torch_compat.accelerators import device_module, is_accelerator
+from remat.torch_compat.attributes import schema_of
+
+_PRODUCTS = frozenset(
+    [
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "addbmm",
+        "mv",
+        "addmv",
+        "dot",
+        "vdot",
+        "linear",
+        "matmul",
+        "_addmm_activation",
+        "_scaled_mm",
+        "_grouped_mm",
+        "_scaled_grouped_mm",
+        "_int_mm",
+    ]
+)
+"""Names of the operators that call cuBLAS."""
 
 _THREADS = 2
 """The caller's, and autograd's for the device."""
@@ -27,12 +52,18 @@ _LIGHT_WORKSPACE_KIB = 1024
 """``parseChosenWorkspaceSize`` and ``parseCUDABlasLtWorkspaceSize``."""
 
 
-def library_bytes(place: torch.device) -> int:
-    """Return the bytes that libraries keep on a device during training.
+def library_bytes(modules: Iterable[fx.GraphModule], place: torch.device) -> int:
+    """Return the bytes that libraries keep on a device during traced steps.
 
-    They count for steps without a product as well: what ran before in the process, such
-    as an evaluation, may have multiplied. The CPU's libraries keep nothing that torch
-    knows of.
+    They count for steps without a product where they are there already: an evaluation,
+    or another model, may have multiplied before.
+
+    Parameters
+    ----------
+    modules
+        The traced steps.
+    place
+        Where they run. The CPU's libraries keep nothing that torch knows of.
     """
     if not is_accelerator(place):
         return 0
@@ -42,7 +73,46 @@ def library_bytes(place: torch.device) -> int:
     if own is not None:
         return _THREADS * own()
     is_hopper = module.get_device_capability(place) == _HOPPER
-    return _THREADS * cublas_bytes(os.environ, is_hopper=is_hopper)
+    size_bytes = cublas_bytes(os.environ, is_hopper=is_hopper)
+    is_used = any(map(has_product, modules)) or has_block_of(
+        workspace_bytes(os.environ, is_hopper=is_hopper),
+        module.memory_snapshot(),
+    )
+    return _THREADS * size_bytes if is_used else 0
+
+
+def has_product(module: fx.GraphModule) -> bool:
+    """Return whether a traced step multiplies matrices."""
+    schemas = map(schema_of, {node.target for node in module.graph.nodes})
+    return any(s and s.name.partition("::")[2] in _PRODUCTS for s in schemas)
+
+
+def has_block_of(size_bytes: int, segments: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether a block that was asked for with this size is in use.
+
+    ``segments`` are those of ``torch.cuda.memory_snapshot()``.
+    """
+    return any(
+        block["state"] == "active_allocated" and block["requested_size"] == size_bytes
+        for segment in segments
+        for block in segment["blocks"]
+    )
+
+
+def workspace_bytes(environment: Mapping[str, str], *, is_hopper: bool) -> int:
+    """Return the bytes that torch gives cuBLAS in each thread that uses it.
+
+    Examples
+    --------
+    >>> workspace_bytes({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, is_hopper=True)
+    131072
+    """
+    pairs = re.findall(
+        ":([0-9]+):([0-9]+)", environment.get("CUBLAS_WORKSPACE_CONFIG", "")
+    )
+    if pairs:
+        return sum(int(size) * int(count) * _KIB for size, count in pairs)
+    return _HOPPER_WORKSPACE_BYTES if is_hopper else _WORKSPACE_BYTES
 
 
 def cublas_bytes(environment: Mapping[str, str], *, is_hopper: bool) -> int:
@@ -61,14 +131,9 @@ def cublas_bytes(environment: Mapping[str, str], *, is_hopper: bool) -> int:
     >>> cublas_bytes({}, is_hopper=False)
     9568256
     >>> cublas_bytes({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, is_hopper=True)
-    1179648
+    262144
     """
-    pairs = re.findall(
-        ":([0-9]+):([0-9]+)", environment.get("CUBLAS_WORKSPACE_CONFIG", "")
-    )
-    chosen = sum(int(size) * int(count) * _KIB for size, count in pairs)
-    if not pairs:
-        chosen = _HOPPER_WORKSPACE_BYTES if is_hopper else _WORKSPACE_BYTES
+    chosen = workspace_bytes(environment, is_hopper=is_hopper)
     # The sum of a product and a row goes through a second library, with a block beside
     # the first that is never larger.
     text = environment.get("CUBLASLT_WORKSPACE_SIZE", "")

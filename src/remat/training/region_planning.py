@@ -586,7 +586,9 @@ class RegionPlanner(Planner):
             autocast=autocast_now(),
             loss=0 if is_loss(loss_in(self._outputs)) else None,
         )
-        program = add_surroundings(program, self.surroundings(program))
+        modules = [each.program.module for each in gathering.seen]
+        surroundings = self.surroundings(program, modules=modules)
+        program = add_surroundings(program, surroundings)
         return program, composed.surrounded(program.graph)
 
     def _begins_backward(self) -> list[torch.Tensor]:

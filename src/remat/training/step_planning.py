@@ -507,9 +507,15 @@ class Planner:
             warnings.warn(msg, RuntimeWarning, stacklevel=2)
 
     def surroundings(
-        self, program: JointProgram, gradient_bytes: int | None = None
+        self,
+        program: JointProgram,
+        gradient_bytes: int | None = None,
+        modules: Sequence[fx.GraphModule] = (),
     ) -> Surroundings:
-        """Return what lives and runs around the traced step now."""
+        """Return what lives and runs around the traced step now.
+
+        ``modules`` is what was traced, if that is not ``program.module`` alone.
+        """
         request = self.request
         self.request.progress("counting parameters, batch, optimizer and loss", 0.0)
         if gradient_bytes is None:
@@ -538,7 +544,9 @@ class Planner:
                 **residents,
                 Role.GRADIENT: gradient_bytes - bucket_bytes,
                 Role.BUCKET: bucket_bytes,
-                Role.LIBRARY: library_bytes(program.device),
+                Role.LIBRARY: library_bytes(
+                    modules or [program.module], program.device
+                ),
             },
             loss_peak_bytes=loss.peak_bytes,
             loss_held_bytes=loss.held_bytes,
