@@ -1,5 +1,7 @@
 """Planning: what the judge refuses, and how a portfolio chooses."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -270,6 +272,22 @@ def test_a_portfolio_skips_solvers_that_do_not_suit():
     result = solve_portfolio(problem(), [Unsuitable(), StoreAll()])
     assert result.solver == "StoreAll"
     assert result.candidates[0] == "Unsuitable: unsuitable: only for chains"
+
+
+def test_solvers_that_do_not_suit_keep_no_value_of_their_callers():
+    """An error that is kept holds the frames of all callers until it is collected."""
+
+    def call() -> weakref.ref[set[int]]:
+        held = {1}
+        solve_portfolio(problem(), [Unsuitable(), StoreAll()])
+        return weakref.ref(held)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert call()() is None
+    finally:
+        gc.enable()
 
 
 def test_a_portfolio_of_unsuitable_solvers_says_so():

@@ -161,6 +161,20 @@ def test_values_that_an_operator_refuses_are_replaced():
     assert cost.output_bytes == 32
 
 
+def test_values_that_were_refused_keep_no_value_of_the_callers():
+    def call() -> weakref.ref[set[int]]:
+        held = {1}
+        profile_one(aten.bernoulli.default, fake(100))
+        return weakref.ref(held)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert call()() is None
+    finally:
+        gc.enable()
+
+
 def test_equal_calls_are_measured_once():
     count = 0
 

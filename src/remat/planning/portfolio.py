@@ -254,7 +254,8 @@ class _Portfolio:
         try:
             result = solve(self.problem, solver, limits=limits)
         except SolverUnsuitableError as error:
-            self.unsuitable = error
+            # Its traceback holds the frames of all callers, and with them their values.
+            self.unsuitable = error.with_traceback(None)
             self.lines.append(f"{type(solver).__name__}: unsuitable: {error}")
             return
         self.results.append(result)

@@ -267,7 +267,8 @@ def _with_some_values(
         # Any operator may refuse the values with any exception; the next fill is
         # tried, and the first error is reported if none is accepted.
         except Exception as error:  # noqa: BLE001
-            first = first or error
+            # Tracebacks hold the frames of all callers, and with them their values.
+            first = first or error.with_traceback(None)
     msg = (
         f"operator {target_name(call.target)} cannot be measured alone: called as "
         f"{description.text} on made-up values it raised "

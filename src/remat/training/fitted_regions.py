@@ -733,7 +733,8 @@ class FittedDeepModel(FittedRegions):
         try:
             return super().plan_step(args, kwargs, gradient_bytes)
         except RematError as error:
-            reason = error
+            # Its traceback holds the frames of all callers, and with them their values.
+            reason = error.with_traceback(None)
         optimizer = None if self._optimizer is None else self._optimizer()
         whole = FittedModel(
             self.model,

@@ -6,7 +6,6 @@ compiles the traced step once more for each amount of gradients that it finds, a
 it changes which parameters are trained.
 """
 
-import gc
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -194,13 +193,7 @@ class VariantBackend(PlannedBackend):
         place = places.index(True) if any(places) else None
 
         def run(*inputs: Any) -> Any:
-            variant = variants.of(inputs)
-            if variants.is_trace_held:
-                variants.is_trace_held = False
-                # Errors that the tracer has caught refer to the frames of all callers,
-                # and these to their values, long after they have returned.
-                gc.collect()
-            outputs = variant(*inputs)
+            outputs = variants.of(inputs)(*inputs)
             if self.keeps_failure or not torch.is_grad_enabled():
                 return outputs
             plan = self.planner.running_plan
@@ -288,7 +281,7 @@ class _Variants:
         except UnequalRangesError as error:
             backend.fail(error)
         self.check_vary(inputs)
-        self.is_traced = self.is_trace_held = False
+        self.is_traced = False
         self.compiled: dict[Kind, Callable[..., Any]] = {}
         # Per amount of gradients the largest sizes, once they are planned.
         self.largest: dict[int, Sizes] = {}
@@ -408,7 +401,7 @@ class _Variants:
                     fake.requires_grad_(value.requires_grad)
         with preserve_rng_state():
             compiled = backend.compile(self.module, inputs, self.specs, self.sizes)
-        self.is_traced = self.is_trace_held = True
+        self.is_traced = True
         if sizes is None:
             sizes = self.largest[gradient_bytes] = backend.planner.planned_sizes
         self.compiled[sizes, gradient_bytes] = compiled
