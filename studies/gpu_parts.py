@@ -50,7 +50,6 @@ _REPEATS = 7
 _OFFLOAD_PERCENT = 50
 _OFFLOAD_S = 10.0
 _ACTIVATION_BUDGET = 0.5
-_SOLVING_S = 5.0
 _NO_LIMIT = 2**62
 _OPTIONAL = ("ortools", "transformers", "triton", "pytest", "hypothesis")
 
@@ -205,7 +204,6 @@ def within_budget(
     """Plan a step, by a solver that needs no more than what is installed."""
     has_ortools = find_spec("ortools") is not None
     settings.setdefault("solver", "auto" if has_ortools else "greedy-eviction")
-    settings.setdefault("time_limit", _SOLVING_S)
     request = PlanRequest(
         budget=budget, optimizer=step.optimizer, loss=step.loss, **settings
     )
