@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import fx, nn
 
@@ -154,3 +155,17 @@ def test_what_is_not_known_for_all_sizes_is_not_sure() -> None:
 
     traced(function, [torch.ones(3, 12, 8)], [{1: (5, 16)}], look)
     assert found
+
+
+def test_the_larger_of_two_sizes_is_a_number_also_for_numbers_of_sympy() -> None:
+    """The strides of fresh tensors are such, and the tracer's own sizes."""
+
+    def look(varying: VaryingSizes) -> None:
+        rows = next(s for s in varying.inputs.traced if is_symbol(s))
+        larger = torch.sym_max(rows, 5)
+        assert is_symbol(larger)
+        for size in (3, 7):
+            given: Any = (sympy.Integer(size),)
+            assert varying.evaluated([larger], given) == [max(size, 5)]
+
+    traced(lambda x, w: (x * w).sum(), [torch.ones(7, 8)], [{0: (2, 9)}], look)

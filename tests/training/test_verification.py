@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import remat
+from remat.profile.live_memory import live_bytes
 from remat.training.verification import TrainingStep, compare, default_loss
 
 
@@ -26,6 +27,20 @@ def test_compare_sees_one_bit() -> None:
     assert len(compare(one, {"a": torch.zeros(3)})) == 2
     nan = {"a": torch.tensor([float("nan")])}
     assert not compare(nan, {"a": torch.tensor([float("nan")])})
+
+
+def test_a_step_leaves_no_casts_of_weights_to_the_caller_s_autocast() -> None:
+    """They are no tensors that Python knows, and would count for the next step."""
+    model, x = nn.Linear(1024, 1024), torch.ones(2, 1024)
+    step = TrainingStep(model, (x,), {}, mean_square, None)
+    with torch.autocast("cpu", dtype=torch.bfloat16), step.restored():
+        step.train(None)
+        before = live_bytes(x.device)
+        torch.clear_autocast_cache()
+        after = live_bytes(x.device)
+    assert before is not None
+    assert after is not None
+    assert before - after < 1 << 20
 
 
 def test_whether_an_output_takes_a_gradient_is_compared() -> None:
