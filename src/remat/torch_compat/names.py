@@ -166,9 +166,9 @@ if TYPE_CHECKING:
         torch.ops.aten._batch_norm_with_update_functional.default
     )
     batch_norm_with_update: Any = torch.ops.aten._batch_norm_with_update.default
-    select_batch_norm_backend: Any
-    BatchNormBackend: Any
-    batch_norm_reserve_bytes: Any
+    select_batch_norm_backend: Any = torch._C._select_batch_norm_backend
+    BatchNormBackend: Any = torch._C._BatchNormBackend  # pyright: ignore[reportAttributeAccessIssue]
+    batch_norm_reserve_bytes: Any = torch._C._get_cudnn_batch_norm_reserve_space_size  # pyright: ignore[reportAttributeAccessIssue]
     local_scalar_dense: Any = torch.ops.aten._local_scalar_dense.default
     linalg_check_errors: Any = torch.ops.aten._linalg_check_errors.default
     flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention.default
