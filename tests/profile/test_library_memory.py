@@ -39,12 +39,13 @@ def card(capability: tuple[int, int], *sizes: int) -> SimpleNamespace:
     ("modules", "module", "expected_bytes"),
     [
         ([SUM, PRODUCT], card((9, 0)), HOPPER_BYTES),
-        ([PRODUCT], card((8, 6)), 2 * (8 * MIB + 128 * 1024 + MIB)),
+        ([PRODUCT], card((8, 9)), 2 * (8 * MIB + 128 * 1024 + MIB)),
+        ([PRODUCT], card((12, 0)), HOPPER_BYTES),
         ([SUM], card((9, 0)), 0),
         ([SUM], card((9, 0), 5 * MIB), 0),
         ([SUM], card((9, 0), 5 * MIB, 32 * MIB), HOPPER_BYTES),
     ],
-    ids=["Hopper", "older", "no product", "none before", "one before"],
+    ids=["Hopper", "older", "newer", "no product", "none before", "one before"],
 )
 def test_two_threads_keep_a_block_once_there_was_a_product(
     modules: list[fx.GraphModule],

@@ -42,7 +42,7 @@ _aten = torch.ops.aten
 
 TRACED_OTHERWISE = (
     "batch norm is traced as torch's own kernel, not cuDNN's, whose reserve is not counted",
-    "what cuBLAS keeps is not counted: 66 MiB on Hopper cards, 18 MiB on others",
+    "what cuBLAS keeps is not counted: 66 MiB from Hopper cards on, 18 MiB on others",
     "attention is torch's flash kernel also where a Hopper card would take cuDNN's",
     "recurrent layers and nn.RMSNorm are traced as on the CPU",
     "layer norm of low precision keeps its statistics in that precision",

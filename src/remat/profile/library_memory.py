@@ -45,6 +45,8 @@ _THREADS = 2
 """The caller's, and autograd's for the device."""
 
 _HOPPER = (9, 0)
+"""Compute capability. Newer cards get as much from newer versions of torch."""
+
 _KIB = 1024
 _WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * _KIB
 _HOPPER_WORKSPACE_BYTES = 8 * 4096 * _KIB
@@ -72,7 +74,7 @@ def library_bytes(modules: Iterable[fx.GraphModule], place: torch.device) -> int
     own = getattr(module, "library_workspace_bytes", None)
     if own is not None:
         return _THREADS * own()
-    is_hopper = module.get_device_capability(place) == _HOPPER
+    is_hopper = module.get_device_capability(place) >= _HOPPER
     size_bytes = cublas_bytes(os.environ, is_hopper=is_hopper)
     is_used = any(map(has_product, modules)) or has_block_of(
         workspace_bytes(os.environ, is_hopper=is_hopper),
@@ -124,7 +126,7 @@ def cublas_bytes(environment: Mapping[str, str], *, is_hopper: bool) -> int:
         The process's variables: ``CUBLAS_WORKSPACE_CONFIG`` (pairs of KiB and count)
         and ``CUBLASLT_WORKSPACE_SIZE`` (KiB).
     is_hopper
-        Whether the card is of compute capability 9.0, which gets more.
+        Whether the card is a Hopper or newer, which gets more.
 
     Examples
     --------
