@@ -73,20 +73,14 @@ RULES = (
     _Rule(
         text="The measured allocated peak is at most 1 % above the predicted one",
         part="peaks",
-        holds=lambda line: (
-            100 * line["allocated_bytes"]
-            <= (100 + _PREDICTION_PERCENT) * line["predicted_allocated_bytes"]
-        ),
+        holds=lambda line: _is_predicted(line, "allocated_bytes", _PREDICTION_PERCENT),
         is_judged=lambda line: line.get("predicted_allocated_bytes") is not None,
         needs_a_card="the model is of CUDA's allocator",
     ),
     _Rule(
         text="The measured reserved peak is at most 5 % above the predicted one",
         part="peaks",
-        holds=lambda line: (
-            100 * line["reserved_bytes"]
-            <= (100 + _RESERVED_PERCENT) * line["predicted_reserved_bytes"]
-        ),
+        holds=lambda line: _is_predicted(line, "reserved_bytes", _RESERVED_PERCENT),
         is_judged=lambda line: line.get("predicted_reserved_bytes") is not None,
         needs_a_card="the model is of CUDA's allocator",
     ),
@@ -137,6 +131,11 @@ RULES = (
         ),
     ),
 )
+
+
+def _is_predicted(line: Line, what: str, percent: int) -> bool:
+    """Return whether a peak is at most so many percent above its prediction."""
+    return 100 * line[what] <= (100 + percent) * line[f"predicted_{what}"]
 
 
 def _is_as_fast(line: Line, way: str) -> bool:

@@ -76,4 +76,4 @@ def test_a_cpu_keeps_none() -> None:
     ],
 )
 def test_variables_say_how_much(variables: dict[str, str], expected_bytes: int) -> None:
-    assert cublas_bytes(variables, is_hopper=True) == expected_bytes
+    assert cublas_bytes(variables, is_hopper_or_newer=True) == expected_bytes

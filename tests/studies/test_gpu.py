@@ -164,7 +164,7 @@ def test_bits_of_a_step_that_does_not_repeat_itself_are_not_judged() -> None:
 def test_a_case_that_failed_breaks_the_claims_of_its_part() -> None:
     found = claims(whole(*ALL, ended("peaks: bert", "failed", "a | b")), "cuda")
     broken = [claim for claim in found if claim.verdict == BROKEN]
-    assert len(broken) == 5  # Budget, prediction, reserved, bits.
+    assert len(broken) == 5  # Budget, requested, allocated, reserved, bits.
     assert all("bert failed" in claim.why for claim in broken)
     lines = whole(*ALL, ended("peaks: bert", "failed", "a | b"))
     assert "| peaks: bert | failed | a \\| b |" in page(lines)

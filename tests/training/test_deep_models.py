@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.garbage import holds_its_callers
 from tests.training.test_regions import pair, trained
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -124,6 +125,14 @@ def test_what_blocks_cannot_keep_is_planned_as_one_graph_and_said(
     assert report.is_exact
     assert report.is_within_budget
     assert "graphs" not in str(report.plan)
+
+
+def test_what_blocks_could_not_keep_holds_no_value_of_the_callers(
+    only_whole_bytes: int,
+) -> None:
+    assert not holds_its_callers(
+        lambda: remat.fit(Deep(), LARGER, budget=only_whole_bytes, **QUICK)
+    )
 
 
 def test_a_later_step_that_blocks_cannot_keep_is_planned_as_one_graph(

@@ -74,10 +74,10 @@ def library_bytes(modules: Iterable[fx.GraphModule], place: torch.device) -> int
     own = getattr(module, "library_workspace_bytes", None)
     if own is not None:
         return _THREADS * own()
-    is_hopper = module.get_device_capability(place) >= _HOPPER
-    size_bytes = cublas_bytes(os.environ, is_hopper=is_hopper)
+    is_hopper_or_newer = module.get_device_capability(place) >= _HOPPER
+    size_bytes = cublas_bytes(os.environ, is_hopper_or_newer=is_hopper_or_newer)
     is_used = any(map(has_product, modules)) or has_block_of(
-        workspace_bytes(os.environ, is_hopper=is_hopper),
+        workspace_bytes(os.environ, is_hopper_or_newer=is_hopper_or_newer),
         module.memory_snapshot(),
     )
     return _THREADS * size_bytes if is_used else 0
@@ -101,12 +101,12 @@ def has_block_of(size_bytes: int, segments: Iterable[Mapping[str, Any]]) -> bool
     )
 
 
-def workspace_bytes(environment: Mapping[str, str], *, is_hopper: bool) -> int:
+def workspace_bytes(environment: Mapping[str, str], *, is_hopper_or_newer: bool) -> int:
     """Return the bytes that torch gives cuBLAS in each thread that uses it.
 
     Examples
     --------
-    >>> workspace_bytes({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, is_hopper=True)
+    >>> workspace_bytes({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, is_hopper_or_newer=True)
     131072
     """
     pairs = re.findall(
@@ -114,10 +114,10 @@ def workspace_bytes(environment: Mapping[str, str], *, is_hopper: bool) -> int:
     )
     if pairs:
         return sum(int(size) * int(count) * _KIB for size, count in pairs)
-    return _HOPPER_WORKSPACE_BYTES if is_hopper else _WORKSPACE_BYTES
+    return _HOPPER_WORKSPACE_BYTES if is_hopper_or_newer else _WORKSPACE_BYTES
 
 
-def cublas_bytes(environment: Mapping[str, str], *, is_hopper: bool) -> int:
+def cublas_bytes(environment: Mapping[str, str], *, is_hopper_or_newer: bool) -> int:
     """Return the bytes that torch keeps for one thread that multiplies matrices.
 
     Parameters
@@ -125,17 +125,17 @@ def cublas_bytes(environment: Mapping[str, str], *, is_hopper: bool) -> int:
     environment
         The process's variables: ``CUBLAS_WORKSPACE_CONFIG`` (pairs of KiB and count)
         and ``CUBLASLT_WORKSPACE_SIZE`` (KiB).
-    is_hopper
+    is_hopper_or_newer
         Whether the card is a Hopper or newer, which gets more.
 
     Examples
     --------
-    >>> cublas_bytes({}, is_hopper=False)
+    >>> cublas_bytes({}, is_hopper_or_newer=False)
     9568256
-    >>> cublas_bytes({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, is_hopper=True)
+    >>> cublas_bytes({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, is_hopper_or_newer=True)
     262144
     """
-    chosen = workspace_bytes(environment, is_hopper=is_hopper)
+    chosen = workspace_bytes(environment, is_hopper_or_newer=is_hopper_or_newer)
     # The sum of a product and a row goes through a second library, with a block beside
     # the first that is never larger.
     text = environment.get("CUBLASLT_WORKSPACE_SIZE", "")

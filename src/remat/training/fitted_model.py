@@ -426,8 +426,7 @@ class FittedModel:
         except UnequalRangesError:
             raise
         except CaptureError as error:
-            # Its traceback holds the frames of all callers, and with them their values.
-            reason = error.with_traceback(None)
+            reason = error
         self.is_traced_once = False
         args, kwargs = self.ranges.largest(args, kwargs)
         plan = self.plan_step(args, kwargs, gradient_bytes)
