@@ -8,7 +8,7 @@ otherwise special ops, and keeps for every op the node that runs it.
 
 import hashlib
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -29,6 +29,7 @@ from remat.capture.varying_sizes import (
 )
 from remat.core.contributors import labelled
 from remat.core.errors import CaptureError
+from remat.core.gradient_pieces import Piece, added_pieces
 from remat.core.graph import Op, Phase, Role, Storage, TrainingGraph
 from remat.core.platform import Platform
 from remat.torch_compat.accelerators import note_random_state
@@ -140,13 +141,9 @@ class InputSpec:
     has_gradient: bool = field(default=False, repr=False)
     size_bytes: int | None = field(default=None, repr=False)
 
-    def given(self, value: torch.Tensor) -> "InputSpec":
+    def given(self, value: torch.Tensor, *, has_gradient: bool) -> "InputSpec":
         """Return the description with what is known of the tensor itself."""
-        return replace(
-            self,
-            storage=storage_identity(value),
-            has_gradient=value.is_leaf and value.grad is not None,
-        )
+        return replace(self, storage=storage_identity(value), has_gradient=has_gradient)
 
 
 def counted_once(
@@ -242,7 +239,13 @@ class JointProgram:
         Inputs that backward may read although the step changes them, because the
         value does not matter there (running statistics of batch norm).
     accumulated
-        The storages of gradients that autograd adds to existing ones, and then drops.
+        The storages of gradients that autograd adds to existing ones, and then drops,
+        when backward has returned.
+    pieces
+        The positions of such gradients, piece by piece, that leave before that, in the
+        order in which they are ready in the traced step.
+    piece_ops
+        The ops of the graph that hand over a piece, once it has them.
     given_storages
         The storages of the inputs (``InputSpec.storage``), as far as they are known.
     autocast
@@ -274,6 +277,8 @@ class JointProgram:
     device: torch.device
     fingerprint: str = field(default="")
     accumulated: frozenset[int] = frozenset()
+    pieces: tuple[Piece, ...] = ()
+    piece_ops: Mapping[int, Piece] = field(default_factory=dict[int, Piece])
     given_storages: frozenset[int] = frozenset()
     autocast: tuple[Autocast, ...] = ()
     returned: ReturnedTensor | None = None
@@ -461,6 +466,7 @@ class _Analysis:
             ),
             device_kinds=(self.device().type,),
         )
+        accumulated = self.find_accumulated()
         return JointProgram(
             module=self.module,
             graph=graph,
@@ -471,7 +477,8 @@ class _Analysis:
             backward_values=self.backward_values,
             random_states={index_of[n]: state for n, state in self.states.items()},
             unchecked_inputs=frozenset(self.unchecked),
-            accumulated=self.find_accumulated(),
+            accumulated=accumulated,
+            pieces=added_pieces(graph, self.positions_of(accumulated)),
             given_storages=frozenset(
                 spec.storage for spec in self.inputs if spec.storage is not None
             ),
@@ -800,6 +807,15 @@ class _Analysis:
             groups[spec.has_gradient].update(self.transient_storages([node]))
         stay = groups[False].union(self.transient_storages(self.held_outputs()))
         return frozenset(groups[True] - stay)
+
+    def positions_of(self, storages: frozenset[int]) -> dict[int, list[int]]:
+        """Return per storage the positions of the gradients that lie in it."""
+        found: dict[int, list[int]] = {}
+        for position, node in enumerate(self.backward_values):
+            for storage in self.transient_storages([node]):
+                if storage in storages:
+                    found.setdefault(storage, []).append(position)
+        return found
 
     def mark_gradients(self) -> None:
         """Give outputs and gradients their role and readable names."""

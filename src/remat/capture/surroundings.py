@@ -11,6 +11,7 @@ from torch.torch_version import TorchVersion
 from remat.capture.captured import captured_tensors as captured_tensors
 from remat.capture.captured import plain_tensors as plain_tensors
 from remat.capture.joint_program import InputSpec, JointProgram
+from remat.core.gradient_pieces import ADDING, Piece, ready_at
 from remat.core.graph import Op, Phase, Role, Storage
 from remat.torch_compat.attributes import storage_bytes, storage_identity
 from remat.torch_compat.messages import BUFFER, ITEM, PARAMETER
@@ -195,36 +196,72 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
         workspace_bytes=surroundings.loss_peak_bytes
         - sum(storages[storage].size_bytes for storage in of_the_loss),
     )
-    # While the optimizer steps, gradients that were added to others are gone already.
-    # In the graph they stay to the end, so that backward's outputs are what it returns.
-    dropped_bytes = sum(graph.storages[s].size_bytes for s in program.accumulated)
+    adding = _adding_ops(program)
+    handed_over = {storage for op, _ in adding.values() for storage in op.reads}
+    # Others that were added are gone when the optimizer steps. In the graph they stay
+    # to the end, so that backward's outputs are what it returns.
+    dropped = program.accumulated - handed_over
+    dropped_bytes = sum(graph.storages[s].size_bytes for s in dropped)
+    final = tuple(s for s in graph.final_outputs if s not in handed_over)
     held_tangents = () if FREES_TANGENTS else graph.tangents
     step = _external_op(
         "optimizer step",
         Phase.BACKWARD,
-        reads=graph.final_outputs,
+        reads=final,
         writes=(),
         workspace_bytes=max(0, surroundings.optimizer_workspace_bytes - dropped_bytes),
     )
+    # The ops with their number in the traced step, and what is put between them.
+    numbered: list[tuple[Op, int | None]] = []
+    piece_ops: dict[int, Piece] = {}
+    for number, op in enumerate(graph.ops):
+        if number == forward:
+            numbered.append((loss, None))
+        numbered.append((op, number))
+        if number in adding:
+            added, piece_ops[len(numbered)] = adding[number]
+            numbered.append((added, None))
+    if forward == len(graph.ops):
+        numbered.append((loss, None))
+    numbered.append((step, None))
+    place = {number: index for index, (_, number) in enumerate(numbered)}
     return replace(
         program,
         graph=replace(
             graph,
             storages=tuple(storages),
-            ops=(*graph.ops[:forward], loss, *graph.ops[forward:], step),
+            ops=tuple(op for op, _ in numbered),
             forward_outputs=(*graph.forward_outputs, *of_the_loss),
-            final_outputs=(*graph.final_outputs, *held_tangents, loss_value),
+            final_outputs=(*final, *held_tangents, loss_value),
         ),
         op_nodes=[
-            *program.op_nodes[:forward],
-            None,
-            *program.op_nodes[forward:],
-            None,
+            None if number is None else program.op_nodes[number]
+            for _, number in numbered
         ],
-        random_states={
-            op + (op >= forward): state for op, state in program.random_states.items()
-        },
+        random_states={place[op]: state for op, state in program.random_states.items()},
+        piece_ops=piece_ops,
     )
+
+
+def _adding_ops(program: JointProgram) -> dict[int, tuple[Op, Piece]]:
+    """Return the ops that hand over gradients, by the op that each comes after."""
+    graph = program.graph
+    found: dict[int, tuple[Op, Piece]] = {}
+    for piece in program.pieces:
+        values = [program.backward_values[position] for position in piece]
+        storages = {s: None for value in values for s in program.storages_of[value]}
+        last = max(ready_at(graph, storages).values())
+        op = Op(
+            name=ADDING,
+            reads=tuple(storages),
+            writes=(),
+            cost_ns=(0,),
+            workspace_bytes=(0,),
+            phase=Phase.BACKWARD,
+            non_recomputable="autograd adds up gradients once",
+        )
+        found[last] = op, piece
+    return found
 
 
 def _external_op(

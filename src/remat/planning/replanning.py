@@ -13,6 +13,7 @@ from typing import Any
 
 from remat.bounds.time_bound import TimeBounds
 from remat.core.bounds import cost_bound_ns
+from remat.core.gradient_pieces import ADDING
 from remat.core.graph import Role, Storage, TrainingGraph
 from remat.core.in_flight import with_passes
 from remat.core.platform import single_device
@@ -52,7 +53,8 @@ def with_gradients(
     known_bytes, gradient_bytes
         Bytes of gradients that were counted, and those to be counted instead. With
         fewer of them another plan could be faster, unless this one computes nothing
-        twice; passes in flight keep theirs, as they share one.
+        twice, and unless it counts on them being there, to be added to; passes in
+        flight keep theirs, as they share one.
     bucket_bytes
         How many of them are buckets, to which no gradient is added.
     """
@@ -60,7 +62,8 @@ def with_gradients(
         return None
     once_ns = cost_bound_ns(Problem(graph=plan.graph, platform=plan.platform))
     is_best = plan.in_flight > 1 or plan.cost_ns <= once_ns
-    if gradient_bytes < known_bytes and not is_best:
+    is_added = plan.in_flight == 1 and any(op.name == ADDING for op in plan.graph.ops)
+    if gradient_bytes < known_bytes and (is_added or not is_best):
         return None
     storages = list(plan.graph.storages)
     apart_bytes = min(bucket_bytes, gradient_bytes)

@@ -16,7 +16,6 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from remat.capture.gathering import Gathering
-from remat.capture.surroundings import existing_gradient
 from remat.core.errors import CaptureError
 from remat.planning.regions import EagerBackward, EagerForward, Slot
 from remat.profile.allocations import Recording
@@ -55,6 +54,10 @@ class BackwardOrder:
         computed for the model is one: that backward pass is the caller's.
     saved
         The blocks that operators in no graph keep for it.
+    is_before
+        Whether a node is of what the caller computed for the model.
+    has_gradient
+        Whether the step adds to a gradient of a leaf.
     """
 
     order: list["int | EagerBackward"] = field(default_factory=list[Any])
@@ -64,6 +67,7 @@ class BackwardOrder:
     leaves: dict[Slot, bool] = field(default_factory=dict[int, bool])
     saved: set[int] = field(default_factory=set[int])
     is_before: Callable[[Any], bool]
+    has_gradient: Callable[[torch.Tensor], bool]
 
     def ends_at(self, node: Any) -> bool:
         """Whether a node only takes gradients: a leaf's, or of the caller's making."""
@@ -80,25 +84,30 @@ class BackwardOrder:
             self.slots[key] = len(self.slots)
             if self.ends_at(node):
                 leaf = leaf_of(node)
-                has_gradient = leaf is not None and existing_gradient(leaf) is not None
+                has_gradient = leaf is not None and self.has_gradient(leaf)
                 self.leaves[self.slots[key]] = has_gradient
         return self.slots[key]
 
 
 def backward_order(
-    gathering: Gathering, outputs: Sequence[torch.Tensor], around: Around = nullcontext
+    gathering: Gathering,
+    outputs: Sequence[torch.Tensor],
+    has_gradient: Callable[[torch.Tensor], bool],
+    around: Around = nullcontext,
 ) -> BackwardOrder:
     """Return how autograd goes from outputs of the model, and measure eager nodes.
 
-    These get a gradient from the caller. Each node runs in the context that ``around``
-    returns for the tensors that it keeps.
+    These get a gradient from the caller; ``has_gradient`` says to which leaves' own the
+    step adds. Each node runs in the context that ``around`` returns for the tensors
+    that it keeps.
 
     Raises
     ------
     CaptureError
         If a node cannot be run by itself.
     """
-    return _Backward(gathering, outputs, around).run()
+    found = BackwardOrder(is_before=gathering.is_before, has_gradient=has_gradient)
+    return _Backward(gathering, outputs, around, found).run()
 
 
 def left_behind(
@@ -244,11 +253,15 @@ def _growths(
 
 class _Backward:
     def __init__(
-        self, gathering: Gathering, outputs: Sequence[torch.Tensor], around: Around
+        self,
+        gathering: Gathering,
+        outputs: Sequence[torch.Tensor],
+        around: Around,
+        found: BackwardOrder,
     ) -> None:
         self.gathering = gathering
         self.around = around
-        self.found = BackwardOrder(is_before=gathering.is_before)
+        self.found = found
         self.regions = {
             seen.node: index
             for index, seen in enumerate(gathering.seen)

@@ -9,6 +9,9 @@ hands on nothing; each gate runs the backward code up to where its piece is read
 hands that on. Autograd runs the gate that was made last first, and adds gradients up
 before it runs the next. The code runs in the same order, so results are bitwise the
 same, and no gradient lives longer than before.
+
+Gradients that are added to existing ones leave so as well, in the pieces that the plan
+counts on: none is there beside all of those.
 """
 
 import re
@@ -23,15 +26,11 @@ from torch import fx
 from remat.capture.autocast import autocast_again
 from remat.capture.joint_program import is_view
 from remat.core.errors import ExecutionError
+from remat.core.gradient_pieces import Piece, divided
 from remat.runtime.copies import copy_bytes
+from remat.runtime.lowering import PIECES
 from remat.runtime.undefined import place_of
 from remat.torch_compat.names import BoxedCodeGen
-
-_MOST_PIECES = 64
-"""A gate takes about as long as an operator of autograd: 24 us were measured."""
-
-Piece = tuple[int, ...]
-"""Positions of the gradients, among all that the backward code returns."""
 
 Code = Callable[[list[Any]], Generator[list[Any]]]
 
@@ -95,6 +94,7 @@ class EarlyGradients:
     """Gates around one traced step, and its backward code in pieces."""
 
     def __init__(self) -> None:
+        self._planned: tuple[Piece, ...] = ()
         self._sizes_bytes: list[tuple[Piece, int]] = []
         self._pieces: dict[int, tuple[Piece, ...]] = {}
         self._module: fx.GraphModule | None = None
@@ -104,6 +104,7 @@ class EarlyGradients:
     def read(self, backward: fx.GraphModule) -> None:
         """Look when which gradients are ready in a backward pass."""
         self._pieces.clear()
+        self._planned = backward.meta[PIECES]
         self._sizes_bytes = _sizes_bytes(backward)
 
     def read_code(self, backward: fx.GraphModule) -> None:
@@ -111,23 +112,39 @@ class EarlyGradients:
         self._module = backward
         self._codes.clear()
 
-    def pieces(self, piece_bytes: int) -> tuple[Piece, ...]:
-        """Return all gradients in pieces of about so many bytes, as they are ready."""
+    def pieces(self, piece_bytes: int | None) -> tuple[Piece, ...]:
+        """Return gradients in pieces, as they are ready.
+
+        In those that are planned; else all in pieces of about so many bytes, where it
+        is not ``None`` and they are several.
+        """
+        if self._planned or piece_bytes is None:
+            return self._planned
         if piece_bytes not in self._pieces:
-            self._pieces[piece_bytes] = _divided(self._sizes_bytes, piece_bytes)
+            found = divided(self._sizes_bytes, piece_bytes)
+            self._pieces[piece_bytes] = found if len(found) > 1 else ()
         return self._pieces[piece_bytes]
 
     def gated(
-        self, values: tuple[Any, ...], piece_bytes: int
+        self, values: tuple[Any, ...], piece_bytes: int | None
     ) -> tuple[tuple[Any, ...], _Passes | None]:
         """Return the inputs of a forward pass behind gates, and what the gates share.
 
-        Without gates, and ``None``, where all gradients are one piece, or one is of
-        what autograd does not differentiate.
+        Without gates, and ``None``, where all gradients leave together, or one that is
+        not planned to leave before is of what autograd does not differentiate.
+
+        Raises
+        ------
+        ExecutionError
+            If one that is planned to is of that: a fault of ours.
         """
         pieces = self.pieces(piece_bytes)
         asked = [position for piece in pieces for position in piece]
-        if len(pieces) < 2 or not all(_is_asked(values, each) for each in asked):
+        if not pieces:
+            return values, None
+        if not all(_is_asked(values, each) for each in asked):
+            if self._planned:
+                raise ExecutionError("gradients leave early of what requires none")
             return values, None
         passes, found = _Passes(pieces), list(values)
         # What is made last runs first.
@@ -208,20 +225,6 @@ def _views_of(value: fx.Node) -> list[fx.Node]:
 def _size_bytes(value: fx.Node) -> int:
     example = value.meta.get("val")
     return example.nbytes if isinstance(example, torch.Tensor) else 0
-
-
-def _divided(ready: Sequence[tuple[Piece, int]], piece_bytes: int) -> tuple[Piece, ...]:
-    """Return gradients in pieces of at least so many bytes, but not too many pieces."""
-    least_bytes = max(piece_bytes, sum(size for _, size in ready) // _MOST_PIECES)
-    pieces: list[list[int]] = []
-    held_bytes = least_bytes
-    for positions, size_bytes in ready:
-        if held_bytes >= least_bytes:
-            pieces.append([])
-            held_bytes = 0
-        pieces[-1] += positions
-        held_bytes += size_bytes
-    return tuple(map(tuple, pieces))
 
 
 def _in_pieces(module: fx.GraphModule, pieces: Sequence[Piece]) -> Code:

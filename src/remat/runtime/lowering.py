@@ -33,6 +33,7 @@ from remat.capture.varying_sizes import (
 )
 from remat.core.device_graph import place_of
 from remat.core.errors import ExecutionError
+from remat.core.gradient_pieces import Piece
 from remat.core.issue_order import (
     HOST,
     Allocate,
@@ -68,6 +69,9 @@ from remat.runtime.random_state import replay
 from remat.torch_compat.accelerators import device_count, note_random_state
 from remat.torch_compat.collectives import is_collective
 from remat.torch_compat.metadata import is_tangent, is_unchecked, leave_unchecked
+
+PIECES = "pieces"
+"""What a backward module's ``meta`` calls the pieces in which gradients leave it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +148,10 @@ def lower(
     )
     backward.add_tangents()
     backward.emit()
-    backward_values = [backward.resolve_output(v) for v in program.backward_values]
+    backward_values = [
+        backward.handed_over.get(position) or backward.resolve_output(value)
+        for position, value in enumerate(program.backward_values)
+    ]
     saved = backward.order_saved()
     forward_values = [forward.resolve_output(v) for v in program.forward_values]
     # Autograd's wrapper takes sizes last, and gives them back first.
@@ -159,6 +166,7 @@ def lower(
         forward=_module(program.module, forward.graph),
         backward=_module(program.module, backward.graph),
     )
+    lowered.backward.meta[PIECES] = tuple(backward.pieces)
     restore_symbols(lowered.forward)
     restore_symbols(lowered.backward)
     return lowered
@@ -330,6 +338,10 @@ class _Pass:
     # Backward only: those among them that it takes from forward.
     saved_sizes: list[fx.Node] = field(default_factory=list[fx.Node])
     saved_meshes: list[fx.Node] = field(default_factory=list[fx.Node])
+    # Backward only: gradients that leave before it ends, by their positions, and the
+    # pieces in which they do.
+    handed_over: dict[int, fx.Node] = field(default_factory=dict[int, fx.Node])
+    pieces: list[Piece] = field(default_factory=list[Piece])
 
     def add_inputs(self) -> None:
         for node in self.program.module.graph.find_nodes(op="placeholder"):
@@ -439,6 +451,7 @@ class _Pass:
         writes = self.program.graph.ops[op].writes
         dying = dying_at_once(self.steps, instruction.step, device)
         if node is None:
+            self.hand_over(self.program.piece_ops.get(op, ()))
             self.note_random_state(writes, device, dying)
             return
         state = self.program.random_states.get(op)
@@ -462,6 +475,14 @@ class _Pass:
                     if bases[0] is node
                     else self.graph.node_copy(bases[0], lambda _: new)
                 )
+
+    def hand_over(self, piece: Piece) -> None:
+        """Take gradients as they are now: the caller gets them here."""
+        if piece:
+            self.pieces.append(piece)
+        for position in piece:
+            value = self.program.backward_values[position]
+            self.handed_over[position] = self.resolve_output(value)
 
     def run(self, node: fx.Node, free: set[int], device: int) -> fx.Node:
         """Emit a copy of ``node`` on the values that are live on ``device`` now."""

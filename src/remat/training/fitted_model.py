@@ -459,14 +459,20 @@ class FittedModel:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], gradient_bytes: int
     ) -> Plan:
         """Trace and plan the step that starts with so many bytes of gradients."""
-        with self.planning(gradient_bytes):
+        with self.planning(gradient_bytes, (args, kwargs)):
             self.run(args, kwargs)
         return self.latest_plan()
 
     @contextmanager
-    def planning(self, gradient_bytes: int) -> Generator[None]:
-        """Let a call inside be planned for so many bytes of gradients, not run."""
+    def planning(self, gradient_bytes: int, batch: Any) -> Generator[None]:
+        """Let a call inside be planned for so many bytes of gradients, not run.
+
+        Those of all parameters, where these are more than there are now.
+        """
+        existing_bytes = self.planner.gradient_bytes_now(batch)
         self.backend.stop_before_running = True
+        if gradient_bytes != existing_bytes:
+            self.planner.assumes_gradients = gradient_bytes > existing_bytes
         self.planner.assumed_gradient_bytes = gradient_bytes
         self.planner.latest = None
         try:
@@ -482,6 +488,7 @@ class FittedModel:
         finally:
             self.backend.stop_before_running = False
             self.planner.assumed_gradient_bytes = None
+            self.planner.assumes_gradients = None
 
     def latest_plan(self) -> Plan:
         """Return the plan that was made last.
@@ -1056,6 +1063,9 @@ class _Weakly:
 
     def gradient_bytes_now(self, inputs: Sequence[Any]) -> int:
         return self._found().gradient_bytes_now(inputs)
+
+    def has_gradient(self, leaf: torch.Tensor) -> bool:
+        return self._found().has_gradient(leaf)
 
     @property
     def has_described_loss(self) -> bool:

@@ -231,7 +231,7 @@ class FittedRegions(FittedModel):
         planner.note_groups(gathered_groups(self.model))
         check_groups(planner.groups)
         planner.gradient_bytes = gradient_bytes
-        planning = self.planning(gradient_bytes)
+        planning = self.planning(gradient_bytes, (args, kwargs))
         with unchanged(self.model, None), planning, quiet_tracer():
             try:
                 if self._blocks is not None:

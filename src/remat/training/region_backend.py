@@ -175,7 +175,10 @@ class RegionBackend(PlannedBackend):
         self, inputs: Sequence[InputSpec], values: Sequence[Any]
     ) -> list[InputSpec]:
         """Return the descriptions of inputs; their blocks are known in all regions."""
-        return [spec.given(value) for spec, value in zip(inputs, values, strict=True)]
+        return [
+            spec.given(value, has_gradient=False)
+            for spec, value in zip(inputs, values, strict=True)
+        ]
 
     def _schedule(self, program: JointProgram) -> tuple[JointProgram, Schedule]:
         self._note(program)

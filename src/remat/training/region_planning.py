@@ -609,7 +609,9 @@ class RegionPlanner(Planner):
             gathering_alone(self.groups),
         ):
             gathered = leave_out(gathering, self.groups)
-            backward = backward_order(gathering, begin, partial(held_for, self.groups))
+            backward = backward_order(
+                gathering, begin, self.has_gradient, partial(held_for, self.groups)
+            )
         if not any(isinstance(each, int) for each in backward.order):
             msg = (
                 f"the model does not train: no tensor in the {type(self._outputs).__name__} "

@@ -24,7 +24,7 @@ from remat.capture.joint_program import (
 )
 from remat.capture.returned import Returned
 from remat.capture.rewrites import eager_tracing, rewrite
-from remat.capture.surroundings import describe_input
+from remat.capture.surroundings import describe_input, existing_gradient
 from remat.capture.tracing import check_sizes
 from remat.capture.varying_sizes import Range, SizeInputs, Sizes, VaryingSizes
 from remat.core.errors import CaptureError, PlanWarning, RematError
@@ -221,10 +221,9 @@ class PlannedBackend:
             compiled = compiler(module, sizes.traced if sizes else example_inputs)
 
         def run(*values: Any) -> Any:
-            piece_bytes = self.piece_bytes()
             passes = None
-            if piece_bytes is not None and torch.is_grad_enabled():
-                values, passes = early.gated(values, piece_bytes)
+            if torch.is_grad_enabled():
+                values, passes = early.gated(values, self.piece_bytes())
             outputs = compiled(*values)
             defined.watch(outputs)
             context.watch(outputs)
@@ -324,12 +323,18 @@ class PlannedBackend:
     ) -> list[InputSpec]:
         """Return the descriptions of inputs with what is known of their tensors."""
         given = [
-            spec.given(value) if isinstance(value, torch.Tensor) else spec
+            spec.given(value, has_gradient=self.has_gradient(value))
+            if isinstance(value, torch.Tensor)
+            else spec
             for spec, value in zip(inputs, values, strict=True)
         ]
         # Where sizes vary, those of the largest count, and these are the example's.
         has_sizes = any(isinstance(value, torch.SymInt | int) for value in values)
         return given if has_sizes else counted_once(given, values)
+
+    def has_gradient(self, leaf: torch.Tensor) -> bool:
+        """Return whether the step that is planned adds to a gradient of a leaf."""
+        return existing_gradient(leaf) is not None
 
     def fail(self, error: RematError) -> None:
         """Keep ``error`` for whoever called the compiled model, and raise it."""
@@ -353,6 +358,7 @@ class PlannedBackend:
         ``tracing`` is closed when no fake tensor is computed any more: from then on
         solvers, kernels that are measured and other threads get torch's own ways.
         """
+        argument_count = len(inputs)
         inputs = inputs_of_parts(joint, inputs)
         defined.read(joint, forward_output_count)
         try:
@@ -372,6 +378,9 @@ class PlannedBackend:
             program = replace(
                 program, autocast=autocast, returned=self.returned.tensor, loss=loss
             )
+            if len(inputs) != argument_count:
+                # Gradients are handed over by the positions of arguments.
+                program = replace(program, pieces=())
             self.training_step_count += 1
             program, schedule = self.choose_schedule(program)
             defined.expect_only(program.loss, self.name)

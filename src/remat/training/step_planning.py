@@ -21,6 +21,7 @@ from remat.capture.surroundings import (
     Surroundings,
     add_surroundings,
     captured_tensors,
+    existing_gradient,
     resident_bytes,
     tensors_in,
 )
@@ -141,6 +142,9 @@ class Planner:
         What the caller's loop holds around the step.
     assumed_gradient_bytes
         What these bytes are taken to be, where a step is planned before it is called.
+    assumes_gradients
+        Whether all parameters that are trained are taken to have gradients then, or
+        none; ``None`` for those that have.
     plans
         One for each kind of step.
     latest, planned_s
@@ -165,6 +169,7 @@ class Planner:
         self.optimizer_memory = optimizer_memory
         self.gradient_bytes = 0
         self.assumed_gradient_bytes: int | None = None
+        self.assumes_gradients: bool | None = None
         self.batch: Any = ()
         self.parameters: Sequence[nn.Parameter] | None = None
         self.loop = LoopMemory()
@@ -233,6 +238,12 @@ class Planner:
         others = [value for value in inputs if id(value) not in identities]
         held_bytes = gradient_bytes([*tensors_in(others), *known])
         return held_bytes + gradient_buckets_bytes()
+
+    def has_gradient(self, leaf: torch.Tensor) -> bool:
+        """Return whether the step that is planned adds to a gradient of a leaf."""
+        if self.assumes_gradients is None:
+            return existing_gradient(leaf) is not None
+        return self.assumes_gradients and leaf.is_leaf and leaf.requires_grad
 
     def begin(
         self,
@@ -309,7 +320,10 @@ class Planner:
             if gradient_bytes == other_bytes and self._is_within(sized, sizes):
                 return other
             # With fewer gradients another plan could be faster.
-            if gradient_bytes >= other_bytes or not sized.plan.recomputed_op_count:
+            is_enough = gradient_bytes >= other_bytes or not (
+                sized.plan.recomputed_op_count or sized.program.pieces
+            )
+            if is_enough:
                 plan = self._plan_at(sized, kind, given, measured[0])
                 if plan is not None:
                     found[other] = plan
@@ -431,6 +445,9 @@ class Planner:
     def choose_schedule(self, program: JointProgram) -> tuple[JointProgram, Schedule]:
         """Plan a traced step, or find the plan made for an equal one."""
         with outside_of_tracing():
+            if self._may_use_devices():
+                # What copies of blocks wait for is decided for the pass as a whole.
+                program = replace(program, pieces=())
             bare = program
             program = add_surroundings(program, self.surroundings(program))
             key = self._key_of(program.fingerprint, self.gradient_bytes)
@@ -451,6 +468,15 @@ class Planner:
         return (
             replace(program, graph=plan.graph, platform=platform, loss=loss),
             plan.schedule,
+        )
+
+    def _may_use_devices(self) -> bool:
+        """Whether a step may be planned for more than the device that it is on."""
+        platform, given = self.request.platform, self.request.given_plan
+        return (
+            isinstance(self.request.budget, Mapping)
+            or (platform is not None and len(platform.devices) > 1)
+            or (given is not None and given.has_several_devices)
         )
 
     def with_allocator(self, plan: Plan, program: JointProgram) -> Plan:

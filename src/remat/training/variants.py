@@ -78,6 +78,10 @@ class StepPlanner(Protocol):
         """Return the bytes of the gradients that earlier passes left."""
         ...
 
+    def has_gradient(self, leaf: torch.Tensor) -> bool:
+        """Return whether the step that is planned adds to a gradient of a leaf."""
+        ...
+
     @property
     def plans_ahead(self) -> bool:
         """Whether a step is planned that is not about to run."""
@@ -252,6 +256,10 @@ class VariantBackend(PlannedBackend):
     def piece_bytes(self) -> int | None:
         """Return the size of the first bucket in which gradients are exchanged now."""
         return first_bucket_bytes()
+
+    def has_gradient(self, leaf: torch.Tensor) -> bool:
+        """Return whether the step that is planned adds to a gradient of a leaf."""
+        return self.planner.has_gradient(leaf)
 
     def only_differentiated(self, loss: int | None) -> int | None:
         """Return the loss among the outputs, unless another one was described."""

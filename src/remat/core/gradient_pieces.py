@@ -1,0 +1,90 @@
+"""Which gradients leave a backward pass together, and when.
+
+A gradient that autograd adds to an existing one is gone as soon as it has been added.
+A compiled backward pass returns all gradients at its end, so that without more they
+would all be there beside those that exist. They leave in pieces instead
+(:mod:`remat.runtime.early_gradients`): a graph holds an op for each piece, which reads
+it, so that plans know when its blocks are free.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from remat.core.graph import TrainingGraph
+
+Piece: TypeAlias = tuple[int, ...]
+"""Positions of gradients among all that a backward pass returns."""
+
+LEAST_BYTES = 1 << 20
+"""Smaller gradients leave together: handing on a piece takes about 24 us."""
+
+ADDING = "adding to the gradients that exist"
+"""Name of the ops that hand over a piece."""
+
+_MOST_PIECES = 64
+
+
+def divided(ready: Sequence[tuple[Piece, int]], piece_bytes: int) -> tuple[Piece, ...]:
+    """Return gradients in pieces of at least so many bytes, but not too many pieces.
+
+    Parameters
+    ----------
+    ready
+        What is ready at once, with its bytes, in order.
+    piece_bytes
+        The last piece may be smaller.
+    """
+    least_bytes = max(piece_bytes, sum(size for _, size in ready) // _MOST_PIECES)
+    pieces: list[list[int]] = []
+    held_bytes = least_bytes
+    for positions, size_bytes in ready:
+        if held_bytes >= least_bytes:
+            pieces.append([])
+            held_bytes = 0
+        pieces[-1] += positions
+        held_bytes += size_bytes
+    return tuple(map(tuple, pieces))
+
+
+def added_pieces(
+    graph: TrainingGraph, gradients: Mapping[int, Sequence[int]]
+) -> tuple[Piece, ...]:
+    """Return in which pieces gradients leave that are added to existing ones.
+
+    Parameters
+    ----------
+    graph
+        The traced step.
+    gradients
+        Per storage of such gradients their positions.
+
+    Returns
+    -------
+    tuple
+        In the order in which they are ready; empty where all together are small.
+    """
+    at_once: dict[int, list[int]] = {}
+    for storage, op in ready_at(graph, gradients).items():
+        at_once.setdefault(op, []).append(storage)
+    ready: list[tuple[Piece, int]] = []
+    for _, storages in sorted(at_once.items()):
+        positions = [position for s in storages for position in gradients[s]]
+        size_bytes = sum(graph.storages[s].size_bytes for s in storages)
+        ready.append((tuple(positions), size_bytes))
+    if sum(size for _, size in ready) < LEAST_BYTES or graph.forward_count == len(
+        graph.ops
+    ):
+        return ()
+    return divided(ready, LEAST_BYTES)
+
+
+def ready_at(graph: TrainingGraph, storages: Iterable[int]) -> dict[int, int]:
+    """Return the op of the backward pass after which no other one needs a storage.
+
+    What the forward pass has made is ready after the first.
+    """
+    ready = dict.fromkeys(storages, graph.forward_count)
+    for index in range(graph.forward_count, len(graph.ops)):
+        op = graph.ops[index]
+        ready.update((s, index) for s in (*op.reads, *op.writes) if s in ready)
+    return ready
