@@ -209,10 +209,16 @@ def test_the_budget_named_for_accumulation_works(
     with pytest.raises(BudgetError) as caught:
         remat.fit(model, x, budget=budget, **how)
     plan = remat.fit(model, x, budget=caught.value.required_bytes, **how)
-    gradients = sum(p.nbytes for p in model.parameters())
-    assert plan.peak_bytes <= caught.value.required_bytes - gradients // 2
-    for _ in range(2):
-        mean_square(model(x)).backward()
+    # What a first pass leaves is there when the second begins, and more beside it.
+    assert plan.peak_bytes < caught.value.required_bytes
+
+    def step() -> None:
+        model.zero_grad()
+        for _ in range(2):
+            mean_square(model(x)).backward()
+
+    peak = remat.measure(step, repeats=0, resident=[model, x]).peak_bytes
+    assert plan.peak_bytes < peak <= caught.value.required_bytes
 
 
 def test_gradients_that_appear_after_the_first_accumulating_call_count() -> None:
