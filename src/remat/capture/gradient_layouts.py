@@ -10,7 +10,8 @@ expected dense.
 Where a loss alone is differentiated, the gradients of other outputs, such as logits,
 are zeros that the step adds to what comes from the loss. A sum is laid out as the first
 of two tensors that differ, and kernels round otherwise in another layout; so the zeros
-come second.
+come second. Where they are only added to others of one layout, they need no memory: one
+zero is expanded to their shape.
 """
 
 from contextlib import AbstractContextManager
@@ -19,8 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat.capture.varying_sizes import surely_equal
-from remat.torch_compat.metadata import is_tangent, output_position
+from remat.capture.varying_sizes import surely_equal, varies
+from remat.torch_compat.metadata import is_tangent, let_be_one_zero, output_position
 from remat.torch_compat.names import (
     is_traceable_wrapper_subclass,
     suggest_memory_format,
@@ -89,6 +90,69 @@ def add_zeros_last(joint: fx.GraphModule, loss: int | None) -> None:
             for node in list(tangent.users):
                 _swap(node, tangent)
     joint.recompile()
+
+
+def expand_zeros(joint: fx.GraphModule, loss: int | None, *, is_alone: bool) -> None:
+    """Mark the gradients that take no memory where they do not exist.
+
+    Parameters
+    ----------
+    joint
+        A functional joint graph, annotated with fake tensors.
+    loss
+        The position among the outputs of the one that is differentiated; ``None`` if
+        all are.
+    is_alone
+        Whether no other graph of the step may differentiate the other outputs.
+    """
+    tangents = [node for node in joint.graph.nodes if is_tangent(node)]
+    if is_alone:
+        if loss not in map(output_position, tangents):
+            return
+        tangents = [node for node in tangents if output_position(node) != loss]
+    added = [node for node in tangents if _is_only_added(node)]
+    # The others are made where backward begins, by what the trace says of them.
+    others = [node.meta["val"] for node in tangents if node not in added]
+    if any(varies(size) for value in others for size in value.shape):
+        return
+    for node in added:
+        let_be_one_zero(node)
+
+
+def _is_only_added(value: fx.Node) -> bool:
+    """Whether a value, or a view of it, is added to others and nothing else.
+
+    To others that are laid out as the sum, so that its own layout does not matter.
+    """
+    for user in value.users:
+        if user.target is torch.ops.aten.add.Tensor and not user.kwargs:
+            first, second = user.args
+            other = second if first is value else first
+            known = other.meta.get("val") if isinstance(other, fx.Node) else None
+            total = user.meta["val"]
+            if other is value or not isinstance(known, torch.Tensor):
+                return False
+            if known.dtype != total.dtype or not _is_laid_out_as(known, total):
+                return False
+        elif user.target not in _VIEWS or not _is_only_added(user):
+            return False
+    return True
+
+
+_aten = torch.ops.aten
+_VIEWS = frozenset(
+    {
+        _aten.view.default,
+        _aten.transpose.int,
+        _aten.permute.default,
+        _aten.t.default,
+        _aten.unsqueeze.default,
+        _aten.squeeze.dim,
+        _aten.expand.default,
+        _aten.detach.default,
+    }
+)
+"""Views that there are of any layout of a tensor whose elements are all one."""
 
 
 def _swap(node: fx.Node, tangent: fx.Node) -> None:

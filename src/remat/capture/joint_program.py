@@ -41,6 +41,7 @@ from remat.torch_compat.metadata import (
     is_backward,
     is_forward,
     is_tangent,
+    may_be_one_zero,
 )
 from remat.torch_compat.names import (
     OpOverload,
@@ -366,6 +367,7 @@ def analyse(
     inputs: Sequence[InputSpec],
     name: str,
     varying: VaryingSizes | None = None,
+    is_alone: bool = True,
 ) -> JointProgram:
     """Return the training graph of a joint graph.
 
@@ -381,6 +383,9 @@ def analyse(
         Name of the training graph.
     varying
         The sizes that vary in the joint graph, which is taken as it is set.
+    is_alone
+        Whether no other graph of the step may differentiate what this one returns, so
+        that what :func:`remat.capture.gradient_layouts.expand_zeros` marks takes none.
 
     Raises
     ------
@@ -388,7 +393,10 @@ def analyse(
         If the graph holds an operation that cannot be treated; the message names it
         and the user's source line.
     """
-    return _Analysis(module, forward_output_count, inputs, name, varying).run()
+    analysis = _Analysis(
+        module, forward_output_count, inputs, name, varying, is_alone=is_alone
+    )
+    return analysis.run()
 
 
 _NOTHING = Op(
@@ -409,9 +417,12 @@ class _Analysis:
         inputs: Sequence[InputSpec],
         name: str,
         varying: VaryingSizes | None,
+        *,
+        is_alone: bool,
     ) -> None:
         self.module = module
         self.varying = varying
+        self.is_alone = is_alone
         self.sized_by: list[SizedBy | None] = []
         self.inputs = inputs
         self.name = name
@@ -532,15 +543,20 @@ class _Analysis:
             storage = Storage(
                 name=spec.name, size_bytes=size_bytes, role=spec.role, is_resident=True
             )
+            sized_by: SizedBy | None = SizedBy(node)
         else:
             # A block of its own, also where the output is a part of a larger one.
+            is_expanded = self.is_alone and may_be_one_zero(node)
             storage = Storage(
                 name=f"gradient of output {position - len(self.inputs)}",
-                size_bytes=spanned_bytes(values[0]),
+                size_bytes=0 if is_expanded else spanned_bytes(values[0]),
                 role=Role.TANGENT,
             )
             self.tangents.append(len(self.storages))
-        sized_by = SizedBy(node, is_spanned=storage.role is Role.TANGENT)
+            sized_by = SizedBy(node, is_spanned=True)
+            if is_expanded:
+                sized_by = None
+                self.digest.update(b"one zero")
         number = self.add_storage(storage, node, sized_by=sized_by)
         self.storages_of[node] = (number,)
         if argument_position(node) in set(self.changed_inputs) - {None}:

@@ -4,7 +4,8 @@ Where the loss does not depend on an output, autograd has no gradient for it, ha
 zeros to compiled code instead, and compiled code computes zeros from them: parameters
 that nothing reached would get a gradient of zeros, and optimizers that decay or keep
 moments would move them. Here a hook on the compiled step notes which gradients exist,
-and what depends only on others is ``None`` again.
+and what depends only on others is ``None`` again. Zeros that are only added to others
+are one zero, expanded, which takes no memory.
 """
 
 import threading
@@ -17,7 +18,12 @@ from torch import fx
 
 from remat.core.errors import PlanWarning
 from remat.torch_compat.attributes import is_compiled_step
-from remat.torch_compat.metadata import are_parts, is_tangent, output_position
+from remat.torch_compat.metadata import (
+    are_parts,
+    is_tangent,
+    may_be_one_zero,
+    output_position,
+)
 
 
 class DefinedTangents:
@@ -33,6 +39,8 @@ class DefinedTangents:
         self.dependence: list[int] = []
         # Per tangent: the position of the output whose gradient it is, if known.
         self.output_of: list[int | None] = []
+        # Whether some of those that do not exist take no memory.
+        self.has_expanded_zeros = False
         # A bit for each tangent that no plan reckons with.
         self.unexpected = 0
         self.name = ""
@@ -99,8 +107,16 @@ class DefinedTangents:
         if step is None:
             return
         noted = self._noted
+        if self.has_expanded_zeros:
+            # :class:`MissingTangents` makes them.
+            step.set_materialize_grads(False)
+        shapes = [
+            None if position is None else outputs[position].shape
+            for position in self.output_of
+        ]
 
         def note(gradients: Sequence[torch.Tensor | None]) -> None:
+            noted.shapes = shapes
             noted.undefined = sum(1 << t for t, p in places if gradients[p] is None)
             unexpected = self.unexpected & ~noted.undefined
             if unexpected:
@@ -126,17 +142,59 @@ class DefinedTangents:
         )
         warnings.warn(msg, PlanWarning, stacklevel=2)
 
-    def undefined(self) -> frozenset[int]:
-        """Return which gradients depend on undefined tangents only, once a pass."""
+    def undefined(self) -> tuple[Sequence[torch.Size | None], frozenset[int]]:
+        """Return shapes of tangents, and which gradients are undefined, once a pass.
+
+        Those are that depend on undefined tangents only. A tangent that has no output
+        has no shape here.
+        """
         undefined = getattr(self._noted, "undefined", 0)
-        self._noted.undefined = 0
+        shapes = getattr(self._noted, "shapes", ())
+        self._noted.undefined, self._noted.shapes = 0, ()
         if not undefined:
-            return frozenset()
-        return frozenset(
+            return shapes, frozenset()
+        return shapes, frozenset(
             position
             for position, mask in enumerate(self.dependence)
             if mask and not mask & ~undefined
         )
+
+
+class MissingTangents:
+    """Zeros for the tangents that autograd does not make, in one backward pass's code.
+
+    Parameters
+    ----------
+    backward
+        The code.
+    """
+
+    def __init__(self, backward: fx.GraphModule) -> None:
+        nodes = backward.graph.find_nodes(op="placeholder")
+        # Per tangent its place among the inputs, what it looks like, and whether one
+        # zero is enough.
+        self._tangents = [
+            (place, node.meta["val"], may_be_one_zero(node))
+            for place, node in enumerate(nodes)
+            if is_tangent(node)
+        ]
+        self._is_needed = any(is_expanded for _, _, is_expanded in self._tangents)
+
+    def fill(self, values: list[Any], shapes: Sequence[torch.Size | None]) -> None:
+        """Put zeros, in place, where a tangent is missing."""
+        if not self._is_needed:
+            return
+        for number, (place, like, is_expanded) in enumerate(self._tangents):
+            if values[place] is not None:
+                continue
+            shape = shapes[number] if number < len(shapes) else None
+            how = {"dtype": like.dtype, "device": like.device}
+            if is_expanded:
+                zero = torch.zeros((), **how)
+                values[place] = zero.expand(like.shape if shape is None else shape)
+            else:
+                block = torch.empty_strided(like.shape, like.stride(), **how)
+                values[place] = block.zero_()
 
 
 def without(gradients: Sequence[Any], undefined: frozenset[int]) -> Sequence[Any]:

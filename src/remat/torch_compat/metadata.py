@@ -20,6 +20,7 @@ from remat.torch_compat.names import (
 _PASS, _FORWARD, _BACKWARD = "partitioner_tag", "is_forward", "is_backward"
 _MODULES, _FORWARD_MODULES = "nn_module_stack", "fwd_nn_module_stack"
 _UNCHECKED = "saved_tensor_with_no_vc_check"
+_ONE_ZERO = "remat_one_zero"
 _DESCRIPTION = "desc"
 _EXAMPLE = "example_value"
 _ARGUMENT = "grapharg"
@@ -165,6 +166,16 @@ def leave_unchecked(node: fx.Node) -> None:
 def is_unchecked(node: fx.Node) -> bool:
     """Return whether :func:`leave_unchecked` was called for a node."""
     return bool(node.meta.get(_UNCHECKED))
+
+
+def let_be_one_zero(tangent: fx.Node) -> None:
+    """Let the zeros in place of a gradient that does not exist be one, expanded."""
+    tangent.meta[_ONE_ZERO] = True
+
+
+def may_be_one_zero(tangent: fx.Node) -> bool:
+    """Return whether :func:`let_be_one_zero` was called for a tangent."""
+    return bool(tangent.meta.get(_ONE_ZERO))
 
 
 # --- what the tracer saw -------------------------------------------------------------

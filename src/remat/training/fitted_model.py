@@ -1068,6 +1068,10 @@ class _Weakly:
         return self._found().has_gradient(leaf)
 
     @property
+    def may_use_devices(self) -> bool:
+        return self._found().may_use_devices
+
+    @property
     def has_described_loss(self) -> bool:
         return self._found().has_described_loss
 

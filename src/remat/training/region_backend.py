@@ -180,6 +180,11 @@ class RegionBackend(PlannedBackend):
             for spec, value in zip(inputs, values, strict=True)
         ]
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether the step is one graph: others may differentiate what one returns."""
+        return False
+
     def _schedule(self, program: JointProgram) -> tuple[JointProgram, Schedule]:
         self._note(program)
         order = self._now.choice.order

@@ -15,6 +15,7 @@ from remat.capture.autocast import (
     autocast_now,
     backward_traced_under,
 )
+from remat.capture.gradient_layouts import expand_zeros
 from remat.capture.joint_program import (
     InputSpec,
     JointProgram,
@@ -34,9 +35,9 @@ from remat.core.schedule import Schedule
 from remat.runtime.copies import runnable
 from remat.runtime.early_gradients import EarlyGradients
 from remat.runtime.lowering import LoweredStep, lower
-from remat.runtime.undefined import DefinedTangents, without
+from remat.runtime.undefined import DefinedTangents, MissingTangents, without
 from remat.torch_compat.attributes import boxed, without_cast_gradients
-from remat.torch_compat.metadata import example_of, source_of
+from remat.torch_compat.metadata import example_of, may_be_one_zero, source_of
 from remat.torch_compat.names import BoxedCodeGen, aot_autograd, preserve_rng_state
 from remat.torch_compat.process_groups import put_real_groups
 from remat.training.backward_autocast import BackwardAutocast
@@ -186,6 +187,8 @@ class PlannedBackend:
                 sizes=sizes,
             )
             early.read(passes[1])
+            inputs_of_backward = passes[1].graph.find_nodes(op="placeholder")
+            defined.has_expanded_zeros = any(map(may_be_one_zero, inputs_of_backward))
             return passes
 
         def compile_backward(
@@ -196,8 +199,11 @@ class PlannedBackend:
             (output,) = module.graph.find_nodes(op="output")
             count = len(output.args[0])
 
+            zeros = MissingTangents(module)
+
             def run(values: list[Any]) -> Any:
-                undefined = defined.undefined()
+                shapes, undefined = defined.undefined()
+                zeros.fill(values, shapes)
                 if early.begins(values, undefined):
                     return [None] * count
                 # What the trace found out is not to be done twice.
@@ -362,7 +368,10 @@ class PlannedBackend:
         inputs = inputs_of_parts(joint, inputs)
         defined.read(joint, forward_output_count)
         try:
-            rewrite(joint, self.only_differentiated(loss))
+            differentiated = self.only_differentiated(loss)
+            rewrite(joint, differentiated)
+            if len(inputs) == argument_count and self.may_expand_zeros:
+                expand_zeros(joint, differentiated, is_alone=self.is_alone)
             tracing.close()
             varying = None if sizes is None else VaryingSizes(joint, sizes)
             if varying is not None:
@@ -374,6 +383,7 @@ class PlannedBackend:
                 inputs=inputs,
                 name=self.name,
                 varying=varying,
+                is_alone=self.is_alone,
             )
             program = replace(
                 program, autocast=autocast, returned=self.returned.tensor, loss=loss
@@ -399,6 +409,16 @@ class PlannedBackend:
     def only_differentiated(self, loss: int | None) -> int | None:
         """Return the output from which alone backward begins, if there is one."""
         return loss
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the step is one graph, so that only the caller differentiates it."""
+        return True
+
+    @property
+    def may_expand_zeros(self) -> bool:
+        """Whether gradients that do not exist may be one zero, expanded."""
+        return True
 
     def choose_sizes(self, varying: VaryingSizes) -> Sizes:
         """Return the sizes for which a step is planned whose sizes vary."""

@@ -445,7 +445,7 @@ class Planner:
     def choose_schedule(self, program: JointProgram) -> tuple[JointProgram, Schedule]:
         """Plan a traced step, or find the plan made for an equal one."""
         with outside_of_tracing():
-            if self._may_use_devices():
+            if self.may_use_devices:
                 # What copies of blocks wait for is decided for the pass as a whole.
                 program = replace(program, pieces=())
             bare = program
@@ -470,7 +470,8 @@ class Planner:
             plan.schedule,
         )
 
-    def _may_use_devices(self) -> bool:
+    @property
+    def may_use_devices(self) -> bool:
         """Whether a step may be planned for more than the device that it is on."""
         platform, given = self.request.platform, self.request.given_plan
         return (

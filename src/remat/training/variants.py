@@ -83,6 +83,11 @@ class StepPlanner(Protocol):
         ...
 
     @property
+    def may_use_devices(self) -> bool:
+        """Whether a step may be planned for more than the device that it is on."""
+        ...
+
+    @property
     def plans_ahead(self) -> bool:
         """Whether a step is planned that is not about to run."""
         ...
@@ -264,6 +269,12 @@ class VariantBackend(PlannedBackend):
     def only_differentiated(self, loss: int | None) -> int | None:
         """Return the loss among the outputs, unless another one was described."""
         return None if self.planner.has_described_loss else loss
+
+    @property
+    def may_expand_zeros(self) -> bool:
+        """Whether gradients that do not exist may be one zero, expanded."""
+        # A copy of it on another device would be as large as its shape.
+        return not self.planner.may_use_devices
 
     def choose_sizes(self, varying: VaryingSizes) -> Sizes:
         """Return the sizes for which a step is planned whose sizes vary."""
