@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import remat
+from remat.core.errors import PlanWarning
 from remat.training.verification import compare
 
 
@@ -111,3 +113,96 @@ def test_a_graph_is_retained_after_ordinary_backward_passes() -> None:
         model.zero_grad()
         loss.backward(retain_graph=True)
         assert not compare(expected, gradients(model))
+
+
+TARGETS = torch.randint(0, 1000, (4, 64))
+LOGITS_BYTES = 4 * 64 * 1000 * 4
+
+
+class Language(nn.Module):
+    """Returns a loss with what it is computed from, as language models do."""
+
+    def __init__(self, *, is_broken: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.is_broken = is_broken
+        self.embedding = nn.Embedding(1000, 32)
+        self.layer = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 1000, bias=False)
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.layer(self.embedding(tokens)))
+        if self.is_broken:
+            torch._dynamo.graph_break()
+        logits = self.head(hidden)
+        loss = functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        return {"loss": loss, "logits": logits, "hidden": hidden.transpose(1, 2)}
+
+
+def backward(model: nn.Module, *keys: str) -> None:
+    model.zero_grad()
+    outputs = model(TARGETS)
+    sum(outputs[key].sum() for key in keys).backward()
+
+
+def peak_bytes(model: nn.Module, step: Callable[[], object]) -> int:
+    return remat.measure(step, repeats=0, resident=[model, TARGETS]).peak_bytes
+
+
+@pytest.mark.parametrize("is_broken", [False, True], ids=["one graph", "two"])
+def test_gradients_that_do_not_exist_take_no_memory(*, is_broken: bool) -> None:
+    regions = "breaks" if is_broken else "auto"
+    plain, model = Language(), Language(is_broken=is_broken)
+    plan = remat.fit(model, TARGETS, budget="100%", regions=regions)
+    eager = peak_bytes(plain, lambda: backward(plain, "loss"))
+    measured = peak_bytes(model, lambda: backward(model, "loss"))
+    assert abs(plan.peak_bytes - eager) < LOGITS_BYTES // 10
+    assert measured <= plan.peak_bytes < measured + LOGITS_BYTES // 10
+    backward(plain, "loss")
+    backward(model, "loss")
+    assert not compare(gradients(plain), gradients(model))
+
+
+@pytest.mark.filterwarnings("ignore::remat.core.errors.PlanWarning")
+@pytest.mark.parametrize("is_broken", [False, True], ids=["one graph", "two"])
+def test_gradients_that_do_exist_count(*, is_broken: bool) -> None:
+    regions = "breaks" if is_broken else "auto"
+    plain, model = Language(), Language(is_broken=is_broken)
+    remat.fit(model, TARGETS, budget="120%", regions=regions, costs="estimated")
+    ways = [("loss", "logits"), ("loss",), ("loss", "hidden"), ("logits",), ("hidden",)]
+    for keys in ways:
+        backward(plain, *keys)
+        backward(model, *keys)
+        assert gradients(plain).keys() == gradients(model).keys()
+        for name, gradient in gradients(plain).items():
+            torch.testing.assert_close(gradients(model)[name], gradient)
+
+
+def test_a_gradient_that_is_in_no_plan_is_told() -> None:
+    model = Language()
+    remat.fit(model, TARGETS, budget="100%", costs="estimated")
+    backward(model, "loss")
+    with pytest.warns(PlanWarning, match="differentiates this alone"):
+        backward(model, "loss", "logits")
+
+
+def test_zeros_that_are_more_than_added_are_made() -> None:
+    class Squares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = self.layer(x)
+            return hidden.sum(), hidden.square()
+
+    torch.manual_seed(0)
+    model, x = Squares(), torch.randn(4, 8)
+    model(x)[0].backward()
+    expected = gradients(model)
+    model.zero_grad()
+    plan = remat.fit(model, x, budget=10**6, costs="estimated")
+    model(x)[0].backward()
+    assert not compare(expected, gradients(model))
+    tangents = [plan.graph.storages[t].size_bytes for t in plan.graph.tangents]
+    assert sorted(tangents) == [4, 4 * 8 * 4]

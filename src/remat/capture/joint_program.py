@@ -247,6 +247,11 @@ class JointProgram:
         order in which they are ready in the traced step.
     piece_ops
         The ops of the graph that hand over a piece, once it has them.
+    returned_storages
+        The storages of what the model returns, but for its loss, where there are no
+        ``forward_values``.
+    let_go
+        Those of outputs that the caller is taken to let go when backward begins.
     given_storages
         The storages of the inputs (``InputSpec.storage``), as far as they are known.
     autocast
@@ -280,6 +285,8 @@ class JointProgram:
     accumulated: frozenset[int] = frozenset()
     pieces: tuple[Piece, ...] = ()
     piece_ops: Mapping[int, Piece] = field(default_factory=dict[int, Piece])
+    returned_storages: frozenset[int] | None = None
+    let_go: frozenset[int] = frozenset()
     given_storages: frozenset[int] = frozenset()
     autocast: tuple[Autocast, ...] = ()
     returned: ReturnedTensor | None = None
@@ -291,6 +298,25 @@ class JointProgram:
 
     def __repr__(self) -> str:
         return f"<JointProgram of {self.graph!r} on {self.device}>"
+
+    def outputs_let_go(self) -> set[int]:
+        """Return the storages of outputs that nobody holds if the caller does not."""
+        held = set(self.graph.held_outputs.difference(self.graph.tangents))
+        if self.returned_storages is not None:
+            return held & self.returned_storages
+        if self.loss is not None:
+            held.difference_update(self.storages_of[self.forward_values[self.loss]])
+        return held
+
+    def unread_outputs(self) -> list[int]:
+        """Return the positions of outputs let go that backward does not keep itself."""
+        ops = self.graph.ops[self.graph.forward_count :]
+        gone = self.let_go.difference(s for op in ops for s in op.reads)
+        return [
+            position
+            for position, value in enumerate(self.forward_values)
+            if isinstance(value, fx.Node) and gone.intersection(self.storages_of[value])
+        ]
 
     def tangent_values(self) -> list[torch.Tensor]:
         """Return a fake tensor for the gradient of each output that takes one."""

@@ -50,6 +50,9 @@ class Surroundings:
     has_tangents_of_its_own
         Whether the gradients of the outputs are made for the step, and not in buffers
         that are there before it and after it, and are counted among the residents.
+    holds_outputs
+        Whether the caller holds the outputs until the end of the step, and not only
+        until its backward pass begins. The loss is held.
     """
 
     resident_bytes: Mapping[Role, int] = field(default_factory=dict[Role, int])
@@ -58,6 +61,7 @@ class Surroundings:
     loss_saved_bytes: int = 0
     optimizer_workspace_bytes: int = 0
     has_tangents_of_its_own: bool = True
+    holds_outputs: bool = True
 
 
 def tensors_in(items: Any) -> list[torch.Tensor]:
@@ -202,7 +206,9 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
     # to the end, so that backward's outputs are what it returns.
     dropped = program.accumulated - handed_over
     dropped_bytes = sum(graph.storages[s].size_bytes for s in dropped)
-    final = tuple(s for s in graph.final_outputs if s not in handed_over)
+    let_go = set[int]() if surroundings.holds_outputs else program.outputs_let_go()
+    gone = handed_over | let_go
+    final = tuple(s for s in graph.final_outputs if s not in gone)
     held_tangents = () if FREES_TANGENTS else graph.tangents
     step = _external_op(
         "optimizer step",
@@ -240,6 +246,7 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
         ],
         random_states={place[op]: state for op, state in program.random_states.items()},
         piece_ops=piece_ops,
+        let_go=frozenset(let_go),
     )
 
 

@@ -36,6 +36,9 @@ class MemoryBudget(Callback):
     ----------
     budget, plan, options
         As for :func:`remat.fit`.
+    holds_outputs
+        ``False`` where ``training_step`` returns and keeps the loss alone, so that what
+        the network returned besides is not there during the backward pass.
     module
         Name of the network in the ``LightningModule``, such as ``"model"``. By default
         its only child with parameters; if there are several, the ``LightningModule``
@@ -57,9 +60,11 @@ class MemoryBudget(Callback):
         *,
         module: str | None = None,
         plan: Plan | None = None,
+        holds_outputs: bool = True,
         **options: Unpack[PlanOptions],
     ) -> None:
         self.module = module
+        self.holds_outputs = holds_outputs
         self._budget = TrainingBudget(type(self).__name__, budget, plan, options)
 
     @property
@@ -77,6 +82,8 @@ class MemoryBudget(Callback):
             accumulate=pl_module.automatic_optimization,
             # Without a length, the next batch tells whether this one is the last.
             batches_ahead=int(trainer.num_training_batches == inf),
+            # ``training_step`` may return them, or keep them for its hooks.
+            holds_outputs=self.holds_outputs,
             # All of a step is under autocast then.
             backward_in_autocast=not pl_module.automatic_optimization,
         )

@@ -13,6 +13,7 @@ from remat.planning.several_devices import Budget
 from remat.training.fitted_model import FittedModel, fitted_on, plain_model
 from remat.training.fitting import fit_at_first_batch
 from remat.training.request import PlanOptions, requested
+from remat.training.training_loop import LoopMemory
 
 
 class TrainingBudget:
@@ -63,6 +64,7 @@ class TrainingBudget:
         *,
         accumulate: bool,
         batches_ahead: int,
+        holds_outputs: bool,
         backward_in_autocast: bool = False,
     ) -> None:
         """Let the first batch be planned for.
@@ -89,7 +91,7 @@ class TrainingBudget:
             budget=self.budget,
             plan=self.given_plan,
             accumulate=accumulate,
-            batches_ahead=batches_ahead,
+            loop=LoopMemory(batches_ahead=batches_ahead, holds_outputs=holds_outputs),
             optimizer=_together(optimizers),
             **options,
         )

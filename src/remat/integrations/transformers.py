@@ -36,6 +36,9 @@ class MemoryBudgetCallback(TrainerCallback):
     ----------
     budget, plan, options
         As for :func:`remat.fit`.
+    holds_outputs
+        Whether something keeps what the model returned during the backward pass, which
+        ``Trainer`` does not. A warning says so once where it is kept all the same.
 
     Raises
     ------
@@ -52,8 +55,10 @@ class MemoryBudgetCallback(TrainerCallback):
         budget: Budget | None = None,
         *,
         plan: Plan | None = None,
+        holds_outputs: bool = False,
         **options: Unpack[PlanOptions],
     ) -> None:
+        self.holds_outputs = holds_outputs
         self._budget = TrainingBudget(type(self).__name__, budget, plan, options)
 
     @property
@@ -79,6 +84,7 @@ class MemoryBudgetCallback(TrainerCallback):
             accumulate=step_batches > 1,
             # It loads all batches of an optimizer's step, and the one after them.
             batches_ahead=step_batches + _copies_batches(args),
+            holds_outputs=self.holds_outputs,
         )
 
     def on_substep_end(self, *_args: Any, **_kwargs: Any) -> None:

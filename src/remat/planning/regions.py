@@ -64,6 +64,8 @@ class Region:
     changed
         Inputs and forward outputs, as storages of ``graph``, that something else in the
         forward pass writes in place: what is computed again would see other values.
+    one_zeros
+        Tangents that take no memory where they do not exist.
     """
 
     graph: TrainingGraph
@@ -73,6 +75,7 @@ class Region:
     gradients: Sequence[tuple[Slot, int]] = ()
     outputs: frozenset[int] = frozenset()
     changed: frozenset[int] = frozenset()
+    one_zeros: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +178,8 @@ class Parts:
         Blocks that are made in backward and are there when the step ends.
     left
         Regions that backward does not come to, and that keep what it would need.
+    outputs
+        The blocks of the tensors that the model returns, but for its loss, by position.
     """
 
     regions: Sequence[Region]
@@ -186,6 +191,7 @@ class Parts:
     gathered: frozenset[int] = frozenset()
     stay: frozenset[int] = frozenset()
     left: frozenset[int] = frozenset()
+    outputs: Mapping[int, int] = field(default_factory=dict[int, int])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,12 +246,16 @@ class ComposedStep:
         Per region and storage there, the storage of ``graph``.
     regions
         What it was put together from.
+    outputs
+        The storages of ``graph`` that hold the tensors that the model returns, but for
+        its loss, by position.
     """
 
     graph: TrainingGraph
     origins: tuple[tuple[int, int] | None, ...]
     storages: tuple[Mapping[int, int], ...]
     regions: tuple[Region, ...]
+    outputs: Mapping[int, int] = field(default_factory=dict[int, int])
 
     def surrounded(self, graph: TrainingGraph) -> "ComposedStep":
         """Return the step with a last forward op and a last backward op added."""
@@ -266,6 +276,13 @@ class ComposedStep:
             if not layout or layout[-1] != part:
                 layout.append(part)
         return layout
+
+    @cached_property
+    def unread_outputs(self) -> tuple[int, ...]:
+        """The positions of outputs that nothing needs in backward."""
+        ops = (op for op in self.graph.ops if op.phase is Phase.BACKWARD)
+        reads = {storage for op in ops for storage in op.reads}
+        return tuple(p for p, s in self.outputs.items() if s not in reads)
 
     @cached_property
     def everything(self) -> tuple[Schedule, Trace]:
@@ -730,6 +747,11 @@ class _Composition:
             origins=tuple(self.origins),
             storages=tuple(self.maps),
             regions=tuple(self.regions),
+            outputs={
+                position: self.blocks[block]
+                for position, block in self.parts.outputs.items()
+                if block in self.blocks
+            },
         )
 
     def add_storage(self, storage: Storage, block: int | None = None) -> int:
@@ -840,7 +862,10 @@ class _Composition:
             slot = region.slots.get(tangent)
             found = None if slot is None else self.gradient_at(slot, block)
             if found is None:
-                found = self.made_between(f"zeros for {block.name}", block, ())
+                name = f"zeros for {block.name}"
+                if tangent in region.one_zeros:
+                    block = replace(block, size_bytes=0)
+                found = self.made_between(name, block, ())
             elif self.storages[found].size_bytes < block.size_bytes:
                 # An expanded one, as of a sum: regions take copies of them.
                 dropped[found] = None

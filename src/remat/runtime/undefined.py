@@ -10,14 +10,15 @@ are one zero, expanded, which takes no memory.
 
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from remat.core.errors import PlanWarning
-from remat.torch_compat.attributes import is_compiled_step
+from remat.core.units import format_bytes
+from remat.torch_compat.attributes import block_lives, is_compiled_step
 from remat.torch_compat.metadata import (
     are_parts,
     is_tangent,
@@ -43,6 +44,8 @@ class DefinedTangents:
         self.has_expanded_zeros = False
         # A bit for each tangent that no plan reckons with.
         self.unexpected = 0
+        # Positions of outputs that nobody is to hold any more when backward begins.
+        self.let_go: Sequence[int] = ()
         self.name = ""
         self._noted = threading.local()
 
@@ -87,6 +90,10 @@ class DefinedTangents:
             if output in self.output_of and position != output
         )
 
+    def expect_let_go(self, positions: Sequence[int]) -> None:
+        """Warn, once, when one of these outputs is there while backward begins."""
+        self.let_go = positions
+
     def watch(self, outputs: Sequence[Any]) -> None:
         """Note, when the backward pass of these outputs begins, which gradients exist.
 
@@ -95,7 +102,7 @@ class DefinedTangents:
         outputs
             What one forward pass of the step returned.
         """
-        if len(self.output_of) < 2:
+        if len(self.output_of) < 2 and not self.let_go:
             return  # The one tangent exists, or there is no backward pass.
         step: Any = None
         places: list[tuple[int, int]] = []
@@ -115,6 +122,8 @@ class DefinedTangents:
             for position in self.output_of
         ]
 
+        let_go = HeldOutputs(outputs[position] for position in self.let_go)
+
         def note(gradients: Sequence[torch.Tensor | None]) -> None:
             noted.shapes = shapes
             noted.undefined = sum(1 << t for t, p in places if gradients[p] is None)
@@ -122,6 +131,11 @@ class DefinedTangents:
             if unexpected:
                 self.unexpected = 0
                 self.warn_of(unexpected)
+            if self.let_go:
+                held_bytes = let_go.held_bytes()
+                if held_bytes:
+                    self.let_go = ()
+                    warn_of_held(self.name, held_bytes)
 
         step.register_prehook(note)
 
@@ -195,6 +209,42 @@ class MissingTangents:
             else:
                 block = torch.empty_strided(like.shape, like.stride(), **how)
                 values[place] = block.zero_()
+
+
+class HeldOutputs:
+    """Looks later which outputs are still there, and holds none of them.
+
+    Parameters
+    ----------
+    outputs
+        Tensors that somebody else may let go.
+    """
+
+    def __init__(self, outputs: Iterable[torch.Tensor]) -> None:
+        self._outputs = [(output.nbytes, block_lives(output)) for output in outputs]
+
+    def held_bytes(self) -> int:
+        """Return the bytes of those that are still there."""
+        return sum(size for size, lives in self._outputs if lives())
+
+
+def warn_of_held(name: str, held_bytes: int) -> None:
+    """Say that outputs are there while backward runs which the plan says are not.
+
+    Parameters
+    ----------
+    name
+        Name of the step, for people.
+    held_bytes
+        What is there.
+    """
+    msg = (
+        f"the plan of {name} is for a loop that lets go of what the model returns, "
+        f"besides its loss, before the backward pass begins, but {format_bytes(held_bytes)} "
+        "of it are still there: steps may need as much more than the budget. Give "
+        "holds_outputs=True, or del the outputs before backward()"
+    )
+    warnings.warn(msg, PlanWarning, stacklevel=2)
 
 
 def without(gradients: Sequence[Any], undefined: frozenset[int]) -> Sequence[Any]:

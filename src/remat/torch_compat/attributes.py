@@ -307,6 +307,12 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     return (parts_of(tensor) or (tensor,))[-1].untyped_storage()
 
 
+def block_lives(tensor: torch.Tensor) -> Callable[[], bool]:
+    """Return what says whether a tensor's block still exists, and does not hold it."""
+    reference = StorageWeakRef(tensor.untyped_storage())
+    return lambda: not reference.expired()
+
+
 def storage_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor's storage, or of all storages of a sparse one."""
     parts = parts_of(local_part(tensor))

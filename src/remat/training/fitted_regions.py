@@ -24,8 +24,10 @@ from remat.core.errors import BudgetError, CaptureError, ProfileError, RematErro
 from remat.core.garbage import old_objects_left_alone
 from remat.core.units import format_bytes
 from remat.planning.plan import Plan
+from remat.planning.regions import ComposedStep
 from remat.profile.allocations import AllocationRecorder, Recording
 from remat.profile.gathered_parameters import check_groups
+from remat.runtime.undefined import HeldOutputs, warn_of_held
 from remat.torch_compat.attributes import (
     Contents,
     contents_of,
@@ -628,6 +630,8 @@ class FittedRegions(FittedModel):
             return
         if is_done:
             self.planner.check_end(running, tensors_in(outputs))
+            if not self.planner.loop.holds_outputs:
+                self._watch_let_go(running.step.composed, outputs)
         if running.unplanned is None and running.excess is None:
             return
         if call is not None:
@@ -657,6 +661,23 @@ class FittedRegions(FittedModel):
                 running.unplanned,
                 _MOST_PLANS,
             )
+
+    def _watch_let_go(self, step: ComposedStep, outputs: Any) -> None:
+        """Warn, once, if outputs are there when backward begins that are to be gone."""
+        tensors = tensors_in(outputs)
+        if "held" in self.told or len(tensors) <= max(step.outputs, default=-1):
+            return
+        watched = HeldOutputs(tensors[position] for position in step.unread_outputs)
+
+        def look(_gradients: Any) -> None:
+            held_bytes = watched.held_bytes()
+            if held_bytes and "held" not in self.told:
+                self.told.add("held")
+                warn_of_held(self.name, held_bytes)
+
+        begin = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        for node in begin[:1]:
+            node.register_prehook(look)
 
     def _note_unplanned(self, call: "_Call", route: Route) -> None:
         """Let the way of a call that is over be planned before the next of its kind."""

@@ -40,6 +40,7 @@ def fit(
     budget: Budget | None = None,
     plan: Plan | None = None,
     accumulate: bool = False,
+    holds_outputs: bool = True,
     **options: Unpack[PlanOptions],
 ) -> Plan:
     """Make a model train within a budget of bytes, and return the plan.
@@ -158,6 +159,11 @@ def fit(
     accumulate
         Whether to plan the steps of gradient accumulation now, too: those that add to
         gradients of an earlier step. They are planned at their first call else.
+    holds_outputs
+        Whether your loop still has what the model returned, such as logits, while
+        ``backward()`` runs. ``False`` where it has the loss alone by then, as after
+        ``loss = model(**batch).loss``: their memory is then free for the backward pass,
+        and a warning says so once if it is not.
 
     Returns
     -------
@@ -200,11 +206,12 @@ def fit(
     -----
     Whatever is raised, the model is as it was before the call.
     """
+    _check_bool("holds_outputs", holds_outputs)
     return fit_in_loop(
         model,
         args,
         kwargs,
-        loop=LoopMemory(),
+        loop=LoopMemory(holds_outputs=holds_outputs),
         budget=budget,
         plan=plan,
         accumulate=accumulate,
@@ -238,7 +245,7 @@ def fit_in_loop(
     """
     kwargs = keywords(kwargs)
     request = requested("fit", options, budget=budget, plan=plan)
-    _check_accumulate(accumulate)
+    _check_bool("accumulate", accumulate)
     check_model(model)
     check_tracer()
     model = plain_model(model)
@@ -262,7 +269,7 @@ def fit_at_first_batch(
     budget: Budget | None = None,
     plan: Plan | None = None,
     accumulate: bool = False,
-    batches_ahead: int = 0,
+    loop: LoopMemory | None = None,
     **options: Unpack[PlanOptions],
 ) -> FittedModel:
     """Let a model be fitted by its first call that trains, for what it is called with.
@@ -275,8 +282,8 @@ def fit_at_first_batch(
     ----------
     model, budget, plan, accumulate
         As for :func:`fit`, like the other options, and what is raised.
-    batches_ahead
-        How many batches the loop holds besides the one that it trains on.
+    loop
+        What it has in memory besides the batch.
 
     Returns
     -------
@@ -284,11 +291,11 @@ def fit_at_first_batch(
         What is installed on the model.
     """
     request = requested("fit_at_first_batch", options, budget=budget, plan=plan)
-    _check_accumulate(accumulate)
+    _check_bool("accumulate", accumulate)
     check_model(model)
     check_tracer()
     fitted = fitted_for(plain_model(model), request)
-    loop = LoopMemory(batches_ahead=batches_ahead)
+    loop = loop or LoopMemory()
     fitted.await_batch(AwaitedBatch(request.optimizer, accumulate, loop))
     fitted.install()
     return fitted
@@ -428,9 +435,9 @@ def backend(
     )
 
 
-def _check_accumulate(accumulate: object) -> None:
-    if not isinstance(accumulate, bool):
-        msg = f"accumulate is {accumulate!r}; it must be True or False"
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        msg = f"{name} is {value!r}; it must be True or False"
         raise TypeError(msg)
 
 

@@ -75,7 +75,7 @@ from remat.profile.live_memory import Watch
 from remat.profile.optimizer_memory import LossMemory, assumed_loss_bytes
 from remat.runtime.remade import RemadeValues
 from remat.torch_compat.attributes import storage_identity
-from remat.torch_compat.metadata import outputs_of_tangents
+from remat.torch_compat.metadata import may_be_one_zero, outputs_of_tangents
 from remat.torch_compat.names import FakeTensorMode, tree_map
 from remat.torch_compat.sharding import Gathered, GatheredGroup, gathering_alone
 from remat.training.request import PlanRequest
@@ -114,6 +114,7 @@ _NOISE_SHARE = 100
 budget: heads of blocks and objects of Python."""
 
 _SET_UP_BYTES = 512 << 10
+_SET_UP_OP_BYTES = 16 << 10
 """How much more for each graph that runs for the first time, which sets up what stays:
 2 to 4 MB were seen for 9 to 37 graphs."""
 
@@ -206,8 +207,8 @@ class Running:
         Whether what runs between graphs may make more than was planned.
     unplanned
         Its first region that is in no plan.
-    set_up_count
-        How many of its regions ran for the first time.
+    set_up_bytes
+        What may be allocated for the code of those regions that ran for the first time.
     excess, excess_bytes
         After how many regions more than planned was live, if it was too much, and how
         much more.
@@ -223,7 +224,7 @@ class Running:
     # The step with the sizes that its regions have had in this call.
     composed: ComposedStep = field(init=False)
     unplanned: int | None = None
-    set_up_count: int = 0
+    set_up_bytes: int = 0
     excess: int | None = None
     excess_bytes: int = 0
     # Without a plan: what is held before the next region.
@@ -262,6 +263,8 @@ class _SeenStep:
     between: Mapping[int, EagerForward]
     held: Mapping[int, int]
     left: frozenset[int]
+    # Blocks of what the model returns, but for its loss, by position.
+    outputs: Mapping[int, int]
     gathered: frozenset[int]
     choice: ChosenToKeep
     # The step that was composed last, by the groups that stay whole in it.
@@ -585,6 +588,7 @@ class RegionPlanner(Planner):
             ),
             autocast=autocast_now(),
             loss=0 if is_loss(loss_in(self._outputs)) else None,
+            returned_storages=frozenset(composed.outputs.values()),
         )
         modules = [each.program.module for each in gathering.seen]
         surroundings = self.surroundings(program, modules=modules)
@@ -621,14 +625,16 @@ class RegionPlanner(Planner):
             )
             raise CaptureError(msg)
         count = len(gathering.seen)
+        loss = loss_in(self._outputs)
         outputs = {
-            gathering.note_eager(tensor, count) for tensor in tensors_in(self._outputs)
+            position: gathering.note_eager(tensor, count)
+            for position, tensor in enumerate(tensors_in(self._outputs))
         }
         left, kept = left_behind(gathering, tensors_in(self._outputs), backward)
         between = eager_forwards(gathering, recording)
         choice = ChosenToKeep(gathering, self.gathered, between)
         # What autograd keeps as well is held no longer than that, if not returned.
-        held = dict.fromkeys([*outputs, *gathering.stay, *kept], count)
+        held = dict.fromkeys([*outputs.values(), *gathering.stay, *kept], count)
         for block, last in gathering.held.items():
             held.setdefault(block, -1 if block in backward.saved else last)
         return _SeenStep(
@@ -641,6 +647,11 @@ class RegionPlanner(Planner):
             between=between,
             held=held,
             left=left,
+            outputs={
+                position: outputs[position]
+                for position, tensor in enumerate(tensors_in(self._outputs))
+                if tensor is not loss
+            },
             gathered=gathered,
             choice=choice,
         )
@@ -664,6 +675,7 @@ class RegionPlanner(Planner):
             gathered=seen.gathered,
             stay=frozenset(sharding.stay),
             left=seen.left,
+            outputs=seen.outputs,
         )
 
     def _region(
@@ -672,11 +684,14 @@ class RegionPlanner(Planner):
         program, node = seen.program, seen.node
         slots: dict[int, int] = {}
         gradients: list[tuple[int, int]] = []
+        one_zeros: set[int] = set()
         if node is not None:
             positions = outputs_of_tangents(program.module.graph)
             for tangent, position in positions.items():
                 (storage,) = program.storages_of[tangent]
                 slots[storage] = backward.slot(node, position)
+                if may_be_one_zero(tangent):
+                    one_zeros.add(storage)
             for (following, number), value in zip(
                 node.next_functions, program.backward_values, strict=False
             ):
@@ -691,6 +706,7 @@ class RegionPlanner(Planner):
             changed=frozenset(n for n, block in blocks.items() if block in changed),
             slots=slots,
             gradients=gradients,
+            one_zeros=frozenset(one_zeros),
             outputs=frozenset(
                 number
                 for number, op in enumerate(program.graph.ops)
@@ -992,7 +1008,8 @@ class RegionPlanner(Planner):
             return
         if choice.number not in choice.code.set_up:
             choice.code.set_up.add(choice.number)
-            running.set_up_count += 1
+            ops = self.programs[choice.code].graph.ops
+            running.set_up_bytes += _SET_UP_BYTES + len(ops) * _SET_UP_OP_BYTES
         self._check_live(running, is_over=False)
 
     def _check_live(self, running: Running, *, is_over: bool) -> None:
@@ -1009,7 +1026,7 @@ class RegionPlanner(Planner):
         excess_bytes = grown_bytes - planned_bytes
         left_bytes = max(0, budget_bytes - step.peak_bytes)
         noise_bytes = budget_bytes // _NOISE_SHARE + _NOISE_BYTES
-        noise_bytes += running.set_up_count * _SET_UP_BYTES
+        noise_bytes += running.set_up_bytes
         if excess_bytes <= left_bytes + noise_bytes:
             return
         self._refuse_known(running, is_over=is_over)

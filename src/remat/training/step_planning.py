@@ -580,6 +580,7 @@ class Planner:
             loss_saved_bytes=loss.saved_bytes if request.passes_in_flight > 1 else 0,
             optimizer_workspace_bytes=max(step_bytes, self.loop.merged_bytes),
             has_tangents_of_its_own=self.loop.tangent_bytes is None,
+            holds_outputs=self.loop.holds_outputs,
         )
 
     def ahead_bytes(self, program: JointProgram) -> int:

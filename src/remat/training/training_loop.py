@@ -27,6 +27,9 @@ class LoopMemory:
     has_microbatches
         Whether most passes of a step add to the gradients of those before: these count
         in the peak that a percentage is of.
+    holds_outputs
+        Whether what the model has returned, besides its loss, is there until the step
+        ends, and not let go before the backward pass begins.
     """
 
     batches_ahead: int = 0
@@ -35,6 +38,7 @@ class LoopMemory:
     tangent_bytes: int | None = None
     merged_bytes: int = 0
     has_microbatches: bool = False
+    holds_outputs: bool = True
 
 
 @dataclass(frozen=True)
