@@ -1,0 +1,167 @@
+"""Outputs that a loop lets go before it goes backward are free then, or it is told."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import remat
+from remat.core.errors import PlanWarning
+
+TOKENS = torch.randint(0, 1000, (4, 64))
+LOGITS_BYTES = 4 * 64 * 1000 * 4
+WAYS = ["whole", "breaks", "blocks"]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+class Language(nn.Module):
+    """Returns a loss and logits, which are larger than all else."""
+
+    def __init__(self, regions: str = "whole") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.is_broken = regions == "breaks"
+        self.embedding = nn.Embedding(1000, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(32, 1000, bias=False)
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        if self.is_broken:
+            torch._dynamo.graph_break()
+        logits = self.head(hidden)
+        loss = functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def lets_go(model: nn.Module) -> None:
+    model.zero_grad()
+    model(TOKENS)["loss"].backward()
+
+
+def holds(model: nn.Module) -> None:
+    model.zero_grad()
+    outputs = model(TOKENS)
+    outputs["loss"].backward()
+
+
+def peak_bytes(model: nn.Module, step: Callable[[nn.Module], None]) -> int:
+    measured = remat.measure(lambda: step(model), repeats=0, resident=[model, TOKENS])
+    return measured.peak_bytes
+
+
+def fit(regions: Any, **how: Any) -> tuple[nn.Module, remat.Plan]:
+    model = Language(regions)
+    return model, remat.fit(model, TOKENS, regions=regions, **how)
+
+
+@pytest.mark.parametrize("regions", WAYS)
+def test_they_are_free_in_backward(regions: str) -> None:
+    plain = Language()
+    named: dict[bool, int] = {}
+    for is_held in (True, False):
+        with pytest.raises(remat.BudgetError) as caught:
+            fit(regions, budget=1, holds_outputs=is_held)
+        named[is_held] = caught.value.required_bytes
+    assert named[False] <= named[True] - LOGITS_BYTES * 9 // 10
+    model, plan = fit(regions, budget=named[False], holds_outputs=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        measured = peak_bytes(model, lets_go)
+    assert measured <= plan.peak_bytes <= named[False]
+    assert plan.peak_bytes <= 1.01 * measured
+    eager = peak_bytes(plain, lets_go)
+    assert abs(plan.baseline_peak_bytes - eager) <= eager // 100
+    lets_go(plain)
+    lets_go(model)
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("regions", WAYS)
+def test_a_loop_that_holds_them_is_told_once(regions: str) -> None:
+    model, _ = fit(regions, budget="100%", holds_outputs=False, costs="estimated")
+    with pytest.warns(PlanWarning, match=r"1000\.00 KiB of it are still there"):
+        holds(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        holds(model)
+
+
+@pytest.mark.parametrize("regions", WAYS)
+def test_by_default_they_are_held(regions: str) -> None:
+    model, plan = fit(regions, budget="100%")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        measured = peak_bytes(model, holds)
+    assert measured <= plan.peak_bytes <= 1.01 * measured
+
+
+def test_what_backward_keeps_itself_is_no_fault_of_the_loop() -> None:
+    class Saving(nn.Module):
+        """Its second output is what the gradient of its loss is computed from."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = torch.sigmoid(self.layer(x))
+            return hidden.sum(), hidden
+
+    model, x = Saving(), torch.randn(32, 64)
+    remat.fit(model, x, budget="100%", holds_outputs=False, costs="estimated")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        model(x)[0].backward()
+
+
+def test_a_loss_outside_of_the_model_needs_no_outputs_later() -> None:
+    def loss(outputs: Tensor) -> Tensor:
+        return functional.cross_entropy(outputs.flatten(0, 1), TOKENS.flatten())
+
+    class Logits(Language):
+        def forward(self, tokens: Tensor) -> Any:
+            return super().forward(tokens)["logits"]
+
+    needed: list[int] = []
+    for is_held in (True, False):
+        how: dict[str, Any] = {"loss": loss, "holds_outputs": is_held}
+        with pytest.raises(remat.BudgetError) as caught:
+            remat.fit(Logits(), TOKENS, budget=1, **how)
+        needed.append(caught.value.required_bytes)
+    # What the loss itself needs is counted beside them.
+    assert needed[1] <= needed[0]
+    model = Logits()
+    plan = remat.fit(model, TOKENS, budget=needed[1], loss=loss, holds_outputs=False)
+
+    def step() -> None:
+        model.zero_grad()
+        loss(model(TOKENS)).backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        measured = remat.measure(step, repeats=0, resident=[model, TOKENS]).peak_bytes
+    assert measured <= plan.peak_bytes <= needed[1]
+
+
+def test_it_is_yes_or_no() -> None:
+    how: dict[str, Any] = {"budget": "100%", "holds_outputs": "no"}
+    with pytest.raises(TypeError, match="holds_outputs is 'no'; it must be True or"):
+        remat.fit(Language(), TOKENS, **how)
