@@ -45,6 +45,10 @@ class Surroundings:
     loss_saved_bytes
         The part of these that stays until the backward pass begins, the loss value
         among it. Counts where other passes run before that.
+    loss_forward_peak_bytes
+        Most of these bytes until the loss is computed.
+    loss_saves_outputs
+        Whether the loss may keep outputs for its backward pass that the caller lets go.
     optimizer_workspace_bytes
         Most bytes that the optimizer's step adds.
     has_tangents_of_its_own
@@ -59,6 +63,8 @@ class Surroundings:
     loss_peak_bytes: int = 0
     loss_held_bytes: int = 0
     loss_saved_bytes: int = 0
+    loss_forward_peak_bytes: int = 0
+    loss_saves_outputs: bool = True
     optimizer_workspace_bytes: int = 0
     has_tangents_of_its_own: bool = True
     holds_outputs: bool = True
@@ -191,13 +197,22 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
         ),
     ]
     forward = graph.forward_count
+    let_go = set[int]() if surroundings.holds_outputs else program.outputs_let_go()
+    # What the loss does not keep either is gone when it is computed.
+    kept = let_go if surroundings.loss_saves_outputs else set[int]()
+    unsaved_bytes = sum(storages[s].size_bytes for s in let_go - kept)
+    loss_peak_bytes = max(
+        min(surroundings.loss_forward_peak_bytes, surroundings.loss_peak_bytes),
+        surroundings.loss_peak_bytes - unsaved_bytes,
+        sum(storages[storage].size_bytes for storage in of_the_loss),
+    )
     loss = _external_op(
         "work between forward and backward (loss)",
         Phase.FORWARD,
         # Not all of them are held by the caller, but all exist before the loss begins.
         reads=graph.forward_outputs,
         writes=of_the_loss,
-        workspace_bytes=surroundings.loss_peak_bytes
+        workspace_bytes=loss_peak_bytes
         - sum(storages[storage].size_bytes for storage in of_the_loss),
     )
     adding = _adding_ops(program)
@@ -206,7 +221,6 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
     # to the end, so that backward's outputs are what it returns.
     dropped = program.accumulated - handed_over
     dropped_bytes = sum(graph.storages[s].size_bytes for s in dropped)
-    let_go = set[int]() if surroundings.holds_outputs else program.outputs_let_go()
     gone = handed_over | let_go
     final = tuple(s for s in graph.final_outputs if s not in gone)
     held_tangents = () if FREES_TANGENTS else graph.tangents
@@ -237,7 +251,10 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
             graph,
             storages=tuple(storages),
             ops=tuple(op for op, _ in numbered),
-            forward_outputs=(*graph.forward_outputs, *of_the_loss),
+            forward_outputs=(
+                *(s for s in graph.forward_outputs if s in kept or s not in let_go),
+                *of_the_loss,
+            ),
             final_outputs=(*final, *held_tangents, loss_value),
         ),
         op_nodes=[

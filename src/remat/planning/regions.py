@@ -464,7 +464,10 @@ class ComposedStep:
         return sum(storage.size_bytes for storage in self.graph.storages)
 
     def held_bytes(self, schedule: Schedule, trace: Trace) -> tuple[int, ...]:
-        """Return what is live as forward begins, after each region, and at its end."""
+        """Return what is live as forward begins, after each region, and at its end.
+
+        Then its caller has not let go of any output.
+        """
         timeline = trace.timeline_bytes[0]
         ends = [
             timeline[position]
@@ -475,6 +478,8 @@ class ComposedStep:
         ]
         resident = (s.size_bytes for s in self.graph.storages if s.is_resident)
         boundary = timeline[schedule.steps.index(Boundary())]
+        let_go = set(self.outputs.values()).difference(self.graph.forward_outputs)
+        boundary += sum(self.graph.storages[s].size_bytes for s in let_go)
         return (sum(resident), *ends[: len(self.storages)], boundary)
 
     def backward_bytes(self, schedule: Schedule, trace: Trace) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from remat.profile.optimizer_copy import (
     period_of,
     stepping_optimizer,
 )
-from remat.torch_compat.attributes import storage_identity, viewed
+from remat.torch_compat.attributes import saved_tensors, storage_identity, viewed
 from remat.torch_compat.names import (
     FakeTensor,
     FakeTensorMode,
@@ -246,6 +246,10 @@ class LossMemory:
     saved_bytes
         Bytes in use, beyond the outputs, once the loss is computed and until its
         backward pass begins.
+    forward_peak_bytes
+        Most bytes in use at once until then.
+    saves_outputs
+        Whether it may keep the outputs for its backward pass, though nobody else does.
     read
         The real tensors that the loss reads, one for each storage: targets, weights,
         parameters of its own. They are there during the whole step.
@@ -256,6 +260,8 @@ class LossMemory:
     peak_bytes: int
     held_bytes: int
     saved_bytes: int = 0
+    forward_peak_bytes: int = 0
+    saves_outputs: bool = True
     read: tuple[torch.Tensor, ...] = field(default=(), compare=False, repr=False)
     taken: frozenset[int] = field(default=frozenset(), compare=False)
 
@@ -354,6 +360,8 @@ def loss_bytes(
             with counter:
                 loss = _scalar(loss_fn(outputs.value, *fake_args))
                 saved_bytes = counter.live_bytes
+                forward_peak_bytes = counter.peak_bytes
+                saves_outputs = _saves(loss, outputs.tensors)
                 taken = _taken(loss, outputs.tensors)
                 own_gradients = _gradients(loss, outputs.leaves)
                 held_bytes = counter.size_bytes(loss) + sum(
@@ -377,6 +385,8 @@ def loss_bytes(
         peak_bytes=counter.peak_bytes,
         held_bytes=held_bytes,
         saved_bytes=saved_bytes,
+        forward_peak_bytes=forward_peak_bytes,
+        saves_outputs=saves_outputs,
         read=counter.real_tensors(),
         taken=taken,
     )
@@ -443,23 +453,32 @@ def _taken(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> frozenset[int
     return frozenset(n for n, source in enumerate(sources) if id(source) in behind)
 
 
+def _saves(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> bool:
+    """Return whether a loss keeps a block of the outputs, behind it or as its own."""
+    blocks = set(map(storage_identity, outputs))
+    kept = [t for node in _nodes_behind(loss) for t in saved_tensors(node)]
+    return any(storage_identity(tensor) in blocks for tensor in (loss, *kept))
+
+
 def _leaves_behind(value: torch.Tensor) -> list[torch.Tensor]:
     """Return the leaves that autograd would give a gradient."""
     if value.grad_fn is None:
         return [value] if value.requires_grad else []
-    leaves: list[torch.Tensor] = []
+    found = (getattr(node, "variable", None) for node in _nodes_behind(value))
+    return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+
+
+def _nodes_behind(value: torch.Tensor) -> list[Any]:
+    """Return autograd's nodes, from that of a value on."""
     waiting: list[Any] = [value.grad_fn]
-    seen: set[Any] = set()
+    seen: dict[Any, None] = {}
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, torch.Tensor):
-            leaves.append(leaf)
+        seen[node] = None
         waiting.extend(following for following, _ in node.next_functions)
-    return leaves
+    return list(seen)
 
 
 def _in_the_layout_of(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

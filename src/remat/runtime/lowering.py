@@ -153,7 +153,9 @@ def lower(
         for position, value in enumerate(program.backward_values)
     ]
     saved = backward.order_saved()
-    forward_values = [forward.resolve_output(v) for v in program.forward_values]
+    forward_values = forward.returned or [
+        forward.resolve_output(value) for value in program.forward_values
+    ]
     # Autograd's wrapper takes sizes last, and gives them back first.
     saved_values = [
         *(forward.saved_value(place) for place in saved),
@@ -338,6 +340,8 @@ class _Pass:
     # Backward only: those among them that it takes from forward.
     saved_sizes: list[fx.Node] = field(default_factory=list[fx.Node])
     saved_meshes: list[fx.Node] = field(default_factory=list[fx.Node])
+    # Forward only: what it returns, as it is when the caller's work begins.
+    returned: list[Any] = field(default_factory=list[Any])
     # Backward only: gradients that leave before it ends, by their positions, and the
     # pieces in which they do.
     handed_over: dict[int, fx.Node] = field(default_factory=dict[int, fx.Node])
@@ -451,6 +455,10 @@ class _Pass:
         writes = self.program.graph.ops[op].writes
         dying = dying_at_once(self.steps, instruction.step, device)
         if node is None:
+            if self.program.graph.ops[op].is_external and not self.tangents:
+                # The caller takes them over, and may let them go before others.
+                values = self.program.forward_values
+                self.returned = [self.resolve_output(value) for value in values]
             self.hand_over(self.program.piece_ops.get(op, ()))
             self.note_random_state(writes, device, dying)
             return

@@ -578,6 +578,8 @@ class Planner:
             loss_peak_bytes=loss.peak_bytes,
             loss_held_bytes=loss.held_bytes,
             loss_saved_bytes=loss.saved_bytes if request.passes_in_flight > 1 else 0,
+            loss_forward_peak_bytes=loss.forward_peak_bytes,
+            loss_saves_outputs=loss.saves_outputs,
             optimizer_workspace_bytes=max(step_bytes, self.loop.merged_bytes),
             has_tangents_of_its_own=self.loop.tangent_bytes is None,
             holds_outputs=self.loop.holds_outputs,
@@ -625,7 +627,7 @@ class Planner:
                 )
                 return self.memory_of_loss(self.loss, outputs)
         if program.loss is not None:
-            return LossMemory(peak_bytes=0, held_bytes=0)
+            return LossMemory(peak_bytes=0, held_bytes=0, saves_outputs=False)
         # Only outputs that take a gradient have one.
         return assumed_loss_bytes(program.tangent_values())
 
