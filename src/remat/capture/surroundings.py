@@ -1,6 +1,6 @@
 """What lives and runs around the traced step: parameters, optimizer, loss, batch."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -216,7 +216,7 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
         - sum(storages[storage].size_bytes for storage in of_the_loss),
     )
     adding = _adding_ops(program)
-    handed_over = {storage for op, _ in adding.values() for storage in op.reads}
+    handed_over = {storage for _, op, _ in adding for storage in op.reads}
     # Others that were added are gone when the optimizer steps. In the graph they stay
     # to the end, so that backward's outputs are what it returns.
     dropped = program.accumulated - handed_over
@@ -231,46 +231,61 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
         writes=(),
         workspace_bytes=max(0, surroundings.optimizer_workspace_bytes - dropped_bytes),
     )
-    # The ops with their number in the traced step, and what is put between them.
+    count = len(graph.ops)
+    before = [(forward, loss, ()), *adding, (count, step, ())]
+    forward_outputs = (s for s in graph.forward_outputs if s in kept or s not in let_go)
+    surrounded = _with_ops(
+        program,
+        before,
+        storages=tuple(storages),
+        forward_outputs=(*forward_outputs, *of_the_loss),
+        final_outputs=(*final, *held_tangents, loss_value),
+    )
+    return replace(surrounded, let_go=frozenset(let_go))
+
+
+def with_pieces(program: JointProgram) -> JointProgram:
+    """Return a program with an op for each piece of gradients that leaves early."""
+    return _with_ops(program, _adding_ops(program)) if program.pieces else program
+
+
+def _with_ops(
+    program: JointProgram, added: Sequence[tuple[int, Op, Piece]], **changed: Any
+) -> JointProgram:
+    """Return a program with ops that no node runs, each before a numbered one.
+
+    What else is changed of the graph is changed with them.
+    """
+    graph = program.graph
+    # Each with its number in the traced step, if it has one.
     numbered: list[tuple[Op, int | None]] = []
     piece_ops: dict[int, Piece] = {}
-    for number, op in enumerate(graph.ops):
-        if number == forward:
-            numbered.append((loss, None))
-        numbered.append((op, number))
-        if number in adding:
-            added, piece_ops[len(numbered)] = adding[number]
-            numbered.append((added, None))
-    if forward == len(graph.ops):
-        numbered.append((loss, None))
-    numbered.append((step, None))
+    waiting = sorted(added, key=lambda each: each[0])[::-1]
+    for number, op in [*enumerate(graph.ops), (len(graph.ops), None)]:
+        while waiting and waiting[-1][0] == number:
+            _, new, piece = waiting.pop()
+            if piece:
+                piece_ops[len(numbered)] = piece
+            numbered.append((new, None))
+        if op is not None:
+            numbered.append((op, number))
     place = {number: index for index, (_, number) in enumerate(numbered)}
     return replace(
         program,
-        graph=replace(
-            graph,
-            storages=tuple(storages),
-            ops=tuple(op for op, _ in numbered),
-            forward_outputs=(
-                *(s for s in graph.forward_outputs if s in kept or s not in let_go),
-                *of_the_loss,
-            ),
-            final_outputs=(*final, *held_tangents, loss_value),
-        ),
+        graph=replace(graph, ops=tuple(op for op, _ in numbered), **changed),
         op_nodes=[
             None if number is None else program.op_nodes[number]
             for _, number in numbered
         ],
         random_states={place[op]: state for op, state in program.random_states.items()},
         piece_ops=piece_ops,
-        let_go=frozenset(let_go),
     )
 
 
-def _adding_ops(program: JointProgram) -> dict[int, tuple[Op, Piece]]:
-    """Return the ops that hand over gradients, by the op that each comes after."""
+def _adding_ops(program: JointProgram) -> list[tuple[int, Op, Piece]]:
+    """Return the ops that hand over gradients, and which op each comes before."""
     graph = program.graph
-    found: dict[int, tuple[Op, Piece]] = {}
+    found: list[tuple[int, Op, Piece]] = []
     for piece in program.pieces:
         values = [program.backward_values[position] for position in piece]
         storages = {s: None for value in values for s in program.storages_of[value]}
@@ -284,7 +299,7 @@ def _adding_ops(program: JointProgram) -> dict[int, tuple[Op, Piece]]:
             phase=Phase.BACKWARD,
             non_recomputable="autograd adds up gradients once",
         )
-        found[last] = op, piece
+        found.append((last + 1, op, piece))
     return found
 
 

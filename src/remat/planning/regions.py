@@ -66,6 +66,8 @@ class Region:
         forward pass writes in place: what is computed again would see other values.
     one_zeros
         Tangents that take no memory where they do not exist.
+    handed_over
+        Gradients that an op of its own hands over before its backward pass ends.
     """
 
     graph: TrainingGraph
@@ -76,6 +78,7 @@ class Region:
     outputs: frozenset[int] = frozenset()
     changed: frozenset[int] = frozenset()
     one_zeros: frozenset[int] = frozenset()
+    handed_over: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +252,8 @@ class ComposedStep:
     outputs
         The storages of ``graph`` that hold the tensors that the model returns, but for
         its loss, by position.
+    adds
+        Whether gradients are added to those of an earlier step.
     """
 
     graph: TrainingGraph
@@ -256,6 +261,7 @@ class ComposedStep:
     storages: tuple[Mapping[int, int], ...]
     regions: tuple[Region, ...]
     outputs: Mapping[int, int] = field(default_factory=dict[int, int])
+    adds: bool = False
 
     def surrounded(self, graph: TrainingGraph) -> "ComposedStep":
         """Return the step with a last forward op and a last backward op added."""
@@ -757,6 +763,7 @@ class _Composition:
                 for position, block in self.parts.outputs.items()
                 if block in self.blocks
             },
+            adds=any(self.parts.leaves.values()),
         )
 
     def add_storage(self, storage: Storage, block: int | None = None) -> int:
@@ -880,7 +887,9 @@ class _Composition:
         if not self.frees_tangents:
             dropped.update(dict.fromkeys(mapped[t] for t in region.graph.tangents))
         for slot, gradient in region.gradients:
-            dropped.update(self.hand_over(slot, self.storage_of(index, gradient)))
+            found = self.hand_over(slot, self.storage_of(index, gradient))
+            if gradient not in region.handed_over or self.gradient_counts[slot] > 1:
+                dropped.update(found)
         self.drop(f"the end of backward of graph {index}", dropped)
 
     def add_work(self, work: EagerWork) -> None:

@@ -95,6 +95,8 @@ class EarlyGradients:
 
     def __init__(self) -> None:
         self._planned: tuple[Piece, ...] = ()
+        # Gradients that are in none of the planned pieces.
+        self._rest: Piece = ()
         self._sizes_bytes: list[tuple[Piece, int]] = []
         self._pieces: dict[int, tuple[Piece, ...]] = {}
         self._module: fx.GraphModule | None = None
@@ -106,6 +108,9 @@ class EarlyGradients:
         self._pieces.clear()
         self._planned = backward.meta[PIECES]
         self._sizes_bytes = _sizes_bytes(backward)
+        planned = {position for piece in self._planned for position in piece}
+        positions = {p for piece, _ in self._sizes_bytes for p in piece}
+        self._rest = tuple(sorted(positions - planned))
 
     def read_code(self, backward: fx.GraphModule) -> None:
         """Take the code of the backward pass, once there is one."""
@@ -113,13 +118,15 @@ class EarlyGradients:
         self._codes.clear()
 
     def pieces(self, piece_bytes: int | None) -> tuple[Piece, ...]:
-        """Return gradients in pieces, as they are ready.
+        """Return all gradients in pieces, as they are ready, or none.
 
-        In those that are planned; else all in pieces of about so many bytes, where it
-        is not ``None`` and they are several.
+        In those that are planned, and the rest at the end; else in pieces of about so
+        many bytes, where it is not ``None`` and they are several.
         """
-        if self._planned or piece_bytes is None:
-            return self._planned
+        if self._planned:
+            return (*self._planned, self._rest) if self._rest else self._planned
+        if piece_bytes is None:
+            return ()
         if piece_bytes not in self._pieces:
             found = divided(self._sizes_bytes, piece_bytes)
             self._pieces[piece_bytes] = found if len(found) > 1 else ()
@@ -230,6 +237,7 @@ def _size_bytes(value: fx.Node) -> int:
 def _in_pieces(module: fx.GraphModule, pieces: Sequence[Piece]) -> Code:
     """Return backward code that yields pieces, each when its last gradient is made.
 
+    It yields them in the order of ``pieces``, also where a later one is ready before.
     Whoever takes a piece empties the list: nothing else holds the gradients then.
     """
     (output,) = module.graph.find_nodes(op="output")
@@ -247,9 +255,11 @@ def _in_pieces(module: fx.GraphModule, pieces: Sequence[Piece]) -> Code:
                 source.append(view)
                 source = view
     order = {node: place for place, node in enumerate(graph.nodes)}
+    anchor = inputs[-1]
     for piece in pieces:
         made = [copies[output.args[0][position]] for position in piece]
-        last = max([*made, inputs[-1]], key=lambda node: order[node])
+        anchor = max([*made, anchor], key=lambda node: order[node])
+        last = anchor
         # After what was put behind the same node before.
         while last.next.target in (_gathered, _yielded):
             last = last.next

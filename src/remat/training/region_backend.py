@@ -3,13 +3,14 @@
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from remat.capture.gathering import RegionCode
 from remat.capture.joint_program import InputSpec, JointProgram, analyse
+from remat.capture.surroundings import with_pieces
 from remat.capture.tracing import GRADIENT_INSIDE
 from remat.core.errors import CaptureError, ExecutionError
 from remat.core.schedule import Schedule
@@ -175,8 +176,15 @@ class RegionBackend(PlannedBackend):
         self, inputs: Sequence[InputSpec], values: Sequence[Any]
     ) -> list[InputSpec]:
         """Return the descriptions of inputs; their blocks are known in all regions."""
+        # Equal blocks share their code, so it is ready for steps that add to gradients.
+        may_add = not self.planner.groups
         return [
-            spec.given(value, has_gradient=False)
+            spec.given(
+                value,
+                has_gradient=may_add
+                and isinstance(value, nn.Parameter)
+                and value.requires_grad,
+            )
             for spec, value in zip(inputs, values, strict=True)
         ]
 
@@ -185,7 +193,16 @@ class RegionBackend(PlannedBackend):
         """Whether the step is one graph: others may differentiate what one returns."""
         return False
 
+    @property
+    def may_hand_over(self) -> bool:
+        """Whether gradients may leave a backward pass before its end, as planned."""
+        running = self.planner.running
+        return running is not None and running.step.composed.adds
+
     def _schedule(self, program: JointProgram) -> tuple[JointProgram, Schedule]:
+        if program.pieces:
+            fingerprint = f"{program.fingerprint} {program.pieces}"
+            program = replace(with_pieces(program), fingerprint=fingerprint)
         self._note(program)
         order = self._now.choice.order
         if order is None:
@@ -293,23 +310,19 @@ class RegionBackend(PlannedBackend):
 
         return boxed(run)
 
-    def compile_backward(
-        self, module: fx.GraphModule, example_inputs: Sequence[Any]
-    ) -> Callable[[list[Any]], Any]:
-        """Compile a backward pass, which may not run inside of forward."""
-        backward = self.compile_pass(module, example_inputs)
+    def before_backward(self, module: fx.GraphModule) -> Callable[[list[Any]], None]:
+        """Return what a backward pass begins with; it may not run inside of forward."""
         dropped = _dropped_inputs(module)
 
-        def run(arguments: list[Any]) -> Any:
+        def begin(arguments: list[Any]) -> None:
             # Autograd may go backward when the model, and its planner, are gone.
             planner = self._planner()
             if planner is not None and planner.gathering is not None:
                 raise CaptureError(GRADIENT_INSIDE)
             for place in dropped:
                 arguments[place] = remade(arguments[place])
-            return backward(arguments)
 
-        return boxed(run)
+        return begin
 
     def compile_inference(
         self, module: fx.GraphModule, example_inputs: Sequence[Any]

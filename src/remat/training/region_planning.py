@@ -707,6 +707,11 @@ class RegionPlanner(Planner):
             slots=slots,
             gradients=gradients,
             one_zeros=frozenset(one_zeros),
+            handed_over=frozenset(
+                storage
+                for op in program.piece_ops
+                for storage in program.graph.ops[op].reads
+            ),
             outputs=frozenset(
                 number
                 for number, op in enumerate(program.graph.ops)

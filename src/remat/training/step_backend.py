@@ -199,9 +199,10 @@ class PlannedBackend:
             (output,) = module.graph.find_nodes(op="output")
             count = len(output.args[0])
 
-            zeros = MissingTangents(module)
+            zeros, begin = MissingTangents(module), self.before_backward(module)
 
             def run(values: list[Any]) -> Any:
+                begin(values)
                 shapes, undefined = defined.undefined()
                 zeros.fill(values, shapes)
                 if early.begins(values, undefined):
@@ -228,7 +229,7 @@ class PlannedBackend:
 
         def run(*values: Any) -> Any:
             passes = None
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and self.may_hand_over:
                 values, passes = early.gated(values, self.piece_bytes())
             outputs = compiled(*values)
             defined.watch(outputs)
@@ -417,6 +418,11 @@ class PlannedBackend:
         return True
 
     @property
+    def may_hand_over(self) -> bool:
+        """Whether gradients may leave a backward pass before its end, as planned."""
+        return True
+
+    @property
     def may_expand_zeros(self) -> bool:
         """Whether gradients that do not exist may be one zero, expanded."""
         return True
@@ -451,6 +457,10 @@ class PlannedBackend:
     ) -> Callable[[list[Any]], Any]:
         """Compile the backward pass of a training step."""
         return self.compile_pass(module, example_inputs)
+
+    def before_backward(self, module: fx.GraphModule) -> Callable[[list[Any]], None]:  # noqa: ARG002
+        """Return what a backward pass begins with; may change its inputs in place."""
+        return lambda _values: None
 
     def compile_inference(
         self, module: fx.GraphModule, example_inputs: Sequence[Any]
