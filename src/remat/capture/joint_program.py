@@ -243,8 +243,8 @@ class JointProgram:
         The storages of gradients that autograd adds to existing ones, and then drops,
         when backward has returned.
     pieces
-        The positions of such gradients, piece by piece, that leave before that, in the
-        order in which they are ready in the traced step.
+        The positions of such gradients, piece by piece, that leave before that, by the
+        op of the traced step after which each does, in that order.
     piece_ops
         The ops of the graph that hand over a piece, once it has them.
     returned_storages
@@ -283,7 +283,7 @@ class JointProgram:
     device: torch.device
     fingerprint: str = field(default="")
     accumulated: frozenset[int] = frozenset()
-    pieces: tuple[Piece, ...] = ()
+    pieces: Mapping[int, Piece] = field(default_factory=dict[int, Piece])
     piece_ops: Mapping[int, Piece] = field(default_factory=dict[int, Piece])
     returned_storages: frozenset[int] | None = None
     let_go: frozenset[int] = frozenset()
@@ -515,7 +515,7 @@ class _Analysis:
             random_states={index_of[n]: state for n, state in self.states.items()},
             unchecked_inputs=frozenset(self.unchecked),
             accumulated=accumulated,
-            pieces=added_pieces(graph, self.positions_of(accumulated)),
+            pieces=self.find_pieces(graph, accumulated),
             given_storages=frozenset(
                 spec.storage for spec in self.inputs if spec.storage is not None
             ),
@@ -850,14 +850,19 @@ class _Analysis:
         stay = groups[False].union(self.transient_storages(self.held_outputs()))
         return frozenset(groups[True] - stay)
 
-    def positions_of(self, storages: frozenset[int]) -> dict[int, list[int]]:
-        """Return per storage the positions of the gradients that lie in it."""
-        found: dict[int, list[int]] = {}
+    def find_pieces(
+        self, graph: TrainingGraph, accumulated: frozenset[int]
+    ) -> dict[int, Piece]:
+        """Return in which pieces gradients leave before backward has returned."""
+        inputs = self.module.graph.find_nodes(op="placeholder")
+        positions: dict[int, list[int]] = {}
+        parameters: dict[int, set[int]] = {}
         for position, node in enumerate(self.backward_values):
-            for storage in self.transient_storages([node]):
-                if storage in storages:
-                    found.setdefault(storage, []).append(position)
-        return found
+            for storage in accumulated.intersection(self.transient_storages([node])):
+                positions.setdefault(storage, []).append(position)
+                of = self.storages_of[inputs[position]]
+                parameters.setdefault(storage, set()).update(of)
+        return added_pieces(graph, positions, parameters)
 
     def mark_gradients(self) -> None:
         """Give outputs and gradients their role and readable names."""

@@ -11,7 +11,7 @@ from torch.torch_version import TorchVersion
 from remat.capture.captured import captured_tensors as captured_tensors
 from remat.capture.captured import plain_tensors as plain_tensors
 from remat.capture.joint_program import InputSpec, JointProgram
-from remat.core.gradient_pieces import ADDING, Piece, ready_at
+from remat.core.gradient_pieces import ADDING, Piece
 from remat.core.graph import Op, Phase, Role, Storage
 from remat.torch_compat.attributes import storage_bytes, storage_identity
 from remat.torch_compat.messages import BUFFER, ITEM, PARAMETER
@@ -284,12 +284,10 @@ def _with_ops(
 
 def _adding_ops(program: JointProgram) -> list[tuple[int, Op, Piece]]:
     """Return the ops that hand over gradients, and which op each comes before."""
-    graph = program.graph
     found: list[tuple[int, Op, Piece]] = []
-    for piece in program.pieces:
+    for last, piece in program.pieces.items():
         values = [program.backward_values[position] for position in piece]
         storages = {s: None for value in values for s in program.storages_of[value]}
-        last = max(ready_at(graph, storages).values())
         op = Op(
             name=ADDING,
             reads=tuple(storages),

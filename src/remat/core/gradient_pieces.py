@@ -7,7 +7,7 @@ would all be there beside those that exist. They leave in pieces instead
 it, so that plans know when its blocks are free.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeAlias
 
 from remat.core.graph import TrainingGraph
@@ -47,8 +47,10 @@ def divided(ready: Sequence[tuple[Piece, int]], piece_bytes: int) -> tuple[Piece
 
 
 def added_pieces(
-    graph: TrainingGraph, gradients: Mapping[int, Sequence[int]]
-) -> tuple[Piece, ...]:
+    graph: TrainingGraph,
+    gradients: Mapping[int, Sequence[int]],
+    parameters: Mapping[int, Collection[int]],
+) -> dict[int, Piece]:
     """Return in which pieces gradients leave that are added to existing ones.
 
     Parameters
@@ -57,34 +59,52 @@ def added_pieces(
         The traced step.
     gradients
         Per storage of such gradients their positions.
+    parameters
+        Per storage of such gradients the storages of what they are gradients of.
 
     Returns
     -------
-    tuple
-        In the order in which they are ready; empty where all together are small.
+    dict
+        The pieces, by the op after which each leaves, in that order; empty where all
+        together are small.
     """
     at_once: dict[int, list[int]] = {}
-    for storage, op in ready_at(graph, gradients).items():
+    for storage, op in ready_at(graph, parameters).items():
         at_once.setdefault(op, []).append(storage)
     ready: list[tuple[Piece, int]] = []
-    for _, storages in sorted(at_once.items()):
+    ends: dict[int, int] = {}
+    for op, storages in sorted(at_once.items()):
         positions = [position for s in storages for position in gradients[s]]
         size_bytes = sum(graph.storages[s].size_bytes for s in storages)
         ready.append((tuple(positions), size_bytes))
-    if sum(size for _, size in ready) < LEAST_BYTES or graph.forward_count == len(
-        graph.ops
-    ):
-        return ()
-    return divided(ready, LEAST_BYTES)
+        ends.update(dict.fromkeys(positions, op))
+    all_bytes = sum(size_bytes for _, size_bytes in ready)
+    if all_bytes < LEAST_BYTES or graph.forward_count == len(graph.ops):
+        return {}
+    return {ends[piece[-1]]: piece for piece in divided(ready, LEAST_BYTES)}
 
 
-def ready_at(graph: TrainingGraph, storages: Iterable[int]) -> dict[int, int]:
-    """Return the op of the backward pass after which no other one needs a storage.
+def ready_at(
+    graph: TrainingGraph, parameters: Mapping[int, Collection[int]]
+) -> dict[int, int]:
+    """Return the op of the backward pass after which a gradient may leave.
 
-    What the forward pass has made is ready after the first.
+    No other one needs it then, nor what it is the gradient of: a hook may change that
+    as soon as the gradient is there. What the forward pass has made is ready after the
+    first.
+
+    Parameters
+    ----------
+    graph
+        The traced step.
+    parameters
+        Per storage of a gradient the storages of what it is the gradient of.
     """
-    ready = dict.fromkeys(storages, graph.forward_count)
+    last = dict[int, int]()
     for index in range(graph.forward_count, len(graph.ops)):
         op = graph.ops[index]
-        ready.update((s, index) for s in (*op.reads, *op.writes) if s in ready)
-    return ready
+        last.update(dict.fromkeys((*op.reads, *op.writes), index))
+    return {
+        gradient: max(last.get(s, graph.forward_count) for s in (gradient, *others))
+        for gradient, others in parameters.items()
+    }

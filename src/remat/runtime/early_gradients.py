@@ -16,8 +16,8 @@ counts on: none is there beside all of those.
 
 import re
 import threading
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from remat.capture.joint_program import is_view
 from remat.core.errors import ExecutionError
 from remat.core.gradient_pieces import Piece, divided
 from remat.runtime.copies import copy_bytes
-from remat.runtime.lowering import PIECES
+from remat.runtime.lowering import PARAMETERS, PIECES
 from remat.runtime.undefined import place_of
 from remat.torch_compat.names import BoxedCodeGen
 
@@ -42,33 +42,36 @@ class _Passes:
     pieces: tuple[Piece, ...]
     generator: Generator[list[Any]] | None = None
     undefined: frozenset[int] = frozenset()
-    # By their numbers, those that are computed and not taken.
-    ready: dict[int, list[Any]] = field(default_factory=dict[int, list[Any]])
     next_piece: int = 0
 
     def begin(self, generator: Generator[list[Any]], undefined: frozenset[int]) -> None:
         """Let gates run backward code from now on."""
         self.generator = generator
         self.undefined = undefined
-        self.ready.clear()
         self.next_piece = 0
 
     def take(self, number: int) -> list[Any]:
-        """Return the gradients of a piece, computed by now."""
-        pieces = self.pieces
-        # Not all are asked for where gradients of some inputs alone are taken.
-        while number not in self.ready and self.generator is not None:
+        """Return the gradients of a piece, computed by now.
+
+        Pieces are taken in order, but not all: others are let go where gradients of
+        some inputs alone are asked for.
+        """
+        if self.generator is None or number < self.next_piece:
+            msg = f"piece {number} of the gradients is asked for out of turn"
+            raise ExecutionError(msg)
+        found = next(self.generator)
+        while self.next_piece < number:
             found = next(self.generator)
-            for place, position in enumerate(pieces[self.next_piece]):
-                if position in self.undefined:
-                    found[place] = None
-            self.ready[self.next_piece] = found
             self.next_piece += 1
-        if self.next_piece == len(pieces) and self.generator is not None:
+        self.next_piece += 1
+        for place, position in enumerate(self.pieces[number]):
+            if position in self.undefined:
+                found[place] = None
+        if self.next_piece == len(self.pieces):
             for _ in self.generator:
                 pass
             self.generator = None
-        return self.ready.pop(number)
+        return found
 
 
 class _Gate(torch.autograd.Function):
@@ -100,6 +103,8 @@ class EarlyGradients:
         self._sizes_bytes: list[tuple[Piece, int]] = []
         self._pieces: dict[int, tuple[Piece, ...]] = {}
         self._module: fx.GraphModule | None = None
+        # Per position of a gradient, the name of the input that it is the gradient of.
+        self._parameters: dict[int, str] = {}
         self._codes: dict[tuple[Piece, ...], Code] = {}
         self._begun = threading.local()
 
@@ -107,6 +112,7 @@ class EarlyGradients:
         """Look when which gradients are ready in a backward pass."""
         self._pieces.clear()
         self._planned = backward.meta[PIECES]
+        self._parameters = backward.meta[PARAMETERS]
         self._sizes_bytes = _sizes_bytes(backward)
         planned = {position for piece in self._planned for position in piece}
         positions = {p for piece, _ in self._sizes_bytes for p in piece}
@@ -190,7 +196,9 @@ class EarlyGradients:
         if passes is None or self._module is None:
             return False
         if passes.pieces not in self._codes:
-            self._codes[passes.pieces] = _in_pieces(self._module, passes.pieces)
+            self._codes[passes.pieces] = _in_pieces(
+                self._module, passes.pieces, self._parameters
+            )
         passes.begin(self._codes[passes.pieces](list(values)), undefined)
         values.clear()
         return True
@@ -229,15 +237,24 @@ def _views_of(value: fx.Node) -> list[fx.Node]:
     return found
 
 
+def _users(value: fx.Node) -> list[fx.Node]:
+    """Return what reads a value or a view of it."""
+    users = list(value.users)
+    return users + [further for u in users if is_view(u) for further in _users(u)]
+
+
 def _size_bytes(value: fx.Node) -> int:
     example = value.meta.get("val")
     return example.nbytes if isinstance(example, torch.Tensor) else 0
 
 
-def _in_pieces(module: fx.GraphModule, pieces: Sequence[Piece]) -> Code:
+def _in_pieces(
+    module: fx.GraphModule, pieces: Sequence[Piece], parameters: Mapping[int, str]
+) -> Code:
     """Return backward code that yields pieces, each when its last gradient is made.
 
-    It yields them in the order of ``pieces``, also where a later one is ready before.
+    It yields them in the order of ``pieces``, also where a later one is ready before,
+    and none before the last use of the parameters that its gradients are of.
     Whoever takes a piece empties the list: nothing else holds the gradients then.
     """
     (output,) = module.graph.find_nodes(op="output")
@@ -255,10 +272,13 @@ def _in_pieces(module: fx.GraphModule, pieces: Sequence[Piece]) -> Code:
                 source.append(view)
                 source = view
     order = {node: place for place, node in enumerate(graph.nodes)}
+    named = {node.name: copies[node] for node in module.graph.nodes if node in copies}
     anchor = inputs[-1]
     for piece in pieces:
         made = [copies[output.args[0][position]] for position in piece]
-        anchor = max([*made, anchor], key=lambda node: order[node])
+        read = [named[parameters[p]] for p in piece if p in parameters]
+        users = [user for node in read for user in _users(node)]
+        anchor = max([*made, *users, anchor], key=lambda node: order[node])
         last = anchor
         # After what was put behind the same node before.
         while last.next.target in (_gathered, _yielded):

@@ -73,6 +73,9 @@ from remat.torch_compat.metadata import is_tangent, is_unchecked, leave_unchecke
 PIECES = "pieces"
 """What a backward module's ``meta`` calls the pieces in which gradients leave it."""
 
+PARAMETERS = "parameters"
+"""What it calls the inputs, by their names, that are what gradients are of."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoweredStep:
@@ -169,6 +172,7 @@ def lower(
         backward=_module(program.module, backward.graph),
     )
     lowered.backward.meta[PIECES] = tuple(backward.pieces)
+    lowered.backward.meta[PARAMETERS] = backward.parameters()
     restore_symbols(lowered.forward)
     restore_symbols(lowered.backward)
     return lowered
@@ -712,6 +716,22 @@ class _Pass:
     def version_of(self, place: Place) -> int:
         self.value(place)
         return self.version.get(place, 0)
+
+    def parameters(self) -> dict[int, str]:
+        """Return, per position of a gradient, the input that it is the gradient of.
+
+        As far as the pass reads it.
+        """
+        inputs = self.program.module.graph.find_nodes(op="placeholder")
+        found: dict[int, str] = {}
+        for position, (value, node) in enumerate(
+            zip(self.program.backward_values, inputs, strict=False)
+        ):
+            for storage in self.program.storages_of[node]:
+                saved = self.saved.get((storage, 0))
+                if isinstance(value, fx.Node) and saved is not None:
+                    found[position] = saved.name
+        return found
 
     def resolve_output(self, value: Any) -> Any:
         return self.resolve(value, 0) if isinstance(value, fx.Node) else value

@@ -391,7 +391,7 @@ class PlannedBackend:
             )
             if len(inputs) != argument_count:
                 # Gradients are handed over by the positions of arguments.
-                program = replace(program, pieces=())
+                program = replace(program, pieces={})
             self.training_step_count += 1
             program, schedule = self.choose_schedule(program)
             defined.expect_only(program.loss, self.name)

@@ -447,7 +447,7 @@ class Planner:
         with outside_of_tracing():
             if self.may_use_devices:
                 # What copies of blocks wait for is decided for the pass as a whole.
-                program = replace(program, pieces=())
+                program = replace(program, pieces={})
             bare = program
             program = add_surroundings(program, self.surroundings(program))
             key = self._key_of(program.fingerprint, self.gradient_bytes)
