@@ -854,15 +854,11 @@ class _Analysis:
         self, graph: TrainingGraph, accumulated: frozenset[int]
     ) -> dict[int, Piece]:
         """Return in which pieces gradients leave before backward has returned."""
-        inputs = self.module.graph.find_nodes(op="placeholder")
         positions: dict[int, list[int]] = {}
-        parameters: dict[int, set[int]] = {}
         for position, node in enumerate(self.backward_values):
             for storage in accumulated.intersection(self.transient_storages([node])):
                 positions.setdefault(storage, []).append(position)
-                of = self.storages_of[inputs[position]]
-                parameters.setdefault(storage, set()).update(of)
-        return added_pieces(graph, positions, parameters)
+        return added_pieces(graph, positions)
 
     def mark_gradients(self) -> None:
         """Give outputs and gradients their role and readable names."""

@@ -247,7 +247,7 @@ def check_tracer() -> None:
     CaptureError
         In a dispatch mode, and where the tracer is turned off.
     """
-    if is_in_dispatch_mode():
+    if is_in_dispatch_mode() and _is_this_thread_in_dispatch_mode():
         msg = (
             "a TorchDispatchMode around the call (FlopCounterMode, "
             "allow_mutation_on_saved_tensors) keeps the tracer away; make the call "
@@ -260,6 +260,12 @@ def check_tracer() -> None:
             "unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE"
         )
         raise CaptureError(msg)
+
+
+def _is_this_thread_in_dispatch_mode() -> bool:
+    """Whether it is not another thread that traces: the mark is one for all."""
+    with alone():
+        return is_in_dispatch_mode()
 
 
 def _ignored_logs() -> set[Callable[..., Any]]:

@@ -7,7 +7,7 @@ would all be there beside those that exist. They leave in pieces instead
 it, so that plans know when its blocks are free.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from remat.core.graph import TrainingGraph
@@ -47,9 +47,7 @@ def divided(ready: Sequence[tuple[Piece, int]], piece_bytes: int) -> tuple[Piece
 
 
 def added_pieces(
-    graph: TrainingGraph,
-    gradients: Mapping[int, Sequence[int]],
-    parameters: Mapping[int, Collection[int]],
+    graph: TrainingGraph, gradients: Mapping[int, Sequence[int]]
 ) -> dict[int, Piece]:
     """Return in which pieces gradients leave that are added to existing ones.
 
@@ -59,8 +57,6 @@ def added_pieces(
         The traced step.
     gradients
         Per storage of such gradients their positions.
-    parameters
-        Per storage of such gradients the storages of what they are gradients of.
 
     Returns
     -------
@@ -69,7 +65,7 @@ def added_pieces(
         together are small.
     """
     at_once: dict[int, list[int]] = {}
-    for storage, op in ready_at(graph, parameters).items():
+    for storage, op in ready_at(graph, gradients).items():
         at_once.setdefault(op, []).append(storage)
     ready: list[tuple[Piece, int]] = []
     ends: dict[int, int] = {}
@@ -84,27 +80,13 @@ def added_pieces(
     return {ends[piece[-1]]: piece for piece in divided(ready, LEAST_BYTES)}
 
 
-def ready_at(
-    graph: TrainingGraph, parameters: Mapping[int, Collection[int]]
-) -> dict[int, int]:
-    """Return the op of the backward pass after which a gradient may leave.
+def ready_at(graph: TrainingGraph, storages: Iterable[int]) -> dict[int, int]:
+    """Return the op of the backward pass after which no other one needs a storage.
 
-    No other one needs it then, nor what it is the gradient of: a hook may change that
-    as soon as the gradient is there. What the forward pass has made is ready after the
-    first.
-
-    Parameters
-    ----------
-    graph
-        The traced step.
-    parameters
-        Per storage of a gradient the storages of what it is the gradient of.
+    What the forward pass has made is ready after the first.
     """
-    last = dict[int, int]()
+    ready = dict.fromkeys(storages, graph.forward_count)
     for index in range(graph.forward_count, len(graph.ops)):
         op = graph.ops[index]
-        last.update(dict.fromkeys((*op.reads, *op.writes), index))
-    return {
-        gradient: max(last.get(s, graph.forward_count) for s in (gradient, *others))
-        for gradient, others in parameters.items()
-    }
+        ready.update((s, index) for s in (*op.reads, *op.writes) if s in ready)
+    return ready

@@ -16,6 +16,7 @@ counts on: none is there beside all of those.
 
 import re
 import threading
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,14 +26,31 @@ from torch import fx
 
 from remat.capture.autocast import autocast_again
 from remat.capture.joint_program import is_view
+from remat.capture.surroundings import existing_gradient
 from remat.core.errors import ExecutionError
 from remat.core.gradient_pieces import Piece, divided
 from remat.runtime.copies import copy_bytes
 from remat.runtime.lowering import PARAMETERS, PIECES
-from remat.runtime.undefined import place_of
+from remat.runtime.undefined import Tell, place_of
+from remat.torch_compat.attributes import has_hooks_of_its_gradient, version_of
 from remat.torch_compat.names import BoxedCodeGen
 
 Code = Callable[[list[Any]], Generator[list[Any]]]
+
+
+_HOOKED = (
+    "hooks run when its gradients have been added up (as by "
+    "register_post_accumulate_grad_hook) that were not there when it was planned. "
+    "Gradients then wait until nothing reads what they are of, and steps may need more "
+    "than the budget: register such hooks before remat.fit"
+)
+
+_TAKEN = (
+    "its plan is for a backward() that adds to existing gradients, and others were taken, "
+    "as by torch.autograd.grad or backward(inputs=...): these are in memory besides, and "
+    "such steps may need that much more than the budget. Clear the gradients before, or "
+    "leave that room"
+)
 
 
 @dataclass
@@ -40,6 +58,12 @@ class _Passes:
     """One forward pass, and the backward pass of it that runs."""
 
     pieces: tuple[Piece, ...]
+    # Whether parameters may change as soon as their gradients are there.
+    is_hooked: bool
+    # Where gradients are planned to be added: a leaf of the first piece.
+    first_leaf: "weakref.ref[torch.Tensor] | None" = None
+    tell: Tell | None = None
+    first_version: int | None = None
     generator: Generator[list[Any]] | None = None
     undefined: frozenset[int] = frozenset()
     next_piece: int = 0
@@ -49,6 +73,13 @@ class _Passes:
         self.generator = generator
         self.undefined = undefined
         self.next_piece = 0
+        self.first_version = self.version_now()
+
+    def version_now(self) -> int | None:
+        """Return how often the gradient was written that takes the first piece."""
+        leaf = None if self.first_leaf is None else self.first_leaf()
+        found = None if leaf is None else existing_gradient(leaf)
+        return None if found is None else version_of(found)
 
     def take(self, number: int) -> list[Any]:
         """Return the gradients of a piece, computed by now.
@@ -59,6 +90,11 @@ class _Passes:
         if self.generator is None or number < self.next_piece:
             msg = f"piece {number} of the gradients is asked for out of turn"
             raise ExecutionError(msg)
+        if number and self.tell is not None and not self.undefined:
+            version, self.first_leaf = self.version_now(), None
+            if version is not None and version == self.first_version:
+                self.tell("taken", _TAKEN)
+            self.tell = None
         found = next(self.generator)
         while self.next_piece < number:
             found = next(self.generator)
@@ -94,9 +130,16 @@ class _Gate(torch.autograd.Function):
 
 
 class EarlyGradients:
-    """Gates around one traced step, and its backward code in pieces."""
+    """Gates around one traced step, and its backward code in pieces.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    tell
+        Warns, once for each cause.
+    """
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
         self._planned: tuple[Piece, ...] = ()
         # Gradients that are in none of the planned pieces.
         self._rest: Piece = ()
@@ -105,7 +148,7 @@ class EarlyGradients:
         self._module: fx.GraphModule | None = None
         # Per position of a gradient, the name of the input that it is the gradient of.
         self._parameters: dict[int, str] = {}
-        self._codes: dict[tuple[Piece, ...], Code] = {}
+        self._codes: dict[tuple[tuple[Piece, ...], bool], Code] = {}
         self._begun = threading.local()
 
     def read(self, backward: fx.GraphModule) -> None:
@@ -159,7 +202,13 @@ class EarlyGradients:
             if self._planned:
                 raise ExecutionError("gradients leave early of what requires none")
             return values, None
-        passes, found = _Passes(pieces), list(values)
+        leaves = [values[each] for each in asked]
+        is_hooked = any(map(has_hooks_of_its_gradient, leaves))
+        passes, found = _Passes(pieces, is_hooked), list(values)
+        if self._planned:
+            if passes.is_hooked:
+                self._tell("hooked", _HOOKED)
+            passes.first_leaf, passes.tell = weakref.ref(leaves[0]), self._tell
         # What is made last runs first.
         for number in reversed(range(len(pieces))):
             piece = pieces[number]
@@ -195,11 +244,11 @@ class EarlyGradients:
         self._begun.passes = None
         if passes is None or self._module is None:
             return False
-        if passes.pieces not in self._codes:
-            self._codes[passes.pieces] = _in_pieces(
-                self._module, passes.pieces, self._parameters
-            )
-        passes.begin(self._codes[passes.pieces](list(values)), undefined)
+        key = passes.pieces, passes.is_hooked
+        if key not in self._codes:
+            parameters = self._parameters if passes.is_hooked else {}
+            self._codes[key] = _in_pieces(self._module, passes.pieces, parameters)
+        passes.begin(self._codes[key](list(values)), undefined)
         values.clear()
         return True
 
@@ -254,7 +303,8 @@ def _in_pieces(
     """Return backward code that yields pieces, each when its last gradient is made.
 
     It yields them in the order of ``pieces``, also where a later one is ready before,
-    and none before the last use of the parameters that its gradients are of.
+    and none before the last use of the ``parameters`` that its gradients are of: the
+    names of inputs, by the positions of gradients.
     Whoever takes a piece empties the list: nothing else holds the gradients then.
     """
     (output,) = module.graph.find_nodes(op="output")

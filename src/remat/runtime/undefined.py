@@ -10,7 +10,7 @@ are one zero, expanded, which takes no memory.
 
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,19 @@ from remat.torch_compat.metadata import (
     output_position,
 )
 
+Tell = Callable[[str, str], None]
+"""Warns of a cause, once, in words that follow on the name of the step."""
+
+
+def held_words(held_bytes: int) -> str:
+    """Say that outputs are there while backward runs which the plan says are not."""
+    return (
+        "its plan is for a loop that lets go of what the model returns, besides its loss, "
+        f"before the backward pass begins, but {format_bytes(held_bytes)} of it are still "
+        "there: steps may need as much more than the budget. Give holds_outputs=True, or "
+        "del the outputs before backward()"
+    )
+
 
 class DefinedTangents:
     """Which incoming gradients exist, handed from autograd to the backward code.
@@ -33,9 +46,14 @@ class DefinedTangents:
     One belongs to one traced step: :meth:`read` looks at its joint graph,
     :meth:`watch` at the outputs of a forward pass, and :meth:`undefined` says what the
     backward code is not to return.
+
+    Parameters
+    ----------
+    tell
+        Warns, once for each cause.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Tell) -> None:
         # Per gradient that the step returns: a bit for each tangent it depends on.
         self.dependence: list[int] = []
         # Per tangent: the position of the output whose gradient it is, if known.
@@ -47,6 +65,7 @@ class DefinedTangents:
         # Positions of outputs that nobody is to hold any more when backward begins.
         self.let_go: Sequence[int] = ()
         self.name = ""
+        self.tell = tell
         self._noted = threading.local()
 
     def read(self, joint: fx.GraphModule, forward_output_count: int) -> None:
@@ -135,7 +154,7 @@ class DefinedTangents:
                 held_bytes = let_go.held_bytes()
                 if held_bytes:
                     self.let_go = ()
-                    warn_of_held(self.name, held_bytes)
+                    self.tell("held", held_words(held_bytes))
 
         step.register_prehook(note)
 
@@ -226,25 +245,6 @@ class HeldOutputs:
     def held_bytes(self) -> int:
         """Return the bytes of those that are still there."""
         return sum(size for size, lives in self._outputs if lives())
-
-
-def warn_of_held(name: str, held_bytes: int) -> None:
-    """Say that outputs are there while backward runs which the plan says are not.
-
-    Parameters
-    ----------
-    name
-        Name of the step, for people.
-    held_bytes
-        What is there.
-    """
-    msg = (
-        f"the plan of {name} is for a loop that lets go of what the model returns, "
-        f"besides its loss, before the backward pass begins, but {format_bytes(held_bytes)} "
-        "of it are still there: steps may need as much more than the budget. Give "
-        "holds_outputs=True, or del the outputs before backward()"
-    )
-    warnings.warn(msg, PlanWarning, stacklevel=2)
 
 
 def without(gradients: Sequence[Any], undefined: frozenset[int]) -> Sequence[Any]:

@@ -307,6 +307,16 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     return (parts_of(tensor) or (tensor,))[-1].untyped_storage()
 
 
+def has_hooks_of_its_gradient(tensor: torch.Tensor) -> bool:
+    """Whether something runs when a gradient of a leaf was added up.
+
+    As an optimizer that steps in backward, which changes the leaf.
+    """
+    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None)) or hasattr(
+        tensor, "_in_backward_optimizers"
+    )
+
+
 def block_lives(tensor: torch.Tensor) -> Callable[[], bool]:
     """Return what says whether a tensor's block still exists, and does not hold it."""
     reference = StorageWeakRef(tensor.untyped_storage())

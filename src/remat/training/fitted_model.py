@@ -68,7 +68,7 @@ from remat.torch_compat.attributes import (
     uninstall_state,
 )
 from remat.torch_compat.attributes import plain_model as plain_model
-from remat.torch_compat.messages import NO_SAVED_TENSOR_HOOKS
+from remat.torch_compat.messages import NESTED_TRACE, NO_SAVED_TENSOR_HOOKS
 from remat.torch_compat.patches import alone
 from remat.torch_compat.process_groups import group_around
 from remat.torch_compat.sharding import gathered_groups, gathering_alone, local_part
@@ -693,7 +693,7 @@ class FittedModel:
             with self._own_forward() if is_called else nullcontext():
                 self.before_call(args, kwargs, contents, runs_hooks=runs_hooks)
                 entry = self._entry(contents, runs_hooks=runs_hooks)
-                outputs = entry(*args, **kwargs)
+                outputs = _called(entry, args, kwargs)
             running = planner.running_plan
             is_done = True
         except TRACE_ERRORS as error:
@@ -1017,6 +1017,23 @@ def _without_repetition(
         return value
 
     return tuple(map(once, args)), {name: once(v) for name, v in kwargs.items()}
+
+
+def _called(
+    entry: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call compiled code, and once more where another thread was tracing.
+
+    Torch notes that something is traced for the whole process, and then refuses to
+    begin with a compiled call.
+    """
+    try:
+        return entry(*args, **kwargs)
+    except RuntimeError as error:
+        if NESTED_TRACE not in str(error):
+            raise
+    with alone():
+        return entry(*args, **kwargs)
 
 
 def trained_bytes(model: nn.Module) -> int:

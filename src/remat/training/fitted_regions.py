@@ -27,7 +27,7 @@ from remat.planning.plan import Plan
 from remat.planning.regions import ComposedStep
 from remat.profile.allocations import AllocationRecorder, Recording
 from remat.profile.gathered_parameters import check_groups
-from remat.runtime.undefined import HeldOutputs, warn_of_held
+from remat.runtime.undefined import HeldOutputs, held_words
 from remat.torch_compat.attributes import (
     Contents,
     contents_of,
@@ -665,15 +665,14 @@ class FittedRegions(FittedModel):
     def _watch_let_go(self, step: ComposedStep, outputs: Any) -> None:
         """Warn, once, if outputs are there when backward begins that are to be gone."""
         tensors = tensors_in(outputs)
-        if "held" in self.told or len(tensors) <= max(step.outputs, default=-1):
+        if len(tensors) <= max(step.outputs, default=-1):
             return
         watched = HeldOutputs(tensors[position] for position in step.unread_outputs)
 
         def look(_gradients: Any) -> None:
             held_bytes = watched.held_bytes()
-            if held_bytes and "held" not in self.told:
-                self.told.add("held")
-                warn_of_held(self.name, held_bytes)
+            if held_bytes:
+                self.backend.tell("held", held_words(held_bytes))
 
         begin = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         for node in begin[:1]:

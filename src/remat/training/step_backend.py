@@ -36,7 +36,11 @@ from remat.runtime.copies import runnable
 from remat.runtime.early_gradients import EarlyGradients
 from remat.runtime.lowering import LoweredStep, lower
 from remat.runtime.undefined import DefinedTangents, MissingTangents, without
-from remat.torch_compat.attributes import boxed, without_cast_gradients
+from remat.torch_compat.attributes import (
+    boxed,
+    has_hooks_of_its_gradient,
+    without_cast_gradients,
+)
 from remat.torch_compat.metadata import example_of, may_be_one_zero, source_of
 from remat.torch_compat.names import BoxedCodeGen, aot_autograd, preserve_rng_state
 from remat.torch_compat.process_groups import put_real_groups
@@ -116,6 +120,7 @@ class PlannedBackend:
             None if backward_in_autocast else ()
         )
         self._has_told_of_autocast = False
+        self._told: set[str] = set()
         self.choose_schedule = choose_schedule
         self.choose_kernels = choose_kernels
         self.name = name
@@ -185,6 +190,7 @@ class PlannedBackend:
                 autocast=autocast,
                 loss=loss,
                 sizes=sizes,
+                is_hooked=is_hooked,
             )
             early.read(passes[1])
             inputs_of_backward = passes[1].graph.find_nodes(op="placeholder")
@@ -213,7 +219,12 @@ class PlannedBackend:
 
             return boxed(run)
 
-        defined, early = DefinedTangents(), EarlyGradients()
+        defined, early = DefinedTangents(self.tell), EarlyGradients(self.tell)
+        is_hooked = any(
+            has_hooks_of_its_gradient(value)
+            for value in example_inputs
+            if isinstance(value, torch.Tensor)
+        )
         compiler = aot_autograd(
             fw_compiler=self.compile_forward,
             bw_compiler=compile_backward,
@@ -281,6 +292,12 @@ class PlannedBackend:
         ):
             compiler(module, values)
         return traces[0]
+
+    def tell(self, cause: str, words: str) -> None:
+        """Warn of something that the step does otherwise than planned, once."""
+        if cause not in self._told:
+            self._told.add(cause)
+            warnings.warn(f"{self.name}: {words}", PlanWarning, stacklevel=2)
 
     def tell_of_autocast(self, settings: tuple[Autocast, ...]) -> None:
         """Compile steps from now on for backward passes under these settings."""
@@ -359,6 +376,7 @@ class PlannedBackend:
         autocast: tuple[Autocast, ...],
         loss: int | None,
         sizes: SizeInputs | None = None,
+        is_hooked: bool = False,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the forward and backward modules that run the chosen schedule.
 
@@ -389,8 +407,9 @@ class PlannedBackend:
             program = replace(
                 program, autocast=autocast, returned=self.returned.tensor, loss=loss
             )
-            if len(inputs) != argument_count:
-                # Gradients are handed over by the positions of arguments.
+            if is_hooked or len(inputs) != argument_count:
+                # Hooks may change what is still to be read, and gradients are handed
+                # over by the positions of arguments.
                 program = replace(program, pieces={})
             self.training_step_count += 1
             program, schedule = self.choose_schedule(program)
