@@ -302,6 +302,7 @@ class _Part:
             tangent_bytes=(None if self.is_last else receive_buffers * output_bytes),
             merged_bytes=merged_bytes,
             has_microbatches=turns.microbatches > 1,
+            joins_passes=False,
         )
 
 

@@ -548,6 +548,10 @@ class Planner:
         if gradient_bytes is None:
             gradient_bytes = self.gradient_bytes
         bucket_bytes = min(gradient_bytes, gradient_buckets_bytes())
+        waiting_bytes = 0
+        if request.passes_in_flight > 1 and self.loop.joins_passes:
+            sizes = (program.graph.storages[s].size_bytes for s in program.accumulated)
+            waiting_bytes = sum(sizes)
         state_bytes, step_bytes = self.optimizer_memory
         loss = self.loss_memory(program)
         residents = resident_bytes(
@@ -569,7 +573,7 @@ class Planner:
         return Surroundings(
             resident_bytes={
                 **residents,
-                Role.GRADIENT: gradient_bytes - bucket_bytes,
+                Role.GRADIENT: gradient_bytes - bucket_bytes + waiting_bytes,
                 Role.BUCKET: bucket_bytes,
                 Role.LIBRARY: library_bytes(
                     modules or [program.module], program.device

@@ -27,6 +27,9 @@ class LoopMemory:
     has_microbatches
         Whether most passes of a step add to the gradients of those before: these count
         in the peak that a percentage is of.
+    joins_passes
+        Whether one backward pass may go through several forward passes in flight:
+        gradients of all wait in autograd then before they are added to existing ones.
     holds_outputs
         Whether what the model has returned, besides its loss, is there until the step
         ends, and not let go before the backward pass begins.
@@ -38,6 +41,7 @@ class LoopMemory:
     tangent_bytes: int | None = None
     merged_bytes: int = 0
     has_microbatches: bool = False
+    joins_passes: bool = True
     holds_outputs: bool = True
 
 

@@ -370,6 +370,8 @@ def verify(
         group=None,
     )
     with unset_fake_temporarily(), step.restored():
+        # Each step that is compared begins without gradients.
+        step.clear_gradients()
         with unchanged(model, request.optimizer):
             planned = fitted_for(model, request)
             plan = planned.plan_now(step.args, step.kwargs)
