@@ -32,7 +32,11 @@ from remat.core.gradient_pieces import Piece, divided
 from remat.runtime.copies import copy_bytes
 from remat.runtime.lowering import PARAMETERS, PIECES
 from remat.runtime.undefined import Tell, place_of
-from remat.torch_compat.attributes import has_hooks_of_its_gradient, version_of
+from remat.torch_compat.attributes import (
+    has_hooks_of_its_gradient,
+    storage_identity,
+    version_of,
+)
 from remat.torch_compat.names import BoxedCodeGen
 
 Code = Callable[[list[Any]], Generator[list[Any]]]
@@ -60,10 +64,6 @@ class _Passes:
     pieces: tuple[Piece, ...]
     # Whether parameters may change as soon as their gradients are there.
     is_hooked: bool
-    # Where gradients are planned to be added: a leaf of the first piece.
-    first_leaf: "weakref.ref[torch.Tensor] | None" = None
-    tell: Tell | None = None
-    first_version: int | None = None
     generator: Generator[list[Any]] | None = None
     undefined: frozenset[int] = frozenset()
     next_piece: int = 0
@@ -73,13 +73,6 @@ class _Passes:
         self.generator = generator
         self.undefined = undefined
         self.next_piece = 0
-        self.first_version = self.version_now()
-
-    def version_now(self) -> int | None:
-        """Return how often the gradient was written that takes the first piece."""
-        leaf = None if self.first_leaf is None else self.first_leaf()
-        found = None if leaf is None else existing_gradient(leaf)
-        return None if found is None else version_of(found)
 
     def take(self, number: int) -> list[Any]:
         """Return the gradients of a piece, computed by now.
@@ -90,11 +83,6 @@ class _Passes:
         if self.generator is None or number < self.next_piece:
             msg = f"piece {number} of the gradients is asked for out of turn"
             raise ExecutionError(msg)
-        if number and self.tell is not None and not self.undefined:
-            version, self.first_leaf = self.version_now(), None
-            if version is not None and version == self.first_version:
-                self.tell("taken", _TAKEN)
-            self.tell = None
         found = next(self.generator)
         while self.next_piece < number:
             found = next(self.generator)
@@ -150,6 +138,10 @@ class EarlyGradients:
         self._parameters: dict[int, str] = {}
         self._codes: dict[tuple[tuple[Piece, ...], bool], Code] = {}
         self._begun = threading.local()
+        # Of the gradient that the first planned piece is added to: its leaf, and its
+        # block and how often that was written, when the last backward pass began.
+        self._first: Callable[[], torch.Tensor | None] = lambda: None
+        self._begun_at: tuple[int, int] | None = None
 
     def read(self, backward: fx.GraphModule) -> None:
         """Look when which gradients are ready in a backward pass."""
@@ -206,9 +198,9 @@ class EarlyGradients:
         is_hooked = any(map(has_hooks_of_its_gradient, leaves))
         passes, found = _Passes(pieces, is_hooked), list(values)
         if self._planned:
-            if passes.is_hooked:
+            if is_hooked:
                 self._tell("hooked", _HOOKED)
-            passes.first_leaf, passes.tell = weakref.ref(leaves[0]), self._tell
+            self._check_added(leaves[0])
         # What is made last runs first.
         for number in reversed(range(len(pieces))):
             piece = pieces[number]
@@ -216,6 +208,16 @@ class EarlyGradients:
             for position, value in zip(piece, gated, strict=True):
                 found[position] = value
         return tuple(found), passes
+
+    def _check_added(self, leaf: torch.Tensor) -> None:
+        """Tell if the last backward pass added nothing to the gradient of a leaf."""
+        gradient = existing_gradient(leaf)
+        if gradient is None:
+            return
+        if self._begun_at == (storage_identity(gradient), version_of(gradient)):
+            self._tell("taken", _TAKEN)
+        self._begun_at = None
+        self._first = weakref.ref(leaf)
 
     def watch(self, outputs: Sequence[Any], passes: _Passes) -> None:
         """Let gates have the gradients when the backward pass of outputs begins."""
@@ -249,6 +251,10 @@ class EarlyGradients:
             parameters = self._parameters if passes.is_hooked else {}
             self._codes[key] = _in_pieces(self._module, passes.pieces, parameters)
         passes.begin(self._codes[key](list(values)), undefined)
+        leaf = self._first()
+        gradient = None if leaf is None else existing_gradient(leaf)
+        if self._planned and gradient is not None and not undefined:
+            self._begun_at = storage_identity(gradient), version_of(gradient)
         values.clear()
         return True
 

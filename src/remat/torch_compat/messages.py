@@ -27,7 +27,7 @@ FAILED_CALL = re.compile(
     r".*: got (?P<error>\w+)\((?P<words>.+)\)$",
     re.MULTILINE,
 )
-NESTED_TRACE = "using FX to symbolically trace a dynamo-optimized function"
+NESTED_TRACE = "using FX to symbolically trace"
 AT_A_LOCK = re.compile(
     r"Unsupported context manager[^$]*`(?:\w+\.)?r?lock`", re.IGNORECASE
 )

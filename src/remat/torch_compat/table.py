@@ -521,6 +521,11 @@ TEXTS: tuple[Private, ...] = (
     Private("torch._dynamo.exc", _TRACER_ERRORS, text="Developer debug context"),
     Private("torch._dynamo.exc", _TRACER_ERRORS, text="from user code:"),
     Private("torch._dynamo.exc", _TRACER_ERRORS, text="Explanation:"),
+    Private(
+        "torch._dynamo.eval_frame",
+        _TRACER_ERRORS,
+        text="using FX to symbolically trace",
+    ),
     Private("torch._dynamo.exc", _TRACER_ERRORS, text="inner_exception"),
     Private(
         "torch._dynamo.variables.builder", _TRACER_ERRORS, text="RNN, GRU, or LSTM"

@@ -550,8 +550,10 @@ class Planner:
         bucket_bytes = min(gradient_bytes, gradient_buckets_bytes())
         waiting_bytes = 0
         if request.passes_in_flight > 1 and self.loop.joins_passes:
-            sizes = (program.graph.storages[s].size_bytes for s in program.accumulated)
-            waiting_bytes = sum(sizes)
+            storages = program.graph.storages
+            sizes = [storages[s].size_bytes for s in program.accumulated]
+            # Those of the first pass, and the sum of two that is made.
+            waiting_bytes = sum(sizes) + max(sizes, default=0)
         state_bytes, step_bytes = self.optimizer_memory
         loss = self.loss_memory(program)
         residents = resident_bytes(
