@@ -1,6 +1,9 @@
 """A step that adds to gradients needs no second set of them."""
 
+import threading
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import remat
+from remat.core.errors import PlanWarning
 from remat.core.gradient_pieces import ADDING
 from remat.training.fitted_model import FittedModel
 
@@ -31,14 +35,18 @@ class Block(nn.Module):
 class Net(nn.Module):
     """A model with more bytes of weights than of activations."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_broken: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.is_broken = is_broken
         self.blocks = nn.Sequential(*(Block() for _ in range(4)))
         self.head = nn.Linear(WIDTH, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(x))
+        hidden = self.blocks(x)
+        if self.is_broken:
+            torch._dynamo.graph_break()
+        return self.head(hidden)
 
 
 def loss(outputs: torch.Tensor) -> torch.Tensor:
@@ -86,12 +94,12 @@ def quiet_random() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("regions", ["whole", "blocks"])
+@pytest.mark.parametrize("regions", ["whole", "blocks", "breaks"])
 @pytest.mark.parametrize("exist", [False, True], ids=["to come", "there"])
 def test_the_smallest_budget_is_below_the_peak_of_plain_passes(
     regions: str, *, exist: bool
 ) -> None:
-    plain, model = Net(), Net()
+    plain, model = Net(), Net(is_broken=regions == "breaks")
     if exist:
         passes(model, 1)
     budget = named_bytes(model, accumulate=True, regions=regions)
@@ -145,7 +153,7 @@ def test_a_backward_pass_that_is_retained_adds_the_same_again(count: int) -> Non
         assert torch.equal(parameter.grad, count * gradient)
 
 
-def test_gradients_of_some_parameters_are_taken_without_the_others() -> None:
+def test_gradients_that_are_taken_and_not_added_are_right_and_told() -> None:
     plain, model = Net(), Net()
     passes(plain, 1)
     passes(model, 1)
@@ -156,6 +164,177 @@ def test_gradients_of_some_parameters_are_taken_without_the_others() -> None:
         weight = net.get_parameter("blocks.1.up.weight")
         found += torch.autograd.grad(loss(net(X)), [weight])
     assert torch.equal(*found)
+    with pytest.warns(PlanWarning, match="others were taken"):
+        loss(model(X)).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        loss(model(X)).backward()
+
+
+@pytest.mark.parametrize("regions", ["whole", "blocks", "breaks"])
+@pytest.mark.parametrize("every", [2, 3])
+def test_only_some_parameters_may_have_gradients(regions: str, every: int) -> None:
+    plain, model = Net(), Net(is_broken=regions == "breaks")
+    for net in (plain, model):
+        for parameter in list(net.parameters())[::every]:
+            parameter.grad = torch.ones_like(parameter)
+    budget = named_bytes(model, regions=regions)
+    remat.fit(model, X, budget=budget, loss=loss, regions=regions)
+
+    def step(net: nn.Module) -> None:
+        for position, parameter in enumerate(net.parameters()):
+            parameter.grad = None
+            if position % every == 0:
+                parameter.grad = torch.ones_like(parameter)
+        torch.manual_seed(1)
+        loss(net(X)).backward()
+
+    step(plain)
+    step(model)
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+    assert peak_bytes(model, lambda: step(model)) <= budget
+
+
+def test_an_input_that_takes_a_gradient_gets_it() -> None:
+    found: list[torch.Tensor] = []
+    for is_fitted in (False, True):
+        model, x = Net(), X.clone().requires_grad_()
+        passes(model, 1)
+        if is_fitted:
+            remat.fit(model, x, budget="100%", loss=loss)
+        torch.manual_seed(1)
+        loss(model(x)).backward()
+        assert x.grad is not None
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("share", [1.0, 1.12])
+@pytest.mark.parametrize("bias", [False, True])
+def test_each_parameter_gets_its_own_under_autocast(
+    share: float, *, bias: bool
+) -> None:
+    def narrow() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(600, 600, bias=bias) for _ in range(7)))
+
+    x, found = torch.randn(64, 600), list[list[torch.Tensor]]()
+    for is_fitted in (False, True):
+        model = narrow()
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with torch.autocast("cpu", torch.bfloat16):
+            if is_fitted:
+                with pytest.raises(remat.BudgetError) as caught:
+                    remat.fit(model, x, budget=1)
+                remat.fit(model, x, budget=int(share * caught.value.required_bytes))
+            value = model(x).float().square().mean()
+        value.backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert len(found[0]) == len(found[1]) == (14 if bias else 7)
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_optimizers_that_step_in_backward_change_nothing_too_early(
+    *, before: bool
+) -> None:
+    def step_in_backward(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+            def step(parameter: torch.Tensor, optimizer: Any = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+
+            parameter.register_post_accumulate_grad_hook(step)
+
+    found: list[list[torch.Tensor]] = []
+    for is_fitted in (False, True):
+        model = Net()
+        passes(model, 1)
+        model.zero_grad(set_to_none=False)
+        if before or not is_fitted:
+            step_in_backward(model)
+        if is_fitted:
+            budget = named_bytes(model)
+            remat.fit(model, X, budget=budget, loss=loss)
+            if not before:
+                step_in_backward(model)
+        expected = pytest.warns(PlanWarning, match="were not there when it was planned")
+        with nullcontext() if before or not is_fitted else expected:
+            torch.manual_seed(1)
+            for _ in range(2):
+                loss(model(X)).backward()
+        found.append([parameter.detach() for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("is_joined", [True, False], ids=["one backward", "two"])
+def test_passes_in_flight_that_add_to_gradients_keep_their_budget(
+    *, is_joined: bool
+) -> None:
+    model = Net()
+    budget = named_bytes(model, in_flight=2, accumulate=True)
+    how: dict[str, Any] = {"in_flight": 2, "accumulate": True, "loss": loss}
+    remat.fit(model, X, budget=budget, **how)
+
+    def step() -> None:
+        clear(model)
+        for _ in range(2):
+            losses = [loss(model(X)), loss(model(X))]
+            if is_joined:
+                torch.stack(losses).sum().backward()
+            while losses:
+                value = losses.pop()
+                if not is_joined:
+                    value.backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        assert peak_bytes(model, step) <= budget
+
+
+def test_verify_predicts_the_step_that_it_measures() -> None:
+    model = Net()
+    passes(model, 1)
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    report = remat.verify(model, X, budget="100%", loss=loss, repeats=1)
+    assert report.is_exact
+    assert report.is_within_budget
+    assert 0 <= report.prediction_error < 0.01
+    after = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(after) == len(before)
+    assert all(map(torch.equal, before, after))
+
+
+def test_one_thread_trains_while_others_plan() -> None:
+    models = [nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))) for _ in range(4)]
+    x, how = torch.randn(8, 64), {"budget": 10**8, "costs": "estimated"}
+    how["loss"] = torch.sum
+    remat.fit(models[0], x, **how)
+    errors: list[Exception] = []
+    is_over = threading.Event()
+
+    def train() -> None:
+        while not is_over.is_set():
+            try:
+                models[0](x).sum().backward()
+            except Exception as error:  # noqa: BLE001
+                errors.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        for model in models[1:]:
+            remat.fit(model, x, **how)
+    finally:
+        is_over.set()
+        thread.join()
+    assert errors == []
 
 
 def test_a_step_that_finds_no_gradients_is_not_taken_for_one_that_adds() -> None:

@@ -244,9 +244,27 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
     return replace(surrounded, let_go=frozenset(let_go))
 
 
+_ONCE = "autograd takes its gradient once"
+
+
 def with_pieces(program: JointProgram) -> JointProgram:
-    """Return a program with an op for each piece of gradients that leaves early."""
-    return _with_ops(program, _adding_ops(program)) if program.pieces else program
+    """Return a program with an op for each piece of gradients that leaves early.
+
+    What leaves is made once: where it stays, since there is nothing to add it to, no
+    schedule may count on its bytes.
+    """
+    if not program.pieces:
+        return program
+    adding = _adding_ops(program)
+    handed_over = {storage for _, op, _ in adding for storage in op.reads}
+    ops = tuple(
+        replace(op, non_recomputable=_ONCE)
+        if op.is_recomputable and handed_over.intersection(op.writes)
+        else op
+        for op in program.graph.ops
+    )
+    once = replace(program, graph=replace(program.graph, ops=ops))
+    return _with_ops(once, adding)
 
 
 def _with_ops(
@@ -295,7 +313,7 @@ def _adding_ops(program: JointProgram) -> list[tuple[int, Op, Piece]]:
             cost_ns=(0,),
             workspace_bytes=(0,),
             phase=Phase.BACKWARD,
-            non_recomputable="autograd adds up gradients once",
+            non_recomputable=_ONCE,
         )
         found.append((last + 1, op, piece))
     return found
