@@ -171,6 +171,16 @@ def test_gradients_that_are_taken_and_not_added_are_right_and_told() -> None:
         loss(model(X)).backward()
 
 
+def test_a_gradient_in_the_place_of_one_that_is_gone_is_no_sign_of_that() -> None:
+    model = Net()
+    remat.fit(model, X, budget="200%", loss=loss, accumulate=True)
+    # The second pass begins each time with a gradient that was never written to.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        for _ in range(4):
+            passes(model, 2)
+
+
 @pytest.mark.parametrize("regions", ["whole", "blocks", "breaks"])
 @pytest.mark.parametrize("every", [2, 3])
 def test_only_some_parameters_may_have_gradients(regions: str, every: int) -> None:
@@ -313,8 +323,8 @@ def test_verify_predicts_the_step_that_it_measures() -> None:
 
 def test_one_thread_trains_while_others_plan() -> None:
     models = [nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))) for _ in range(4)]
-    x, how = torch.randn(8, 64), {"budget": 10**8, "costs": "estimated"}
-    how["loss"] = torch.sum
+    x = torch.randn(8, 64)
+    how: dict[str, Any] = {"budget": 10**8, "costs": "estimated", "loss": torch.sum}
     remat.fit(models[0], x, **how)
     errors: list[Exception] = []
     is_over = threading.Event()

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 import remat
+from remat.core import gradient_pieces
 from remat.core.errors import (
     BudgetError,
     CaptureError,
@@ -25,6 +26,7 @@ from remat.core.errors import (
     SolverUnsuitableError,
     UnitError,
 )
+from remat.core.gradient_pieces import LEAST_BYTES
 from remat.core.platform import Device, Platform
 from remat.core.schedule import Boundary, Discard
 from remat.training.fitted_model import FittedModel
@@ -199,9 +201,11 @@ def test_gradient_accumulation_counts_the_gradients() -> None:
 
 @pytest.mark.parametrize("regions", ["whole", "blocks"])
 @pytest.mark.parametrize("budget", [1, "1%"])
+@pytest.mark.parametrize("piece_bytes", [64, LEAST_BYTES])
 def test_the_budget_named_for_accumulation_works(
-    regions: str, budget: int | str
+    regions: str, budget: int | str, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(gradient_pieces, "LEAST_BYTES", piece_bytes)
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
     model, x = nn.Sequential(*blocks), torch.randn(32, 64)
     how: dict[str, Any] = {"loss": mean_square, "costs": "estimated"}

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import remat
 from remat.capture.gathering import Gathering
+from remat.core import gradient_pieces
 from remat.core.errors import (
     BudgetError,
     CaptureError,
@@ -658,6 +659,13 @@ def test_operators_in_no_graph_run_as_they_are_and_count(
     kind: Callable[[], nn.Module],
 ) -> None:
     check_budgets(kind, 1.0)
+
+
+def test_gradients_that_leave_early_count_where_they_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gradient_pieces, "LEAST_BYTES", 64)
+    check_budgets(Selecting, 1.0)
 
 
 def test_what_cannot_be_measured_is_named() -> None:

@@ -33,6 +33,7 @@ from remat.runtime.copies import copy_bytes
 from remat.runtime.lowering import PARAMETERS, PIECES
 from remat.runtime.undefined import Tell, place_of
 from remat.torch_compat.attributes import (
+    block_lives,
     has_hooks_of_its_gradient,
     storage_identity,
     version_of,
@@ -141,7 +142,7 @@ class EarlyGradients:
         # Of the gradient that the first planned piece is added to: its leaf, and its
         # block and how often that was written, when the last backward pass began.
         self._first: Callable[[], torch.Tensor | None] = lambda: None
-        self._begun_at: tuple[int, int] | None = None
+        self._begun_at: tuple[Callable[[], bool], int, int] | None = None
 
     def read(self, backward: fx.GraphModule) -> None:
         """Look when which gradients are ready in a backward pass."""
@@ -214,8 +215,11 @@ class EarlyGradients:
         gradient = existing_gradient(leaf)
         if gradient is None:
             return
-        if self._begun_at == (storage_identity(gradient), version_of(gradient)):
-            self._tell("taken", _TAKEN)
+        if self._begun_at is not None:
+            lives, *known = self._begun_at
+            # Another one may be in the place of one that is gone.
+            if lives() and known == [storage_identity(gradient), version_of(gradient)]:
+                self._tell("taken", _TAKEN)
         self._begun_at = None
         self._first = weakref.ref(leaf)
 
@@ -254,7 +258,8 @@ class EarlyGradients:
         leaf = self._first()
         gradient = None if leaf is None else existing_gradient(leaf)
         if self._planned and gradient is not None and not undefined:
-            self._begun_at = storage_identity(gradient), version_of(gradient)
+            identity, version = storage_identity(gradient), version_of(gradient)
+            self._begun_at = block_lives(gradient), identity, version
         values.clear()
         return True
 
