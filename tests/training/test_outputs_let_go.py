@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import remat
+from remat.capture.surroundings import FREES_TANGENTS
 from remat.core.errors import PlanWarning
 
 TOKENS = torch.randint(0, 1000, (4, 64))
@@ -34,13 +35,11 @@ class Language(nn.Module):
         torch.manual_seed(0)
         self.is_broken = regions == "breaks"
         self.embedding = nn.Embedding(1000, 32)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
         self.head = nn.Linear(32, 1000, bias=False)
 
     def forward(self, tokens: Tensor) -> dict[str, Tensor]:
-        hidden = self.embedding(tokens)
-        for block in self.blocks:
-            hidden = block(hidden)
+        hidden = self.blocks(self.embedding(tokens))
         if self.is_broken:
             torch._dynamo.graph_break()
         logits = self.head(hidden)
@@ -174,7 +173,8 @@ def test_a_loss_outside_of_the_model_may_keep_them(
     assert measured <= plan.peak_bytes <= named[False]
     if loss is entropy:
         assert named[False] <= named[True] - (passes + 1) // 2 * LOGITS_BYTES * 9 // 10
-        assert plan.peak_bytes <= 1.01 * measured
+        # Older versions of torch hold the gradients of outputs until backward returns.
+        assert plan.peak_bytes <= (1.01 if FREES_TANGENTS else 1.1) * measured
 
 
 def test_it_is_yes_or_no() -> None:
