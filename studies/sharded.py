@@ -77,6 +77,7 @@ class Way:
                 "kwargs": batch,
                 "optimizer": self.optimizer,
                 "regions": "blocks",
+                "holds_outputs": False,
             }
             self.plan = remat.fit(self.model, budget=budget, **options)
         self.seconds: list[float] = []

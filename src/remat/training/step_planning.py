@@ -549,7 +549,9 @@ class Planner:
             gradient_bytes = self.gradient_bytes
         bucket_bytes = min(gradient_bytes, gradient_buckets_bytes())
         waiting_bytes = 0
-        if request.passes_in_flight > 1 and self.loop.joins_passes:
+        may_join = request.passes_in_flight > 1 and self.loop.joins_passes
+        # In the middle of training it is seen, and told, where passes need more.
+        if may_join and self.plans_ahead:
             storages = program.graph.storages
             sizes = [storages[s].size_bytes for s in program.accumulated]
             # Those of the first pass, and the sum of two that is made.
