@@ -247,6 +247,9 @@ class JointProgram:
         op of the traced step after which each does, in that order.
     piece_ops
         The ops of the graph that hand over a piece, once it has them.
+    changed_count
+        How many of ``forward_values`` come before the outputs of the traced function:
+        new values of inputs that it changes.
     returned_storages
         The storages of what the model returns, but for its loss, where there are no
         ``forward_values``.
@@ -285,6 +288,7 @@ class JointProgram:
     accumulated: frozenset[int] = frozenset()
     pieces: Mapping[int, Piece] = field(default_factory=dict[int, Piece])
     piece_ops: Mapping[int, Piece] = field(default_factory=dict[int, Piece])
+    changed_count: int = 0
     returned_storages: frozenset[int] | None = None
     let_go: frozenset[int] = frozenset()
     given_storages: frozenset[int] = frozenset()
@@ -305,7 +309,8 @@ class JointProgram:
         if self.returned_storages is not None:
             return held & self.returned_storages
         if self.loss is not None:
-            held.difference_update(self.storages_of[self.forward_values[self.loss]])
+            value = self.forward_values[self.changed_count + self.loss]
+            held.difference_update(self.storages_of[value])
         return held
 
     def unread_outputs(self) -> list[int]:
@@ -314,7 +319,7 @@ class JointProgram:
         gone = self.let_go.difference(s for op in ops for s in op.reads)
         return [
             position
-            for position, value in enumerate(self.forward_values)
+            for position, value in enumerate(self.forward_values[self.changed_count :])
             if isinstance(value, fx.Node) and gone.intersection(self.storages_of[value])
         ]
 
@@ -515,6 +520,10 @@ class _Analysis:
             random_states={index_of[n]: state for n, state in self.states.items()},
             unchecked_inputs=frozenset(self.unchecked),
             accumulated=accumulated,
+            changed_count=sum(
+                changed is not None
+                for changed in self.changed_inputs[: len(self.forward_values)]
+            ),
             pieces=self.find_pieces(graph, accumulated),
             given_storages=frozenset(
                 spec.storage for spec in self.inputs if spec.storage is not None

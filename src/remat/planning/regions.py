@@ -68,6 +68,9 @@ class Region:
         Tangents that take no memory where they do not exist.
     handed_over
         Gradients that an op of its own hands over before its backward pass ends.
+    views
+        Gradients that it hands over as views of their blocks, to which autograd adds
+        none in place: the tensor that one is a view of is held with it.
     """
 
     graph: TrainingGraph
@@ -79,6 +82,7 @@ class Region:
     changed: frozenset[int] = frozenset()
     one_zeros: frozenset[int] = frozenset()
     handed_over: frozenset[int] = frozenset()
+    views: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -887,6 +891,8 @@ class _Composition:
         if not self.frees_tangents:
             dropped.update(dict.fromkeys(mapped[t] for t in region.graph.tangents))
         for slot, gradient in region.gradients:
+            if gradient in region.views and not self.gradients[slot]:
+                self.viewed.add(slot)
             found = self.hand_over(slot, self.storage_of(index, gradient))
             if gradient not in region.handed_over or self.gradient_counts[slot] > 1:
                 dropped.update(found)

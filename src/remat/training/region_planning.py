@@ -685,6 +685,7 @@ class RegionPlanner(Planner):
         slots: dict[int, int] = {}
         gradients: list[tuple[int, int]] = []
         one_zeros: set[int] = set()
+        views: set[int] = set()
         if node is not None:
             positions = outputs_of_tangents(program.module.graph)
             for tangent, position in positions.items():
@@ -698,6 +699,7 @@ class RegionPlanner(Planner):
                 if following is not None and isinstance(value, fx.Node):
                     found = program.storages_of[value]
                     gradients += [(backward.slot(following, number), s) for s in found]
+                    views.update(s for s in found if value not in program.base_nodes[s])
         blocks = {**seen.given, **seen.made}
         return Region(
             graph=self._costed(program),
@@ -707,6 +709,7 @@ class RegionPlanner(Planner):
             slots=slots,
             gradients=gradients,
             one_zeros=frozenset(one_zeros),
+            views=frozenset(views),
             handed_over=frozenset(
                 storage
                 for op in program.piece_ops

@@ -633,7 +633,10 @@ class Planner:
                     if program.returned is None
                     else fake_output(_at_sizes(program, program.returned))
                 )
-                return self.memory_of_loss(self.loss, outputs)
+                memory = self.memory_of_loss(self.loss, outputs)
+                # Which of several outputs it keeps is not told apart.
+                is_sure = len(outputs.tensors) == 1
+                return memory if is_sure else replace(memory, saves_outputs=True)
         if program.loss is not None:
             return LossMemory(peak_bytes=0, held_bytes=0, saves_outputs=False)
         # Only outputs that take a gradient have one.
