@@ -363,3 +363,50 @@ def test_a_step_that_finds_no_gradients_is_not_taken_for_one_that_adds() -> None
     assert ADDING in [op.name for op in adding.graph.ops]
     assert ADDING not in [op.name for op in first.graph.ops]
     assert peak <= first.peak_bytes <= 1.01 * peak
+
+
+class Shared(nn.Module):
+    """Uses one layer on both sides of a graph break, or in several blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(self.layer, nn.GELU()) for _ in "abc")
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Twice(Shared):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.layer(x))
+        torch._dynamo.graph_break()
+        return self.head(torch.tanh(self.layer(x)))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("kind", [Shared, Twice])
+def test_gradients_of_one_weight_from_several_graphs_count(
+    kind: type[nn.Module], count: int
+) -> None:
+    plain, model = kind(), kind()
+    how: dict[str, Any] = {"accumulate": count > 1, "regions": "breaks"}
+    if kind is Shared:
+        how["regions"] = ["blocks.*"]
+    budget = named_bytes(model, **how)
+    remat.fit(model, X, budget=budget, loss=loss, **how)
+    expected, found = passes(plain, count), passes(model, count)
+    for name, one, other in zip(
+        dict(model.named_parameters()), expected, found, strict=True
+    ):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other), name
+    peak = peak_bytes(model, lambda: passes(model, count))
+    assert peak <= budget
+    predicted = max(plan.peak_bytes for plan in plans_of(model))
+    assert predicted <= 1.01 * peak

@@ -24,6 +24,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from remat.core.errors import BudgetError
+from remat.core.gradient_pieces import ADDING
 from remat.core.graph import Op, Phase, Role, Storage, TrainingGraph
 from remat.core.liveness import BOUNDARY, schedule_from_order, store_all_order
 from remat.core.platform import Platform, single_device
@@ -541,7 +542,9 @@ class ComposedStep:
             size_bytes = found.storages[number].size_bytes
             storages[mapped] = replace(storages[mapped], size_bytes=size_bytes)
         for index, origin in enumerate(self.origins):
-            if origin is not None and origin[0] == region:
+            is_own = origin is not None and origin[0] == region
+            # Gradients of parameters do not vary, nor what their sums need.
+            if origin is not None and is_own and ops[index].name != ADDING:
                 workspace_bytes = found.ops[origin[1]].workspace_bytes
                 ops[index] = replace(ops[index], workspace_bytes=workspace_bytes)
         graph = replace(self.graph, storages=tuple(storages), ops=tuple(ops))
@@ -887,7 +890,9 @@ class _Composition:
                 dropped[found] = None
                 found = self.made_between(f"all of {block.name}", block, (found,))
             mapped[tangent] = found
+        first = len(self.ops)
         self.add_ops(index, Phase.BACKWARD)
+        self.count_sums(index, first)
         if not self.frees_tangents:
             dropped.update(dict.fromkeys(mapped[t] for t in region.graph.tangents))
         for slot, gradient in region.gradients:
@@ -897,6 +902,29 @@ class _Composition:
             if gradient not in region.handed_over or self.gradient_counts[slot] > 1:
                 dropped.update(found)
         self.drop(f"the end of backward of graph {index}", dropped)
+
+    def count_sums(self, index: int, first: int) -> None:
+        """Count sums that autograd makes when a region hands over gradients early.
+
+        With ones of other regions, and not in the place of either.
+        """
+        region = self.regions[index]
+        sums = {
+            self.storage_of(index, gradient)
+            for slot, gradient in region.gradients
+            if gradient in region.handed_over
+            and self.gradients[slot]
+            and slot in self.viewed
+        }
+        for number in range(first, len(self.ops)):
+            op = self.ops[number]
+            if op.name == ADDING and sums.intersection(op.reads):
+                made = (
+                    self.storages[s].size_bytes for s in sums.intersection(op.reads)
+                )
+                size_bytes = max(made)
+                sizes = tuple(size + size_bytes for size in op.workspace_bytes)
+                self.ops[number] = replace(op, workspace_bytes=sizes)
 
     def add_work(self, work: EagerWork) -> None:
         """Add what is done around the regions, and after it what it needed last."""
