@@ -308,9 +308,13 @@ class JointProgram:
         held = set(self.graph.held_outputs.difference(self.graph.tangents))
         if self.returned_storages is not None:
             return held & self.returned_storages
+        # What a buffer becomes may be an output as well.
+        kept = self.forward_values[: self.changed_count]
         if self.loss is not None:
-            value = self.forward_values[self.changed_count + self.loss]
-            held.difference_update(self.storages_of[value])
+            kept.append(self.forward_values[self.changed_count + self.loss])
+        for value in kept:
+            if isinstance(value, fx.Node):
+                held.difference_update(self.storages_of[value])
         return held
 
     def unread_outputs(self) -> list[int]:
