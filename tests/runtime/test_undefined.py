@@ -206,3 +206,23 @@ def test_zeros_that_are_more_than_added_are_made() -> None:
     assert not compare(expected, gradients(model))
     tangents = [plan.graph.storages[t].size_bytes for t in plan.graph.tangents]
     assert sorted(tangents) == [4, 4 * 8 * 4]
+
+
+def test_zeros_of_two_outputs_that_are_one_value_are_made() -> None:
+    class Twice(nn.Module):
+        """Returns one value twice: gradients of both are added to each other."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            hidden = self.layer(x).t()
+            return torch.tanh(hidden).sum(), hidden.clone(), hidden
+
+    plain, model, x = Twice(), Twice(), torch.randn(4, 8)
+    remat.fit(model, x, budget=10**6, costs="estimated")
+    for net in (plain, model):
+        net(x)[0].backward()
+    assert not compare(gradients(plain), gradients(model))

@@ -12,6 +12,7 @@ from torch.nn import functional
 import remat
 from remat.capture.surroundings import FREES_TANGENTS
 from remat.core.errors import PlanWarning
+from remat.training.verification import compare
 
 TOKENS = torch.randint(0, 1000, (4, 64))
 LOGITS_BYTES = 4 * 64 * 1000 * 4
@@ -58,6 +59,10 @@ def holds(model: nn.Module) -> None:
     outputs["loss"].backward()
 
 
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
 def peak_bytes(model: nn.Module, step: Callable[[nn.Module], None]) -> int:
     measured = remat.measure(lambda: step(model), repeats=0, resident=[model, TOKENS])
     return measured.peak_bytes
@@ -87,10 +92,7 @@ def test_they_are_free_in_backward(regions: str) -> None:
     assert abs(plan.baseline_peak_bytes - eager) <= eager // 100
     lets_go(plain)
     lets_go(model)
-    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
-        assert torch.equal(one.grad, other.grad)
+    assert not compare(gradients(plain), gradients(model))
 
 
 @pytest.mark.parametrize("regions", WAYS)

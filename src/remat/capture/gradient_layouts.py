@@ -81,15 +81,18 @@ def add_zeros_last(joint: fx.GraphModule, loss: int | None) -> None:
         The position among the outputs of the one that is differentiated; ``None`` if
         all are.
     """
-    tangents = [node for node in joint.graph.nodes if is_tangent(node)]
-    positions = [output_position(tangent) for tangent in tangents]
-    if loss is None or loss not in positions:
-        return
-    for tangent, position in zip(tangents, positions, strict=True):
-        if position != loss:
-            for node in list(tangent.users):
-                _swap(node, tangent)
+    for tangent in _tangents_besides(joint, loss):
+        for node in list(tangent.users):
+            _swap(node, tangent)
     joint.recompile()
+
+
+def _tangents_besides(joint: fx.GraphModule, loss: int | None) -> list[fx.Node]:
+    """Return the tangents of other outputs than the loss; none if that is unknown."""
+    tangents = [node for node in joint.graph.nodes if is_tangent(node)]
+    if loss is None or loss not in map(output_position, tangents):
+        return []
+    return [node for node in tangents if output_position(node) != loss]
 
 
 def expand_zeros(joint: fx.GraphModule, loss: int | None, *, is_alone: bool) -> None:
@@ -105,11 +108,9 @@ def expand_zeros(joint: fx.GraphModule, loss: int | None, *, is_alone: bool) -> 
     is_alone
         Whether no other graph of the step may differentiate the other outputs.
     """
-    tangents = [node for node in joint.graph.nodes if is_tangent(node)]
-    if is_alone:
-        if loss not in map(output_position, tangents):
-            return
-        tangents = [node for node in tangents if output_position(node) != loss]
+    tangents = _tangents_besides(joint, loss)
+    if not is_alone:
+        tangents = [node for node in joint.graph.nodes if is_tangent(node)]
     added = [node for node in tangents if _is_only_added(node)]
     # The others are made where backward begins, by what the trace says of them.
     others = [node.meta["val"] for node in tangents if node not in added]
@@ -127,16 +128,29 @@ def _is_only_added(value: fx.Node) -> bool:
     for user in value.users:
         if user.target is torch.ops.aten.add.Tensor and not user.kwargs:
             first, second = user.args
-            other = second if first is value else first
-            known = other.meta.get("val") if isinstance(other, fx.Node) else None
-            total = user.meta["val"]
-            if other is value or not isinstance(known, torch.Tensor):
-                return False
-            if known.dtype != total.dtype or not _is_laid_out_as(known, total):
+            if not _lays_out(second if first is value else first, user.meta["val"]):
                 return False
         elif user.target not in _VIEWS or not _is_only_added(user):
             return False
     return True
+
+
+def _lays_out(other: Any, total: torch.Tensor) -> bool:
+    """Whether a sum is laid out as one of its operands, whatever the other one is."""
+    known = other.meta.get("val") if isinstance(other, fx.Node) else None
+    return (
+        isinstance(known, torch.Tensor)
+        and known.dtype == total.dtype
+        and _is_laid_out_as(known, total)
+        # The sum of two expanded zeros is laid out as neither.
+        and not is_tangent(_viewed(other))
+    )
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    while node.target in _VIEWS:
+        node = node.all_input_nodes[0]
+    return node
 
 
 _aten = torch.ops.aten

@@ -132,7 +132,7 @@ class InputSpec:
 
     ``role`` is parameter, buffer or input; ``name`` is for people. ``storage``
     identifies the storage of the tensor that is given, while it exists, and
-    ``has_gradient`` says whether it holds a gradient, which the step adds to.
+    ``has_gradient`` says whether it holds a gradient, or will, which the step adds to.
     ``size_bytes`` is what of the storage this input counts for, ``None`` for all.
     """
 
@@ -428,10 +428,9 @@ def analyse(
         If the graph holds an operation that cannot be treated; the message names it
         and the user's source line.
     """
-    analysis = _Analysis(
+    return _Analysis(
         module, forward_output_count, inputs, name, varying, is_alone=is_alone
-    )
-    return analysis.run()
+    ).run()
 
 
 _NOTHING = Op(

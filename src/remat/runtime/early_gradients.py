@@ -8,7 +8,7 @@ the same tensors, one gate for a piece of all gradients. In backward the step it
 hands on nothing; each gate runs the backward code up to where its piece is ready, and
 hands that on. Autograd runs the gate that was made last first, and adds gradients up
 before it runs the next. The code runs in the same order, so results are bitwise the
-same, and no gradient lives longer than before.
+same, and no gradient lives longer than before, unless hooks wait for it.
 
 Gradients that are added to existing ones leave so as well, in the pieces that the plan
 counts on: none is there beside all of those.
@@ -42,16 +42,15 @@ from remat.torch_compat.names import BoxedCodeGen
 
 Code = Callable[[list[Any]], Generator[list[Any]]]
 
-
 _HOOKED = (
-    "hooks run when its gradients have been added up (as by "
-    "register_post_accumulate_grad_hook) that were not there when it was planned. "
+    "has hooks that run when gradients have been added up (as by "
+    "register_post_accumulate_grad_hook), and they were not there when it was planned. "
     "Gradients then wait until nothing reads what they are of, and steps may need more "
     "than the budget: register such hooks before remat.fit"
 )
 
 _TAKEN = (
-    "its plan is for a backward() that adds to existing gradients, and others were taken, "
+    "has a plan for a backward() that adds to existing gradients, and others were taken, "
     "as by torch.autograd.grad or backward(inputs=...): these are in memory besides, and "
     "such steps may need that much more than the budget. Clear the gradients before, or "
     "leave that room"

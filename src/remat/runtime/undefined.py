@@ -9,14 +9,12 @@ are one zero, expanded, which takes no memory.
 """
 
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from remat.core.errors import PlanWarning
 from remat.core.units import format_bytes
 from remat.torch_compat.attributes import block_lives, is_compiled_step
 from remat.torch_compat.metadata import (
@@ -33,7 +31,7 @@ Tell = Callable[[str, str], None]
 def held_words(held_bytes: int) -> str:
     """Say that outputs are there while backward runs which the plan says are not."""
     return (
-        "its plan is for a loop that lets go of what the model returns, besides its loss, "
+        "has a plan for a loop that lets go of what the model returns, besides its loss, "
         f"before the backward pass begins, but {format_bytes(held_bytes)} of it are still "
         "there: steps may need as much more than the budget. Give holds_outputs=True, or "
         "del the outputs before backward()"
@@ -64,7 +62,6 @@ class DefinedTangents:
         self.unexpected = 0
         # Positions of outputs that nobody is to hold any more when backward begins.
         self.let_go: Sequence[int] = ()
-        self.name = ""
         self.tell = tell
         self._noted = threading.local()
 
@@ -92,17 +89,14 @@ class DefinedTangents:
             )
         ]
 
-    def expect_only(self, output: int | None, name: str) -> None:
+    def expect_only(self, output: int | None) -> None:
         """Warn, once, when another output than this one has a gradient.
 
         Parameters
         ----------
         output
             The position of the loss among the outputs, ``None`` to expect any.
-        name
-            Name of the step, for people.
         """
-        self.name = name
         self.unexpected = sum(
             1 << tangent
             for tangent, position in enumerate(self.output_of)
@@ -136,10 +130,8 @@ class DefinedTangents:
         if self.has_expanded_zeros:
             # :class:`MissingTangents` makes them.
             step.set_materialize_grads(False)
-        shapes = [
-            None if position is None else outputs[position].shape
-            for position in self.output_of
-        ]
+        positions = self.output_of if self.has_expanded_zeros else ()
+        shapes = [None if p is None else outputs[p].shape for p in positions]
 
         let_go = HeldOutputs(outputs[position] for position in self.let_go)
 
@@ -149,7 +141,7 @@ class DefinedTangents:
             unexpected = self.unexpected & ~noted.undefined
             if unexpected:
                 self.unexpected = 0
-                self.warn_of(unexpected)
+                self.tell("differentiated", self.words_of(unexpected))
             if self.let_go:
                 held_bytes = let_go.held_bytes()
                 if held_bytes:
@@ -158,22 +150,21 @@ class DefinedTangents:
 
         step.register_prehook(note)
 
-    def warn_of(self, unexpected: int) -> None:
+    def words_of(self, unexpected: int) -> str:
         """Say that outputs besides the loss have a gradient."""
         others = [
             position
             for tangent, position in enumerate(self.output_of)
             if unexpected >> tangent & 1
         ]
-        msg = (
-            f"{self.name} returns a loss, and its plan is for a step that "
+        return (
+            "returns a loss, and its plan is for a step that "
             f"differentiates this alone, but here tensors {others} of those that it "
             "returns are differentiated too: the gradients are right, but what was "
             "computed from these tensors outside the model is in no plan, and the "
             "budget may be exceeded by it. Give it as remat.fit(..., loss=...), a "
             "function from the model's outputs to the scalar whose backward() is called"
         )
-        warnings.warn(msg, PlanWarning, stacklevel=2)
 
     def undefined(self) -> tuple[Sequence[torch.Size | None], frozenset[int]]:
         """Return shapes of tangents, and which gradients are undefined, once a pass.

@@ -1085,8 +1085,8 @@ class _Weakly:
         return self._found().has_gradient(leaf)
 
     @property
-    def may_use_devices(self) -> bool:
-        return self._found().may_use_devices
+    def has_several_devices(self) -> bool:
+        return self._found().has_several_devices
 
     @property
     def has_described_loss(self) -> bool:

@@ -297,7 +297,7 @@ class PlannedBackend:
         """Warn of something that the step does otherwise than planned, once."""
         if cause not in self._told:
             self._told.add(cause)
-            warnings.warn(f"{self.name}: {words}", PlanWarning, stacklevel=2)
+            warnings.warn(f"{self.name} {words}", PlanWarning, stacklevel=2)
 
     def tell_of_autocast(self, settings: tuple[Autocast, ...]) -> None:
         """Compile steps from now on for backward passes under these settings."""
@@ -413,7 +413,7 @@ class PlannedBackend:
                 program = replace(program, pieces={})
             self.training_step_count += 1
             program, schedule = self.choose_schedule(program)
-            defined.expect_only(program.loss, self.name)
+            defined.expect_only(program.loss)
             defined.expect_let_go(program.unread_outputs())
             if self.is_only_planned and program.platform is not None:
                 # Never run, so it need not be what is planned for devices elsewhere.

@@ -445,7 +445,7 @@ class Planner:
     def choose_schedule(self, program: JointProgram) -> tuple[JointProgram, Schedule]:
         """Plan a traced step, or find the plan made for an equal one."""
         with outside_of_tracing():
-            if self.may_use_devices:
+            if self.has_several_devices:
                 # What copies of blocks wait for is decided for the pass as a whole.
                 program = replace(program, pieces={})
             bare = program
@@ -471,14 +471,9 @@ class Planner:
         )
 
     @property
-    def may_use_devices(self) -> bool:
-        """Whether a step may be planned for more than the device that it is on."""
-        platform, given = self.request.platform, self.request.given_plan
-        return (
-            isinstance(self.request.budget, Mapping)
-            or (platform is not None and len(platform.devices) > 1)
-            or (given is not None and given.has_several_devices)
-        )
+    def has_several_devices(self) -> bool:
+        """Whether steps are planned for more than one device."""
+        return self.request.has_several_devices
 
     def with_allocator(self, plan: Plan, program: JointProgram) -> Plan:
         """Return a plan that knows how the allocator of its device is set."""

@@ -83,8 +83,8 @@ class StepPlanner(Protocol):
         ...
 
     @property
-    def may_use_devices(self) -> bool:
-        """Whether a step may be planned for more than the device that it is on."""
+    def has_several_devices(self) -> bool:
+        """Whether steps are planned for more than one device."""
         ...
 
     @property
@@ -274,7 +274,7 @@ class VariantBackend(PlannedBackend):
     def may_expand_zeros(self) -> bool:
         """Whether gradients that do not exist may be one zero, expanded."""
         # A copy of it on another device would be as large as its shape.
-        return not self.planner.may_use_devices
+        return not self.planner.has_several_devices
 
     def choose_sizes(self, varying: VaryingSizes) -> Sizes:
         """Return the sizes for which a step is planned whose sizes vary."""
