@@ -47,6 +47,18 @@ def test_each_output_has_its_size_and_absent_outputs_have_none():
     assert weight.output_sizes_bytes == (w.numel() * 4,)
 
 
+def test_a_result_that_the_trace_leaves_out_is_workspace():
+    x, w = fake(4, 1, 64), fake(3, 1, 5)
+    grad = fake(4, 3, 64)
+    args = (grad, x, w, [3], [1], [2], [1], False, [0], 1, [True, False, True])
+    # The kernel computes the weight's gradient with that of the bias, told or not.
+    outputs = (fake(4, 1, 64), None, fake(3))
+    call = OperatorCall(aten.convolution_backward.default, args, outputs=outputs)
+    (cost,) = profile_operators([call])
+    assert cost.output_sizes_bytes == (x.numel() * 4, 12)
+    assert cost.workspace_bytes >= w.numel() * 4
+
+
 def test_temporaries_inside_an_operator_are_its_workspace():
     # Sorting along the last dimension makes an index row of 8 bytes an element.
     cost = profile_one(aten.sort.default, fake(1000, 1000))

@@ -384,7 +384,8 @@ def _moved(
         return target if value == source else value
 
     args, kwargs = tree_map(on_target, (call.args, dict(call.kwargs)))
-    return OperatorCall(call.target, args, cast("Mapping[str, Any]", kwargs))
+    kwargs = cast("Mapping[str, Any]", kwargs)
+    return OperatorCall(call.target, args, kwargs, outputs=call.outputs)
 
 
 def platform_costs(

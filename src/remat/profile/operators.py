@@ -41,6 +41,7 @@ from remat.torch_compat.names import (
     disable_current_modes,
     no_python_dispatcher,
     profiler_enabled,
+    tree_leaves,
 )
 
 _LEAST_SAMPLES = 3
@@ -300,7 +301,9 @@ def _measure_operator(
     with nullcontext() if place is None else device_module(place).device(place):
         # The first run pays for what is made once: compiled primitives, handles.
         run()
-        sizes, aliases_input, growth_bytes = _memory_of(run, (args, kwargs), place)
+        growth_bytes, outputs = _growth_of(run, place)
+        sizes, aliases_input = _output_sizes((args, kwargs), _results(call, outputs))
+        del outputs
         times = _time_cpu(run) if place is None else _time_accelerator(run, place)
     undisturbed = _undisturbed(times)
     median = statistics.median(undisturbed)
@@ -328,21 +331,14 @@ def _accelerator_of(
     return found[0] if found else torch.device(types[0])
 
 
-def _memory_of(
-    run: Callable[[], object], inputs: object, place: torch.device | None
-) -> tuple[tuple[int, ...], bool, int]:
-    if place is None:
-        growth_bytes, outputs = _growth_of(run)
-    else:
+def _growth_of(
+    run: Callable[[], object], place: torch.device | None
+) -> tuple[int, object]:
+    """Return the most memory that a call takes, in bytes, and its result."""
+    if place is not None:
         before = memory_stats(place, reset=True)["requested_bytes.all.current"]
         outputs = run()
-        growth_bytes = memory_stats(place)["requested_bytes.all.peak"] - before
-    sizes, aliases_input = _output_sizes(inputs, outputs)
-    return sizes, aliases_input, growth_bytes
-
-
-def _growth_of(run: Callable[[], object]) -> tuple[int, object]:
-    """Return the most CPU memory that a call takes, in bytes, and its result."""
+        return memory_stats(place)["requested_bytes.all.peak"] - before, outputs
     if threading.current_thread() is not threading.main_thread():
         # The main thread may hold the one profiler that a process can have.
         return record_growth(run)
@@ -350,12 +346,27 @@ def _growth_of(run: Callable[[], object]) -> tuple[int, object]:
     return recording.peak_bytes(), outputs
 
 
-def _output_sizes(inputs: object, outputs: object) -> tuple[tuple[int, ...], bool]:
+def _results(call: OperatorCall, outputs: object) -> list[torch.Tensor]:
+    """Return the tensors of a result that the step knows of.
+
+    Some kernels also compute what they were told to leave out, such as the gradient of a
+    frozen weight beside that of its bias. It is let go at once: part of the workspace.
+    """
+    made, traced = tree_leaves(outputs), tree_leaves(call.outputs)
+    if call.outputs is None or len(made) != len(traced):
+        return tensors_in(outputs)
+    known = [t for t, value in zip(made, traced, strict=True) if value is not None]
+    return tensors_in(known)
+
+
+def _output_sizes(
+    inputs: object, outputs: Sequence[torch.Tensor]
+) -> tuple[tuple[int, ...], bool]:
     of_inputs = {t.untyped_storage().data_ptr() for t in tensors_in(inputs)}
     seen = set(of_inputs)
     sizes: list[int] = []
     aliases_input = False
-    for tensor in tensors_in(outputs):
+    for tensor in outputs:
         storage = tensor.untyped_storage()
         address, size_bytes = storage.data_ptr(), storage.nbytes()
         sizes.append(0 if address in seen else size_bytes)
