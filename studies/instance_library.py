@@ -30,6 +30,7 @@ from remat.planning.one_device import plain_peak_bytes, plan_graph
 from remat.planning.smallest_budget import smallest_budget
 from remat.testing.instances.library import (
     Instance,
+    folder,
     load_instance,
     names,
     save_instance,
@@ -37,7 +38,7 @@ from remat.testing.instances.library import (
 from studies.pages import fill_place
 
 PAGE = Path(__file__).parent.parent / "docs" / "instances.md"
-FOLDER = Path(remat.__file__).parent / "benchmark" / "data"
+FOLDER = Path(str(folder()))
 PERCENTS = (90, 70, 50, 40)
 NEAR_SMALLEST = "1.05x"
 """Of the smallest budget with a known schedule, when the instance was made."""
