@@ -111,6 +111,7 @@ def attempt(
         "overhead": plan.overhead,
         "op_count": len(plan.graph.ops),
         "budget_bytes": plan.budget_bytes,
+        "baseline_peak_bytes": plan.baseline_peak_bytes,
         "predicted_peak_bytes": plan.peak_bytes,
         "prediction_error": plan.peak_bytes / measured_bytes - 1,
         **found,
@@ -232,8 +233,9 @@ def brief(line: Mapping[str, Any]) -> str:
     text = f"{line['name']} ({line.get('regions', '?')}): {line['status']}"
     if "measured_peak_bytes" in line:
         share = line["measured_peak_bytes"] / line["plain_peak_bytes"]
+        whole = line["baseline_peak_bytes"] / line["plain_peak_bytes"]
         text += (
-            f", {share:.0%} of plain, predicted {line['prediction_error']:+.2%}, "
+            f", {share:.0%} of plain (all kept: {whole:.1%}), predicted {line['prediction_error']:+.2%}, "
             f"eager {line['against_eager']['count']} differ, {line['planning_s']} s"
         )
     message = line.get("message", "")

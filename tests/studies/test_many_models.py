@@ -50,6 +50,8 @@ def test_what_becomes_of_a_model_is_told(name: str, tmp_path: Path) -> None:
     assert (line["status"], line["regions"]) == OUTCOMES[name]
     if line["status"] != REFUSED:
         assert line["measured_peak_bytes"] <= line["budget_bytes"]
+        # Eager PyTorch needs hardly less than a step of ours that keeps all.
+        assert line["baseline_peak_bytes"] <= 1.02 * line["plain_peak_bytes"]
         assert abs(line["prediction_error"]) < 0.01
         assert line["against_captured"]["count"] == 0
     many_models.record(line, tmp_path)
