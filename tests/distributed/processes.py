@@ -126,12 +126,20 @@ class _Group:
             connection.close()
 
 
+def _leave_alone(phase: str, about: dict[str, int]) -> None:
+    """Let the next full collection look only at what is made from now on."""
+    if phase == "stop" and about["generation"] == 2:
+        gc.freeze()
+
+
 def _serve(rank: int, port: int, connection: Connection) -> None:
     faulthandler.enable()
     _join(rank, port)
+    # What is measured is preceded by a collection: not of all that is imported, nor of
+    # what was traced, again and again.
+    gc.callbacks.append(_leave_alone)
     while True:
         function, args = pickle.loads(connection.recv_bytes())
-        # What is measured is preceded by a collection: not of all that is imported.
         gc.freeze()
         # A test's own code, which may raise anything, pytest's failures among it.
         try:
@@ -141,4 +149,5 @@ def _serve(rank: int, port: int, connection: Connection) -> None:
         connection.send_bytes(pickle.dumps(answer))
         # The next function finds what a process that is started finds.
         torch.compiler.reset()
+        gc.unfreeze()
         gc.collect()
