@@ -71,13 +71,15 @@ def _model_row(line: Line) -> Sequence[str]:
     if "measured_peak_bytes" not in line:
         return [*row, f"**{line['status']}**", *[""] * (len(COLUMNS) - 4)]
     peak_bytes, plain_bytes = line["measured_peak_bytes"], line["plain_peak_bytes"]
+    kept_bytes = line.get("baseline_peak_bytes")
     share = f"{peak_bytes / plain_bytes:.0%}"
     if line["status"] != "trained":
         share += ", the smallest budget" if "at_smallest" in line else ""
     return [
         *row,
         mebibytes(plain_bytes),
-        f"{line['baseline_peak_bytes'] / plain_bytes:.3f}",
+        # Older lines do not say it.
+        "" if kept_bytes is None else f"{kept_bytes / plain_bytes:.3f}",
         mebibytes(peak_bytes),
         share,
         f"{100 * line['prediction_error']:+.2f} %",
