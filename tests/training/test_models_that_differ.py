@@ -82,7 +82,9 @@ def test_recurrent_modules_are_refused_with_what_to_write_instead(kind):
         remat.plan(Encoder(), (torch.randn(5, 2, 8),), budget="100%")
 
 
-@pytest.mark.parametrize("trained", [("0.weight",), ("1.bias",), ("0.weight", "1.bias")])
+@pytest.mark.parametrize(
+    "trained", [("0.weight",), ("1.bias",), ("0.weight", "1.bias")]
+)
 def test_a_convolution_may_be_frozen_in_part(trained):
     torch.manual_seed(0)
     # On one channel the kernel computes the gradients of weight and bias together.
