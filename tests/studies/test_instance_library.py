@@ -13,7 +13,7 @@ from studies import instance_library
 def test_a_schedule_of_others_replaces_what_it_beats_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert instance_library.FOLDER == library.folder()
+    assert library.folder() == instance_library.FOLDER
     name, label = "vgg19", "90%"
     known = library.load_instance(name)
     slow, fast = known.best["1.05x"], known.best[label]
