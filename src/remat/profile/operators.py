@@ -350,7 +350,7 @@ def _results(call: OperatorCall, outputs: object) -> list[torch.Tensor]:
     """Return the tensors of a result that the step knows of.
 
     Some kernels also compute what they were told to leave out, such as the gradient of
-    a frozen weight beside that of its bias. It is let go at once: part of the workspace.
+    a frozen weight beside that of its bias. It is let go at once, and is workspace.
     """
     made, traced = tree_leaves(outputs), tree_leaves(call.outputs)
     if call.outputs is None or len(made) != len(traced):
