@@ -235,8 +235,8 @@ def brief(line: Mapping[str, Any]) -> str:
         share = line["measured_peak_bytes"] / line["plain_peak_bytes"]
         whole = line["baseline_peak_bytes"] / line["plain_peak_bytes"]
         text += (
-            f", {share:.0%} of plain (all kept: {whole:.1%}), predicted {line['prediction_error']:+.2%}, "
-            f"eager {line['against_eager']['count']} differ, {line['planning_s']} s"
+            f", {share:.0%} of plain (all kept: {whole:.1%}), predicted "
+            f"{line['prediction_error']:+.2%}, eager {line['against_eager']['count']} differ, {line['planning_s']} s"
         )
     message = line.get("message", "")
     return text + (f"\n    {message[-600:]}" if message else "")

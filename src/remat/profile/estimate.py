@@ -305,7 +305,8 @@ def estimate_workspace(call: OperatorCall, outputs: object) -> int:
     The rules follow what torch's CPU kernels were seen to allocate for float32:
 
     * convolution: a copy of output and weight in the library's own layout; its
-      backward: a copy of input, output gradient and weight;
+      backward: a copy of input, output gradient and weight, and the weight's gradient
+      also where that of the bias alone is asked for;
     * dropout: the random numbers, as large as the input;
     * batch norm backward: a copy of the output gradient;
     * a loss that reduces its elements: the elements before reduction, unless the
@@ -329,7 +330,17 @@ def estimate_workspace(call: OperatorCall, outputs: object) -> int:
     if name.startswith("upsample_") and "backward" not in name:
         name = "upsample"
     rule = (WORKSPACES if is_accelerated() else _WORKSPACE_RULES).get(name)
-    return 0 if rule is None or not made else rule(inputs, made)
+    if rule is None or not made:
+        return 0
+    return rule(inputs, made) + _unasked_bytes(call)
+
+
+def _unasked_bytes(call: OperatorCall) -> int:
+    """Return the bytes of what a kernel of the CPU computes beside what it is asked."""
+    if short_name(call) != "convolution_backward" or is_accelerated():
+        return 0
+    _, of_weight, of_bias = call.args[-1]
+    return _bytes(call.args[2]) if of_bias and not of_weight else 0
 
 
 def _sum_bytes(tensors: Sequence[torch.Tensor]) -> int:
