@@ -341,7 +341,8 @@ class JointProgram:
                 yield index, node
 
 
-_OWN_FRAME = "remat/capture/tracing.py"
+# The default device is given to functions by one of torch that runs in between.
+_NOT_THE_USERS = ("remat/capture/tracing.py", "torch/utils/_device.py")
 
 
 def user_source_line(node: fx.Node) -> str:
@@ -352,9 +353,10 @@ def user_source_line(node: fx.Node) -> str:
     trace = node.meta.get("stack_trace") or ""
     lines = [line.strip() for line in trace.splitlines() if line.strip()]
     for position in range(len(lines) - 1, -1, -1):
-        if lines[position].startswith("File ") and _OWN_FRAME not in lines[position]:
+        line = lines[position]
+        if line.startswith("File ") and not any(each in line for each in _NOT_THE_USERS):
             code = lines[position + 1] if position + 1 < len(lines) else ""
-            return f"{lines[position]}: {code}"
+            return f"{line}: {code}"
     return ""
 
 

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from torch._dynamo.exc import InternalTorchDynamoError as InternalTorchDynamoError
     from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
     from torch._dynamo.utils import preserve_rng_state as preserve_rng_state
+    from torch._dynamo.variables.torch_function import (
+        torch_function_mode_stack_state_mgr,
+    )
     from torch._functorch._aot_autograd.descriptors import (
         InputMutationAOTOutput as InputMutationAOTOutput,
     )
@@ -130,6 +133,7 @@ if TYPE_CHECKING:
     dynamo_config = torch._dynamo.config
     optimize = torch._dynamo.optimize
     guards = torch._dynamo.guards
+    function_modes_aside = torch_function_mode_stack_state_mgr
     maybe_mark_dynamic = torch._dynamo.maybe_mark_dynamic
     BoxedCodeGen = _BoxedCodeGen
     functorch_config = torch._functorch.config

@@ -26,6 +26,7 @@ from remat.torch_compat.names import (
     compile_lock,
     dynamo_config,
     exclude_dispatch_keys,
+    function_modes_aside,
     guards,
     has_kernel_for_key,
     optimize,
@@ -75,6 +76,25 @@ def tracer_settings(**changes: Any) -> Generator[None]:
             setattr(dynamo_config, name, before[name])
 
 
+@contextmanager
+def callers_function_modes() -> Generator[None]:
+    """Run what a caller wrote, or trace it, inside of a trace as outside of it.
+
+    While torch traces, it puts function modes aside, such as that of
+    ``torch.set_default_device``, and has one place for them: a trace inside of the
+    first finds no mode, and when it ends, those of the first are lost for good.
+    """
+    outside = function_modes_aside.stack
+    if not outside:
+        yield
+        return
+    try:
+        with function_modes_aside.temp_restore_stack():
+            yield
+    finally:
+        function_modes_aside.stack = outside
+
+
 class _Within:
     """What the tracer calls for each piece of code that is new, inside of a context."""
 
@@ -86,7 +106,7 @@ class _Within:
         self._around = around
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._around():
+        with callers_function_modes(), self._around():
             return self._torchdynamo_orig_backend(*args, **kwargs)
 
 

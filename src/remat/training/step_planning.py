@@ -77,6 +77,7 @@ from remat.torch_compat.attributes import (
     storage_identity,
 )
 from remat.torch_compat.names import tree_map, unset_fake_temporarily
+from remat.torch_compat.patches import callers_function_modes
 from remat.torch_compat.sharding import local_part
 from remat.training.allocator_settings import settings_on
 from remat.training.callers import gradient_buckets_bytes
@@ -622,7 +623,7 @@ class Planner:
         if self.loop.tangent_bytes is not None:
             return LossMemory(peak_bytes=0, held_bytes=0)
         if self.loss is not None and self.model is not None:
-            with autocast_again(program.autocast):
+            with callers_function_modes(), autocast_again(program.autocast):
                 outputs = (
                     self.example_outputs(self.model, self.batch_at(program))
                     if program.returned is None
