@@ -44,8 +44,19 @@ def card(capability: tuple[int, int], *sizes: int) -> SimpleNamespace:
         ([SUM], card((9, 0)), 0),
         ([SUM], card((9, 0), 5 * MIB), 0),
         ([SUM], card((9, 0), 5 * MIB, 32 * MIB), HOPPER_BYTES),
+        ([SUM], card((9, 0), *[32 * MIB] * 3), 3 * HOPPER_BYTES // 2),
+        ([PRODUCT], card((9, 0), *[32 * MIB] * 5), 5 * HOPPER_BYTES // 2),
     ],
-    ids=["Hopper", "older", "newer", "no product", "none before", "one before"],
+    ids=[
+        "Hopper",
+        "older",
+        "newer",
+        "no product",
+        "none before",
+        "one before",
+        "three before",
+        "five before",
+    ],
 )
 def test_two_threads_keep_a_block_once_there_was_a_product(
     modules: list[fx.GraphModule],

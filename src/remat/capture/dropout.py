@@ -38,7 +38,7 @@ _LIBRARY.define(
 
 
 def _empty_mask(size: Sequence[int], stride: Sequence[int], _: float) -> torch.Tensor:
-    return torch.empty_strided(size, stride, dtype=torch.uint8)
+    return torch.empty_strided(size, stride, dtype=torch.uint8, device="cpu")
 
 
 def _draw_mask(size: Sequence[int], stride: Sequence[int], keep: float) -> torch.Tensor:
@@ -80,7 +80,7 @@ def _core_draws_alike() -> bool:
     """
     generator = torch.Generator().manual_seed(1)
     state = generator.get_state()
-    mask = torch.empty(1001, dtype=torch.uint8)
+    mask = torch.empty(1001, dtype=torch.uint8, device="cpu")
     for keep in (0.9, 0.25):
         draw_mask(state.numpy(), mask.numpy(), keep)
         expected = torch.empty_like(mask).bernoulli_(keep, generator=generator)
@@ -113,7 +113,7 @@ def _noise(input_: torch.Tensor, p: float) -> torch.Tensor:
 def _kept(dtype: torch.dtype, keep: float) -> float:
     """Return what eager PyTorch multiplies by where it keeps."""
     with unset_fake_temporarily(), disable_current_modes():
-        return torch.ones((), dtype=dtype).div_(keep).item()
+        return torch.ones((), dtype=dtype, device="cpu").div_(keep).item()
 
 
 def has_no_effect(input_: torch.Tensor, p: float, *, train: bool) -> bool:
@@ -131,7 +131,9 @@ def has_no_effect(input_: torch.Tensor, p: float, *, train: bool) -> bool:
 
 
 def _factors(input_: torch.Tensor, p: float) -> torch.Tensor:
-    return torch.zeros((), dtype=input_.dtype) if p == 1 else _noise(input_, p)
+    if p == 1:
+        return torch.zeros((), dtype=input_.dtype, device=input_.device)
+    return _noise(input_, p)
 
 
 def _dropout(input_: torch.Tensor, p: float) -> torch.Tensor:

@@ -450,7 +450,7 @@ class Gathering:
         _mark(f"{len(self.seen) - 1}, which ends")
         return [
             *values[: len(nodes)],
-            *(torch.empty(0) for _ in values[len(nodes) :]),
+            *(torch.empty(0, device="cpu") for _ in values[len(nodes) :]),
         ]
 
     def note_node(self, outputs: Sequence[Any]) -> None:

@@ -129,7 +129,7 @@ def fakes_like(
 def _makers_of_many_views() -> tuple[type, ...]:
     """Return the classes of autograd's nodes of operators that make several views."""
     with torch.enable_grad():
-        whole = torch.ones(2, requires_grad=True)
+        whole = torch.ones(2, device="cpu", requires_grad=True)
         views = (whole.split(1)[0], whole.split([1, 1])[0], whole.unbind()[0])
     return tuple(type(view.grad_fn) for view in views)
 

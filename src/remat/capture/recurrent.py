@@ -169,7 +169,7 @@ def _with_workspace(
 
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(like.shape, dtype=like.dtype)
+    return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
 
 REAL_RESULTS: dict[Any, Callable[..., tuple[torch.Tensor, ...]]] = {

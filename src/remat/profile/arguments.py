@@ -39,16 +39,19 @@ class Fill:
     floats: Callable[[int, torch.Generator], torch.Tensor]
 
 
+_HOW: Any = {"dtype": torch.float32, "device": "cpu"}
+
+
 def _normal(count: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(count, generator=generator, dtype=torch.float32) * 0.1
+    return torch.randn(count, generator=generator, **_HOW) * 0.1
 
 
 def _probability(count: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.rand(count, generator=generator, dtype=torch.float32) * 0.8 + 0.1
+    return torch.rand(count, generator=generator, **_HOW) * 0.8 + 0.1
 
 
 def _ones(count: int, generator: torch.Generator) -> torch.Tensor:  # noqa: ARG001
-    return torch.ones(count, dtype=torch.float32)
+    return torch.ones(count, **_HOW)
 
 
 FILLS = (

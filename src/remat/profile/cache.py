@@ -50,7 +50,8 @@ def environment() -> dict[str, str]:
 
 
 def _flushes_denormals() -> bool:
-    return bool(torch.tensor(1e-310, dtype=torch.float64).mul(1.0).eq(0.0).item())
+    smallest = torch.tensor(1e-310, dtype=torch.float64, device="cpu")
+    return bool(smallest.mul(1.0).eq(0.0).item())
 
 
 def _processor_name() -> str:

@@ -4,7 +4,8 @@ Torch gives each handle of cuBLAS a block of its own caching allocator, at the f
 product of matrices, and never frees it. A thread has a handle of its own, and a step
 multiplies in two of them: the caller's in the forward pass, and that of autograd for
 the device in the backward pass. So there are two such blocks from the first step on,
-which belong to no tensor (``CublasHandlePool.cpp``, torch 2.11 to 2.15). cuDNN asks for
+which belong to no tensor (``CublasHandlePool.cpp``, torch 2.11 to 2.15); and more, if
+other threads multiplied before, or the same on other streams. cuDNN asks for
 its scratch memory at each call, which is measured with the operators.
 """
 
@@ -73,14 +74,13 @@ def library_bytes(modules: Iterable[fx.GraphModule], place: torch.device) -> int
     # That one says itself what its library keeps, which is simulated.
     own = getattr(module, "library_workspace_bytes", None)
     if own is not None:
-        return _THREADS * own()
+        return own(_THREADS)
     is_hopper_or_newer = module.get_device_capability(place) >= _HOPPER
     size_bytes = cublas_bytes(os.environ, is_hopper_or_newer=is_hopper_or_newer)
-    is_used = any(map(has_product, modules)) or has_block_of(
-        workspace_bytes(os.environ, is_hopper_or_newer=is_hopper_or_newer),
-        module.memory_snapshot(),
-    )
-    return _THREADS * size_bytes if is_used else 0
+    block_bytes = workspace_bytes(os.environ, is_hopper_or_newer=is_hopper_or_newer)
+    count = block_count(block_bytes, module.memory_snapshot())
+    is_used = count > 0 or any(map(has_product, modules))
+    return max(count, _THREADS) * size_bytes if is_used else 0
 
 
 def has_product(module: fx.GraphModule) -> bool:
@@ -89,12 +89,12 @@ def has_product(module: fx.GraphModule) -> bool:
     return any(s and s.name.partition("::")[2] in _PRODUCTS for s in schemas)
 
 
-def has_block_of(size_bytes: int, segments: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether a block that was asked for with this size is in use.
+def block_count(size_bytes: int, segments: Iterable[Mapping[str, Any]]) -> int:
+    """Return how many blocks that were asked for with this size are in use.
 
     ``segments`` are those of ``torch.cuda.memory_snapshot()``.
     """
-    return any(
+    return sum(
         block["state"] == "active_allocated" and block["requested_size"] == size_bytes
         for segment in segments
         for block in segment["blocks"]

@@ -338,9 +338,11 @@ def live_storages(
     device
         The device.
     resident
-        Where to look, as for :func:`measure`; by default everywhere.
+        Where to look, as for :func:`measure`; by default everywhere. For that, what
+        ``gc.freeze`` has put aside comes back: nothing is found there.
     """
     if resident is None:
+        gc.unfreeze()
         objects = [item for item in gc.get_objects() if _is_tensor(item)]
         tensors = cast("list[torch.Tensor]", objects)
         grads = [_grad_of(tensor) for tensor in tensors]

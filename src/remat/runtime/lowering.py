@@ -637,7 +637,9 @@ class _Pass:
         else:  # The state of a random generator.
             size_bytes = self.program.graph.storages[storage].size_bytes
             with symbolic_value(self.tangents[0]).fake_mode:
-                node.meta["val"] = torch.empty(size_bytes, dtype=torch.uint8)
+                node.meta["val"] = torch.empty(
+                    size_bytes, dtype=torch.uint8, device="cpu"
+                )
         self.saved[place] = node
         self.live[place] = node
         return node

@@ -51,13 +51,17 @@ LIBRARY_BYTES = 64 * 1024
 _PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
 
 
-class _Handle:
+class Handle:
     """A thread's handle of the library, whose block the next thread gets."""
 
     free: ClassVar[list[Any]] = []
+    count: ClassVar[int] = 0
 
     def __init__(self) -> None:
-        self._block = self.free.pop() if self.free else MEMORY.block(LIBRARY_BYTES)
+        if not self.free:
+            self.free.append(MEMORY.block(LIBRARY_BYTES))
+            Handle.count += 1
+        self._block = self.free.pop()
 
     def __del__(self) -> None:
         self.free.append(self._block)
@@ -92,12 +96,12 @@ def run_on_host(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     FAULTS.on_use()
     DEFAULT.synchronize()
     if str(operator).startswith(_PRODUCTS):
-        _of_thread.handle = getattr(_of_thread, "handle", None) or _Handle()
+        _of_thread.handle = getattr(_of_thread, "handle", None) or Handle()
     host_args, host_kwargs = tree_map(_shown_to_host, (args, kwargs))
     for name, value in kwargs.items():
         if name.startswith("out") and is_on_device(value):
             # Some kernels make what they write larger, and then smaller again.
-            host_kwargs[name] = torch.empty(0, dtype=value.dtype)
+            host_kwargs[name] = torch.empty(0, dtype=value.dtype, device="cpu")
     if torch.Tag.nondeterministic_seeded in operator.tags:
         with GENERATOR.drawing() as wanted:
             found = operator(*host_args, **host_kwargs)

@@ -196,7 +196,7 @@ def _type_of(dtype: torch.dtype) -> _Type:
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the CPU on the memory of one of the device: for kernels."""
     storage = tensor.untyped_storage()
-    host = torch.empty(0, dtype=tensor.dtype)
+    host = torch.empty(0, dtype=tensor.dtype, device="cpu")
     if not storage.nbytes():
         return host.as_strided(tensor.shape, tensor.stride())
     raw = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())

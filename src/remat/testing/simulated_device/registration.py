@@ -84,9 +84,9 @@ class _Module(ModuleType):
         """Return bytes of the host that torch's allocator for it does not know."""
         return torch.frombuffer(bytearray(size_bytes), dtype=torch.uint8)
 
-    def library_workspace_bytes(self) -> int:
-        """Return what its library keeps for each thread that multiplies matrices."""
-        return kernels.LIBRARY_BYTES
+    def library_workspace_bytes(self, thread_count: int) -> int:
+        """Return what its library keeps once so many threads multiply matrices."""
+        return kernels.LIBRARY_BYTES * max(thread_count, kernels.Handle.count)
 
     def empty_cache(self) -> None:
         """Give back what is not in use."""
