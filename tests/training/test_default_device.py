@@ -58,6 +58,13 @@ def _on_cpu() -> Iterator[None]:
     torch.set_default_device(None)
 
 
+def test_a_trace_inside_of_a_trace_leaves_nothing_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    remat.fit(Pair(), X, budget="300%", loss=lambda outputs: outputs[1].sum())
+    assert not [each for each in caplog.records if each.name.startswith("torch")]
+
+
 @pytest.mark.usefixtures("_on_cpu")
 @pytest.mark.parametrize("regions", ["whole", "breaks", "blocks"])
 def test_it_is_there_after_a_trace_inside_of_a_trace(regions: str) -> None:

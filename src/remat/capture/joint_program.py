@@ -354,7 +354,9 @@ def user_source_line(node: fx.Node) -> str:
     lines = [line.strip() for line in trace.splitlines() if line.strip()]
     for position in range(len(lines) - 1, -1, -1):
         line = lines[position]
-        if line.startswith("File ") and not any(each in line for each in _NOT_THE_USERS):
+        if line.startswith("File ") and not any(
+            each in line for each in _NOT_THE_USERS
+        ):
             code = lines[position + 1] if position + 1 < len(lines) else ""
             return f"{line}: {code}"
     return ""

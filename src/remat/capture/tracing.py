@@ -60,6 +60,7 @@ from remat.torch_compat.patches import (
     hooks_looked_for,
     patched,
     tracer_settings,
+    unlogged_settings,
     untimed_guards,
 )
 from remat.torch_compat.sharding import (
@@ -184,6 +185,8 @@ def compiled_code(
         ignored = _ignored_logs()
         changed = tracer_settings(ignore_logging_functions=ignored, **(settings or {}))
         patches: list[Patch] = [untimed_guards]
+        if ignored:
+            patches.append(unlogged_settings)
         is_unhooked = model is not None and not contents_of(model).are_hooked
         if is_unhooked and not guards_hooks:
             patches.append(hooks_looked_for)

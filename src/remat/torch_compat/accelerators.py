@@ -114,9 +114,7 @@ def pinned_bytes(size_bytes: int) -> torch.Tensor:
     make = getattr(device_module(accelerator_type()), "pinned_bytes", None)
     if make is not None:
         return make(size_bytes)
-    return torch.empty(
-        size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True
-    )
+    return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
     import torch._dynamo.config
     import torch._dynamo.guards
+    import torch._dynamo.utils
     import torch._functorch.config
     from torch import _neg_view
     from torch._C import DisableTorchFunction as DisableTorchFunction
@@ -133,6 +134,7 @@ if TYPE_CHECKING:
     dynamo_config = torch._dynamo.config
     optimize = torch._dynamo.optimize
     guards = torch._dynamo.guards
+    dynamo_utils = torch._dynamo.utils
     function_modes_aside = torch_function_mode_stack_state_mgr
     maybe_mark_dynamic = torch._dynamo.maybe_mark_dynamic
     BoxedCodeGen = _BoxedCodeGen

@@ -25,6 +25,7 @@ from remat.torch_compat.names import (
     OpOverload,
     compile_lock,
     dynamo_config,
+    dynamo_utils,
     exclude_dispatch_keys,
     function_modes_aside,
     guards,
@@ -95,6 +96,22 @@ def callers_function_modes() -> Generator[None]:
         function_modes_aside.stack = outside
 
 
+@contextmanager
+def _events_kept() -> Generator[None]:
+    """Let the events that a trace has begun end without a warning that they never did.
+
+    In torch 2.11 a trace inside of another clears them.
+    """
+    log = dynamo_utils.get_chromium_event_logger()
+    stacks = (log.get_stack(), log.get_pt2_compile_substack())
+    begun = [list(stack) for stack in stacks]
+    try:
+        yield
+    finally:
+        for stack, before in zip(stacks, begun, strict=True):
+            stack[:] = before
+
+
 class _Within:
     """What the tracer calls for each piece of code that is new, inside of a context."""
 
@@ -106,7 +123,7 @@ class _Within:
         self._around = around
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with callers_function_modes(), self._around():
+        with callers_function_modes(), _events_kept(), self._around():
             return self._torchdynamo_orig_backend(*args, **kwargs)
 
 
@@ -154,6 +171,25 @@ def untimed_guards() -> Callable[[], None]:
 
 def _no_time(*_guards: Any) -> float:
     return 0.0
+
+
+def unlogged_settings() -> Callable[[], None]:
+    """Patch traces to leave the tracer's settings out of torch's records of them.
+
+    Torch 2.11 cannot write functions there, and logs an error with a traceback, which
+    holds the values of all callers as long as somebody keeps the log.
+    """
+    written = dynamo_utils._get_dynamo_config_for_logging
+    dynamo_utils._get_dynamo_config_for_logging = _no_settings
+
+    def undo() -> None:
+        dynamo_utils._get_dynamo_config_for_logging = written
+
+    return undo
+
+
+def _no_settings() -> None:
+    return None
 
 
 def hooks_looked_for() -> Callable[[], None]:

@@ -91,6 +91,7 @@ NAMES: dict[str, Private] = {
         "torch._dynamo.convert_frame:compile_lock", "patching in one thread at a time"
     ),
     "guards": Private("torch._dynamo.guards", "tracing without a timing of guards"),
+    "dynamo_utils": Private("torch._dynamo.utils", "tracing without errors in logs"),
     "function_modes_aside": Private(
         "torch._dynamo.variables.torch_function:torch_function_mode_stack_state_mgr",
         "a caller's default device, inside of a trace and after it",
