@@ -171,11 +171,7 @@ def test_gradients_that_are_taken_and_not_added_are_right_and_told() -> None:
 
 def test_a_gradient_in_the_place_of_one_that_is_gone_is_no_sign_of_that() -> None:
     model = Net()
-<<<<<<< Updated upstream
     remat.fit(model, X, budget="200%", loss=loss, accumulate=True)
-=======
-    remat.fit(model, X, budget="100%", loss=loss, accumulate=True)
->>>>>>> Stashed changes
     # The second pass begins each time with a gradient that was never written to.
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanWarning)
