@@ -59,6 +59,18 @@ def test_a_result_that_the_trace_leaves_out_is_workspace():
     assert cost.workspace_bytes >= w.numel() * 4
 
 
+def test_a_result_that_is_left_out_and_not_in_the_trace_has_no_bytes():
+    def without_the_second(x):
+        return x + 1, None, x * 2
+
+    x = torch.empty(100)
+    with FakeTensorMode():
+        outputs = (torch.empty(100), torch.empty(7), torch.empty(100))
+    call = OperatorCall(without_the_second, (x,), outputs=outputs)
+    (cost,) = profile_operators([call])
+    assert cost.output_sizes_bytes == (400, 0, 400)
+
+
 def test_temporaries_inside_an_operator_are_its_workspace():
     # Sorting along the last dimension makes an index row of 8 bytes an element.
     cost = profile_one(aten.sort.default, fake(1000, 1000))

@@ -1,5 +1,7 @@
 """What is otherwise on a card than on a CPU: whole steps of small models."""
 
+from typing import Any
+
 import pytest
 import torch
 from tests.accelerator import FIRST, IS_SIMULATED
@@ -50,3 +52,31 @@ def test_what_libraries_keep_is_counted() -> None:
 def test_a_cpu_has_no_such_library() -> None:
     plan = remat.plan(nn.Linear(8, 8), torch.ones(2, 8), budget="100%")
     assert not any(s.role is Role.LIBRARY for s in plan.graph.storages)
+
+
+class BrokenInAutocast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(256, 256), nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return self.in_two(x)
+
+    def in_two(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(hidden).float()
+
+
+@pytest.mark.gpu
+def test_graphs_without_a_tensor_of_the_card_are_of_a_step_on_it() -> None:
+    model, x = BrokenInAutocast().to(FIRST), torch.randn(ROWS, 256, device=FIRST)
+    how: dict[str, Any] = {"loss": mean_square, "regions": "breaks", "repeats": 1}
+    report = remat.verify(model, x, budget="150%", **how)
+    kinds = {storage.role for storage in report.plan.graph.storages}
+    assert report.plan.graph.device_kinds == (x.device.type,)
+    assert Role.LIBRARY in kinds
+    assert report.is_exact, report
+    assert report.is_within_budget, report

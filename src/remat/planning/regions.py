@@ -702,6 +702,9 @@ class _Composition:
         self.name = name
         self.parts = parts
         self.regions = parts.regions
+        # A graph that holds no tensor of an accelerator is none of it, and runs beside.
+        kinds = [region.graph.device_kinds for region in self.regions]
+        self.device_kinds = next((k for k in kinds if k != ("cpu",)), kinds[0])
         self.frees_tangents = frees_tangents
         self.storages: list[Storage] = []
         self.ops: list[Op] = []
@@ -758,7 +761,7 @@ class _Composition:
             forward_outputs=tuple(returned),
             tangents=tuple(self.tangents),
             final_outputs=tuple(self.final),
-            device_kinds=self.regions[0].graph.device_kinds,
+            device_kinds=self.device_kinds,
         )
         return ComposedStep(
             graph=graph,
@@ -857,7 +860,7 @@ class _Composition:
         workspace_bytes: int = 0,
         cost_ns: int = 0,
     ) -> None:
-        count = len(self.regions[0].graph.device_kinds)
+        count = len(self.device_kinds)
         self.ops.append(
             Op(
                 name=name,

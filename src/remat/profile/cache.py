@@ -25,7 +25,7 @@ from remat.files.cache_folder import cache_directory
 
 Record = TypeVar("Record")
 
-_SCHEMA = 4
+_SCHEMA = 5
 _log = logging.getLogger(__name__)
 
 

@@ -346,27 +346,35 @@ def _growth_of(
     return recording.peak_bytes(), outputs
 
 
-def _results(call: OperatorCall, outputs: object) -> list[torch.Tensor]:
+def _results(call: OperatorCall, outputs: object) -> list[torch.Tensor | None]:
     """Return the tensors of a result that the step knows of.
 
     Some kernels also compute what they were told to leave out, such as the gradient of
     a frozen weight beside that of its bias. It is let go at once, and is workspace.
+    Others leave out what nobody will read, such as cuDNN's attention what only its
+    backward pass needs, and the tracer does not know of that: it has no bytes.
     """
     made, traced = tree_leaves(outputs), tree_leaves(call.outputs)
     if call.outputs is None or len(made) != len(traced):
-        return tensors_in(outputs)
-    known = [t for t, value in zip(made, traced, strict=True) if value is not None]
-    return tensors_in(known)
+        return [*tensors_in(outputs)]
+    return [
+        found if isinstance(found, torch.Tensor) else None
+        for found, value in zip(made, traced, strict=True)
+        if isinstance(value, torch.Tensor)
+    ]
 
 
 def _output_sizes(
-    inputs: object, outputs: Sequence[torch.Tensor]
+    inputs: object, outputs: Sequence[torch.Tensor | None]
 ) -> tuple[tuple[int, ...], bool]:
     of_inputs = {t.untyped_storage().data_ptr() for t in tensors_in(inputs)}
     seen = set(of_inputs)
     sizes: list[int] = []
     aliases_input = False
     for tensor in outputs:
+        if tensor is None:
+            sizes.append(0)
+            continue
         storage = tensor.untyped_storage()
         address, size_bytes = storage.data_ptr(), storage.nbytes()
         sizes.append(0 if address in seen else size_bytes)

@@ -74,6 +74,7 @@ from remat.profile.known import KnownCosts
 from remat.profile.live_memory import Watch
 from remat.profile.optimizer_memory import LossMemory, assumed_loss_bytes
 from remat.runtime.remade import RemadeValues
+from remat.torch_compat.accelerators import is_accelerator
 from remat.torch_compat.attributes import storage_identity
 from remat.torch_compat.metadata import may_be_one_zero, outputs_of_tangents
 from remat.torch_compat.names import FakeTensorMode, tree_map
@@ -570,7 +571,10 @@ class RegionPlanner(Planner):
         gathering = seen.gathering
         parts = self._parts(seen, kept)
         composed = compose(name, parts, frees_tangents=FREES_TANGENTS)
-        first = gathering.seen[0].program
+        programs = [each.program for each in gathering.seen]
+        first = programs[0]
+        # Graphs that hold no tensor, or the CPU's alone, say nothing of the step.
+        devices = [each.device for each in programs if is_accelerator(each.device)]
         program = JointProgram(
             module=first.module,
             graph=composed.graph,
@@ -581,7 +585,7 @@ class RegionPlanner(Planner):
             backward_values=[],
             random_states={},
             unchecked_inputs=frozenset(),
-            device=first.device,
+            device=devices[0] if devices else first.device,
             fingerprint=_fingerprint(gathering, composed),
             given_storages=frozenset(
                 block for seen in gathering.seen for block in seen.given.values()
@@ -590,7 +594,7 @@ class RegionPlanner(Planner):
             loss=0 if is_loss(loss_in(self._outputs)) else None,
             returned_storages=frozenset(composed.outputs.values()),
         )
-        modules = [each.program.module for each in gathering.seen]
+        modules = [each.module for each in programs]
         surroundings = self.surroundings(program, modules=modules)
         program = add_surroundings(program, surroundings)
         return program, composed.surrounded(program.graph)
