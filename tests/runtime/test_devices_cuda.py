@@ -17,7 +17,11 @@ from remat.runtime.copies import copy_bytes, new_block, record_event, wait_event
 from remat.runtime.pinned import ACCOUNTS, pinned_block
 from remat.runtime.queues import CopyRun, StreamQueue, ThreadEvent
 from remat.solvers import registry
-from remat.torch_compat.accelerators import device_module
+from remat.torch_compat.accelerators import (
+    device_module,
+    note_random_state,
+    set_random_state,
+)
 from remat.training.verification import VerifyReport
 
 HOST = (FIRST, "host")
@@ -120,6 +124,15 @@ def test_a_copy_to_the_host_and_back_is_the_same() -> None:
         assert copy.storage_offset() == value.storage_offset()
         assert torch.equal(copy.cpu(), value.cpu())
     assert there.is_pinned() or IS_SIMULATED
+
+
+@pytest.mark.gpu
+def test_a_random_state_that_a_schedule_copied_is_put_back() -> None:
+    state = note_random_state(FIRST)
+    moved = state.to(FIRST)
+    torch.rand(8, device=FIRST)
+    set_random_state(FIRST, moved)
+    assert torch.equal(note_random_state(FIRST), state)
 
 
 @pytest.mark.gpu

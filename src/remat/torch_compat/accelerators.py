@@ -137,7 +137,11 @@ def note_random_state(place: torch.device | str) -> torch.Tensor:
 
 
 def set_random_state(place: torch.device | str, state: torch.Tensor) -> None:
-    """Put back what :func:`note_random_state` returned."""
+    """Put back what :func:`note_random_state` returned.
+
+    A schedule may have copied it to the accelerator; generators take it from the host.
+    """
+    state = state.cpu()
     if is_accelerator(place):
         device_module(place).set_rng_state(state, place)
     else:
