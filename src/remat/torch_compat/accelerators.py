@@ -108,6 +108,12 @@ def recorded_history() -> Generator[Callable[[], dict[str, Any]]]:
         names.record_memory_history(enabled=None)
 
 
+def release_library_blocks(device_type: str) -> None:
+    """Give back what torch keeps for CUDA's matrix library, which it makes again."""
+    if device_type == "cuda":
+        cast("Any", torch._C)._cuda_clearCublasWorkspaces()
+
+
 def pinned_bytes(size_bytes: int) -> torch.Tensor:
     """Return fresh bytes of the host that the accelerator copies from and to."""
     # torch asks the accelerator's own code, which one written in Python has not.
