@@ -102,7 +102,7 @@ class Peer:
 
 
 class PeerStep(TrainingStep):
-    """A training step that runs plainly or as a peer does."""
+    """A training step that runs plainly, as a peer does, or by a plan."""
 
     def __init__(self, plain: TrainingStep, peer: Peer) -> None:
         vars(self).update(vars(plain))
@@ -110,7 +110,7 @@ class PeerStep(TrainingStep):
 
     def call(self, called: Callable[..., Any] | None, number: int = 0) -> Any:
         """Run the forward pass."""
-        self.peer.switch(called is not None)
+        self.peer.switch(called is self.peer)
         return super().call(called, number)
 
 

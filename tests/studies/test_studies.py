@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from studies.models import MODELS, Options
-from studies.peers import PeerStep, checkpointed, family, study_peer
+from studies.peers import Peer, PeerStep, checkpointed, family, study_peer
 from studies.planned import PhaseClock, Subject, make_step, study_budget
 from tests.studies.same_process import stay_in_process
 
@@ -169,6 +169,15 @@ def test_checkpointing_recomputes_blocks() -> None:
     with step.restored():
         step.outcome(step.peer, 1)
     assert len(calls) == 2
+
+
+def test_checkpointing_is_off_in_steps_of_others() -> None:
+    workload = MODELS["resnet50"](TINY)
+    switched: list[bool] = []
+    step = PeerStep(make_step(workload), Peer(workload.model.forward, switched.append))
+    for called in (None, workload.model.forward, step.peer):
+        step.call(called)
+    assert switched == [False, False, True]
 
 
 def test_model_without_blocks_is_refused() -> None:
