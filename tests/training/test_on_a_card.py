@@ -80,3 +80,17 @@ def test_graphs_without_a_tensor_of_the_card_are_of_a_step_on_it() -> None:
     assert Role.LIBRARY in kinds
     assert report.is_exact, report
     assert report.is_within_budget, report
+
+
+@pytest.mark.gpu
+def test_the_budget_that_is_named_is_enough_for_a_step_that_adds_to_gradients() -> None:
+    def narrow() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(20, 20) for _ in range(6))).to(FIRST)
+
+    x = torch.randn(64, 20, device=FIRST)
+    how: dict[str, Any] = {"loss": mean_square, "accumulate": True}
+    with pytest.raises(remat.BudgetError) as caught:
+        remat.fit(narrow(), x, budget=1, **how)
+    # Each gradient is rounded up to what the allocator gives.
+    remat.fit(narrow(), x, budget=caught.value.required_bytes, **how)

@@ -49,9 +49,10 @@ from remat.core.garbage import old_objects_left_alone
 from remat.core.graph import Role
 from remat.core.platform import Platform
 from remat.core.schedule import Schedule
-from remat.core.units import format_bytes, is_percentage
+from remat.core.units import format_bytes, is_percentage, round_up
 from remat.planning.plan import Plan
 from remat.planning.several_devices import budget_of
+from remat.profile.costing import granule_bytes
 from remat.profile.optimizer_copy import settings_of, state_count, stepping_optimizer
 from remat.torch_compat.attributes import (
     Contents,
@@ -1037,8 +1038,9 @@ def _called(
 
 
 def trained_bytes(model: nn.Module) -> int:
-    """Return the bytes of the gradients of all parameters that are trained."""
-    return sum(local_part(p).nbytes for p in model.parameters() if p.requires_grad)
+    """Return the bytes that a step leaves in gradients, as its plan counts them."""
+    trained = [local_part(p) for p in model.parameters() if p.requires_grad]
+    return sum(round_up(p.nbytes, granule_bytes(p.device.type)) for p in trained)
 
 
 def made_gradient_bytes(plan: Plan) -> int:
