@@ -71,5 +71,8 @@ def get_rng_state(_device: Any = None) -> torch.Tensor:
 
 
 def set_rng_state(state: torch.Tensor, _device: Any = None) -> None:
-    """Set the state of the default generator."""
+    """Set the state of the default generator; as CUDA's, from the host only."""
+    if state.device.type != "cpu":
+        msg = "RNG state must be a torch.ByteTensor"
+        raise TypeError(msg)
     GENERATOR.set_state(state)
