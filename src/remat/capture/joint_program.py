@@ -133,18 +133,39 @@ class InputSpec:
     ``role`` is parameter, buffer or input; ``name`` is for people. ``storage``
     identifies the storage of the tensor that is given, while it exists, and
     ``has_gradient`` says whether it holds a gradient, or will, which the step adds to.
-    ``size_bytes`` is what of the storage this input counts for, ``None`` for all.
+    ``step_bytes`` is what its optimizer takes when it steps in backward, ``None`` if it
+    steps later. ``size_bytes`` is what of the storage this input counts for, ``None``
+    for all.
     """
 
     name: str
     role: Role
     storage: int | None = field(default=None, repr=False)
     has_gradient: bool = field(default=False, repr=False)
+    step_bytes: int | None = field(default=None, repr=False)
     size_bytes: int | None = field(default=None, repr=False)
 
-    def given(self, value: torch.Tensor, *, has_gradient: bool) -> "InputSpec":
+    def given(
+        self, value: torch.Tensor, *, has_gradient: bool, step_bytes: int | None = None
+    ) -> "InputSpec":
         """Return the description with what is known of the tensor itself."""
-        return replace(self, storage=storage_identity(value), has_gradient=has_gradient)
+        return replace(
+            self,
+            storage=storage_identity(value),
+            has_gradient=has_gradient,
+            step_bytes=step_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterStep:
+    """A step of one parameter by its optimizer, in backward.
+
+    It takes ``workspace_bytes``, and changes the parameter, which is in ``storages``.
+    """
+
+    workspace_bytes: int
+    storages: tuple[int, ...]
 
 
 def counted_once(
@@ -241,12 +262,16 @@ class JointProgram:
         value does not matter there (running statistics of batch norm).
     accumulated
         The storages of gradients that autograd adds to existing ones, and then drops,
-        when backward has returned.
+        when backward has returned; or that are dropped when their parameters have been
+        stepped.
     pieces
         The positions of such gradients, piece by piece, that leave before that, by the
         op of the traced step after which each does, in that order.
     piece_ops
         The ops of the graph that hand over a piece, once it has them.
+    steps
+        The steps of parameters that happen in backward, by the positions of gradients,
+        which are gone then as well.
     changed_count
         How many of ``forward_values`` come before the outputs of the traced function:
         new values of inputs that it changes.
@@ -288,6 +313,7 @@ class JointProgram:
     accumulated: frozenset[int] = frozenset()
     pieces: Mapping[int, Piece] = field(default_factory=dict[int, Piece])
     piece_ops: Mapping[int, Piece] = field(default_factory=dict[int, Piece])
+    steps: Mapping[int, ParameterStep] = field(default_factory=dict[int, ParameterStep])
     changed_count: int = 0
     returned_storages: frozenset[int] | None = None
     let_go: frozenset[int] = frozenset()
@@ -515,6 +541,7 @@ class _Analysis:
             ),
             device_kinds=(self.device().type,),
         )
+        self.steps = self.find_steps()
         accumulated = self.find_accumulated()
         return JointProgram(
             module=self.module,
@@ -532,6 +559,7 @@ class _Analysis:
                 for changed in self.changed_inputs[: len(self.forward_values)]
             ),
             pieces=self.find_pieces(graph, accumulated),
+            steps=self.steps,
             given_storages=frozenset(
                 spec.storage for spec in self.inputs if spec.storage is not None
             ),
@@ -862,7 +890,8 @@ class _Analysis:
         """Return the gradients that are gone when backward has returned."""
         groups: dict[bool, set[int]] = {True: set(), False: set()}
         for spec, node in zip(self.inputs, self.backward_values, strict=False):
-            groups[spec.has_gradient].update(self.transient_storages([node]))
+            is_gone = spec.has_gradient or spec.step_bytes is not None
+            groups[is_gone].update(self.transient_storages([node]))
         stay = groups[False].union(self.transient_storages(self.held_outputs()))
         return frozenset(groups[True] - stay)
 
@@ -874,7 +903,23 @@ class _Analysis:
         for position, node in enumerate(self.backward_values):
             for storage in accumulated.intersection(self.transient_storages([node])):
                 positions.setdefault(storage, []).append(position)
-        return added_pieces(graph, positions)
+        changed = {
+            storage: [
+                s for p in found if p in self.steps for s in self.steps[p].storages
+            ]
+            for storage, found in positions.items()
+        }
+        return added_pieces(graph, positions, changed)
+
+    def find_steps(self) -> dict[int, ParameterStep]:
+        """Return the steps that happen in backward, by the positions of gradients."""
+        nodes = self.module.graph.find_nodes(op="placeholder")
+        return {
+            position: ParameterStep(spec.step_bytes, self.storages_of[nodes[position]])
+            for position, spec in enumerate(self.inputs)
+            if spec.step_bytes is not None
+            and isinstance(self.backward_values[position], fx.Node)
+        }
 
     def mark_gradients(self) -> None:
         """Give outputs and gradients their role and readable names."""

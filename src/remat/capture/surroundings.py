@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from remat.capture.captured import plain_tensors as plain_tensors
 from remat.capture.joint_program import InputSpec, JointProgram
 from remat.core.gradient_pieces import ADDING, Piece
 from remat.core.graph import Op, Phase, Role, Storage
+from remat.core.schedule import Compute, Schedule
 from remat.torch_compat.attributes import storage_bytes, storage_identity
 from remat.torch_compat.messages import BUFFER, ITEM, PARAMETER
 from remat.torch_compat.names import tree_leaves
@@ -50,7 +52,7 @@ class Surroundings:
     loss_saves_outputs
         Whether the loss may keep outputs for its backward pass that the caller lets go.
     optimizer_workspace_bytes
-        Most bytes that the optimizer's step adds.
+        Most bytes that the optimizer's step adds, when backward has returned.
     has_tangents_of_its_own
         Whether the gradients of the outputs are made for the step, and not in buffers
         that are there before it and after it, and are counted among the residents.
@@ -216,12 +218,16 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
         - sum(storages[storage].size_bytes for storage in of_the_loss),
     )
     adding = _adding_ops(program)
-    handed_over = {storage for _, op, _ in adding for storage in op.reads}
+    handed_over = _gradients(program, chain(*program.pieces.values()))
     # Others that were added are gone when the optimizer steps. In the graph they stay
     # to the end, so that backward's outputs are what it returns.
-    dropped = program.accumulated - handed_over
+    dropped = (
+        program.accumulated
+        - handed_over.keys()
+        - _gradients(program, program.steps).keys()
+    )
     dropped_bytes = sum(graph.storages[s].size_bytes for s in dropped)
-    gone = handed_over | let_go
+    gone = handed_over.keys() | let_go
     final = tuple(s for s in graph.final_outputs if s not in gone)
     held_tangents = () if FREES_TANGENTS else graph.tangents
     step = _external_op(
@@ -229,7 +235,12 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
         Phase.BACKWARD,
         reads=final,
         writes=(),
-        workspace_bytes=max(0, surroundings.optimizer_workspace_bytes - dropped_bytes),
+        workspace_bytes=max(
+            _step_bytes(
+                program, set(program.steps).difference(*program.pieces.values())
+            ),
+            surroundings.optimizer_workspace_bytes - dropped_bytes,
+        ),
     )
     count = len(graph.ops)
     before = [(forward, loss, ()), *adding, (count, step, ())]
@@ -256,10 +267,10 @@ def with_pieces(program: JointProgram) -> JointProgram:
     if not program.pieces:
         return program
     adding = _adding_ops(program)
-    handed_over = {storage for _, op, _ in adding for storage in op.reads}
+    handed_over = _gradients(program, chain(*program.pieces.values()))
     ops = tuple(
         replace(op, non_recomputable=_ONCE)
-        if op.is_recomputable and handed_over.intersection(op.writes)
+        if op.is_recomputable and not handed_over.keys().isdisjoint(op.writes)
         else op
         for op in program.graph.ops
     )
@@ -303,20 +314,80 @@ def _with_ops(
 def _adding_ops(program: JointProgram) -> list[tuple[int, Op, Piece]]:
     """Return the ops that hand over gradients, and which op each comes before."""
     found: list[tuple[int, Op, Piece]] = []
+    last_reads = {s: n for n, op in enumerate(program.graph.ops) for s in op.reads}
     for last, piece in program.pieces.items():
-        values = [program.backward_values[position] for position in piece]
-        storages = {s: None for value in values for s in program.storages_of[value]}
+        changed = _changed(program, piece)
+        # What reads a parameter runs before it changes, in every order: what it makes
+        # is there, or was needed for a gradient of the piece.
+        before = [
+            storage
+            for op in program.graph.ops[program.graph.forward_count : last + 1]
+            if not changed.isdisjoint(op.reads)
+            for storage in op.writes
+            if last_reads.get(storage, 0) > last
+        ]
         op = Op(
             name=ADDING,
-            reads=tuple(storages),
+            reads=tuple(dict.fromkeys([*_gradients(program, piece), *before])),
             writes=(),
             cost_ns=(0,),
-            workspace_bytes=(0,),
+            workspace_bytes=(_step_bytes(program, piece),),
             phase=Phase.BACKWARD,
             non_recomputable=_ONCE,
         )
         found.append((last + 1, op, piece))
     return found
+
+
+def _gradients(program: JointProgram, positions: Iterable[int]) -> dict[int, None]:
+    """Return the storages of the gradients at these positions."""
+    values = (program.backward_values[position] for position in positions)
+    return {s: None for value in values for s in program.storages_of[value]}
+
+
+def _changed(program: JointProgram, piece: Piece) -> set[int]:
+    """Return the storages of parameters that change when a piece leaves."""
+    steps = (program.steps[p] for p in piece if p in program.steps)
+    return {storage for step in steps for storage in step.storages}
+
+
+def _step_bytes(program: JointProgram, positions: Iterable[int]) -> int:
+    """Return most bytes that steps in backward of some parameters take, in turn."""
+    steps = (program.steps.get(position) for position in positions)
+    return max((step.workspace_bytes for step in steps if step), default=0)
+
+
+def pieces_before_changes(
+    program: JointProgram, schedule: Schedule
+) -> Mapping[int, Piece]:
+    """Return the pieces of gradients that may leave early by a schedule.
+
+    A step in backward changes its parameter, and a schedule may compute something of
+    that parameter again behind it. Such gradients leave when backward has returned.
+
+    Parameters
+    ----------
+    program
+        The traced step with its surroundings.
+    schedule
+        One of it.
+    """
+    changed: dict[int, int] = {}
+    late: set[int] = set()
+    for step in schedule.steps:
+        if not isinstance(step, Compute):
+            continue
+        late.update(
+            changed[s] for s in program.graph.ops[step.op].reads if s in changed
+        )
+        for position in program.piece_ops.get(step.op, ()):
+            if position in program.steps:
+                changed |= dict.fromkeys(program.steps[position].storages, position)
+    pieces = {
+        op: tuple(position for position in piece if position not in late)
+        for op, piece in program.pieces.items()
+    }
+    return {op: piece for op, piece in pieces.items() if piece}
 
 
 def _external_op(

@@ -4,10 +4,12 @@ A gradient that autograd adds to an existing one is gone as soon as it has been 
 A compiled backward pass returns all gradients at its end, so that without more they
 would all be there beside those that exist. They leave in pieces instead
 (:mod:`remat.runtime.early_gradients`): a graph holds an op for each piece, which reads
-it, so that plans know when its blocks are free.
+it, so that plans know when its blocks are free. Where optimizers step in backward, each
+gradient is gone as soon as its parameter has been stepped, and leaves so as well.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TypeAlias
 
 from remat.core.graph import TrainingGraph
@@ -47,9 +49,13 @@ def divided(ready: Sequence[tuple[Piece, int]], piece_bytes: int) -> tuple[Piece
 
 
 def added_pieces(
-    graph: TrainingGraph, gradients: Mapping[int, Sequence[int]]
+    graph: TrainingGraph,
+    gradients: Mapping[int, Sequence[int]],
+    changed: Mapping[int, Iterable[int]],
 ) -> dict[int, Piece]:
     """Return in which pieces gradients leave that are added to existing ones.
+
+    So do those that are let go as soon as their parameters have been stepped.
 
     Parameters
     ----------
@@ -57,6 +63,9 @@ def added_pieces(
         The traced step.
     gradients
         Per storage of such gradients their positions.
+    changed
+        Per storage of such gradients the storages that change when it leaves, and that
+        no other op reads from then on.
 
     Returns
     -------
@@ -65,7 +74,9 @@ def added_pieces(
         together are small.
     """
     at_once: dict[int, list[int]] = {}
-    for storage, op in ready_at(graph, gradients).items():
+    ready_ops = ready_at(graph, {*gradients, *chain(*changed.values())})
+    for storage in gradients:
+        op = max(ready_ops[s] for s in (storage, *changed[storage]))
         at_once.setdefault(op, []).append(storage)
     ready: list[tuple[Piece, int]] = []
     ends: dict[int, int] = {}

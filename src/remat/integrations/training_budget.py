@@ -1,9 +1,10 @@
 """A budget that a callback keeps, from the first batch of a loop to its end."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -12,7 +13,7 @@ from remat.planning.plan import Plan
 from remat.planning.several_devices import Budget
 from remat.training.fitted_model import FittedModel, fitted_on, plain_model
 from remat.training.fitting import fit_at_first_batch
-from remat.training.request import PlanOptions, requested
+from remat.training.request import AnyOptimizer, PlanOptions, requested
 from remat.training.training_loop import LoopMemory
 
 
@@ -60,7 +61,7 @@ class TrainingBudget:
     def begin(
         self,
         model: nn.Module,
-        optimizers: Sequence[Optimizer],
+        optimizers: Sequence[Optimizer] | Mapping[torch.Tensor, Optimizer],
         *,
         accumulate: bool,
         batches_ahead: int,
@@ -68,6 +69,8 @@ class TrainingBudget:
         backward_in_autocast: bool = False,
     ) -> None:
         """Let the first batch be planned for.
+
+        Optimizers that step in backward are given by their parameters.
 
         Raises
         ------
@@ -146,7 +149,11 @@ class _Together(Optimizer):
             optimizer.step()
 
 
-def _together(optimizers: Sequence[Optimizer]) -> Optimizer | None:
+def _together(
+    optimizers: Sequence[Optimizer] | Mapping[torch.Tensor, Optimizer],
+) -> AnyOptimizer | None:
+    if isinstance(optimizers, Mapping):
+        return optimizers
     if len(optimizers) < 2:
         return optimizers[0] if optimizers else None
     return _Together(optimizers)

@@ -1,5 +1,6 @@
 """A memory budget for the ``Trainer`` of transformers."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
@@ -11,6 +12,7 @@ from remat.core.errors import CaptureError
 from remat.integrations.training_budget import TrainingBudget, missing
 from remat.planning.plan import Plan
 from remat.planning.several_devices import Budget
+from remat.profile.optimizer_copy import stepping_optimizer
 from remat.training.request import PlanOptions
 
 try:
@@ -20,6 +22,7 @@ try:
         TrainerState,
         TrainingArguments,
     )
+    from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 except ImportError as error:
     raise missing(__name__, "transformers") from error
 
@@ -80,7 +83,7 @@ class MemoryBudgetCallback(TrainerCallback):
         step_batches = args.gradient_accumulation_steps
         self._budget.begin(
             model,
-            [optimizer],
+            _optimizers(optimizer),
             accumulate=step_batches > 1,
             # It loads all batches of an optimizer's step, and the one after them.
             batches_ahead=step_batches + _copies_batches(args),
@@ -164,6 +167,16 @@ def _copies_batches(args: TrainingArguments) -> bool:
     copies a tensor on ``cpu`` each time it is sent there.
     """
     return args.device == torch.device("cpu", 0)
+
+
+def _optimizers(
+    optimizer: Optimizer,
+) -> Sequence[Optimizer] | Mapping[torch.Tensor, Optimizer]:
+    """Return the optimizers of a trainer, by parameter if they step in backward."""
+    inner = stepping_optimizer(optimizer)
+    if isinstance(inner, LayerWiseDummyOptimizer):
+        return inner.optimizer_dict
+    return [optimizer]
 
 
 def _check_supported(args: TrainingArguments) -> None:

@@ -64,6 +64,12 @@ def with_bound(
     )
 
 
+def unproved(plan: Plan) -> Plan:
+    """Return a plan of which nothing is proved but that each op runs once."""
+    once_ns = cost_bound_ns(Problem(graph=plan.graph, platform=plan.platform))
+    return replace(plan, bound_ns=once_ns, certificate=None)
+
+
 def at_budget(plan: Plan, budget_bytes: int) -> Plan:
     """Return a plan as one for another budget of its first device, nothing proved.
 
@@ -71,12 +77,7 @@ def at_budget(plan: Plan, budget_bytes: int) -> Plan:
     """
     home = plan.platform.devices[0]
     platform = plan.platform.with_budgets({home.name: budget_bytes})
-    return replace(
-        plan,
-        platform=platform,
-        bound_ns=cost_bound_ns(Problem(graph=plan.graph, platform=platform)),
-        certificate=None,
-    )
+    return unproved(replace(plan, platform=platform, certificate=None))
 
 
 def on_graph(plan: Plan, graph: TrainingGraph) -> Plan:

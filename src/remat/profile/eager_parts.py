@@ -56,8 +56,12 @@ class BackwardOrder:
         The blocks that operators in no graph keep for it.
     is_before
         Whether a node is of what the caller computed for the model.
+    steps
+        What the optimizers take that step leaves in backward, by their slots.
     has_gradient
         Whether the step adds to a gradient of a leaf.
+    step_bytes
+        What the optimizer of a leaf takes, ``None`` if it does not step in backward.
     """
 
     order: list["int | EagerBackward"] = field(default_factory=list[Any])
@@ -66,8 +70,10 @@ class BackwardOrder:
     returned: frozenset[Slot] = frozenset()
     leaves: dict[Slot, bool] = field(default_factory=dict[int, bool])
     saved: set[int] = field(default_factory=set[int])
+    steps: dict[Slot, int] = field(default_factory=dict[int, int])
     is_before: Callable[[Any], bool]
     has_gradient: Callable[[torch.Tensor], bool]
+    step_bytes: Callable[[torch.Tensor], int | None]
 
     def ends_at(self, node: Any) -> bool:
         """Whether a node only takes gradients: a leaf's, or of the caller's making."""
@@ -86,6 +92,9 @@ class BackwardOrder:
                 leaf = leaf_of(node)
                 has_gradient = leaf is not None and self.has_gradient(leaf)
                 self.leaves[self.slots[key]] = has_gradient
+                step_bytes = None if leaf is None else self.step_bytes(leaf)
+                if step_bytes is not None:
+                    self.steps[self.slots[key]] = step_bytes
         return self.slots[key]
 
 
@@ -93,20 +102,26 @@ def backward_order(
     gathering: Gathering,
     outputs: Sequence[torch.Tensor],
     has_gradient: Callable[[torch.Tensor], bool],
+    step_bytes: Callable[[torch.Tensor], int | None],
     around: Around = nullcontext,
 ) -> BackwardOrder:
     """Return how autograd goes from outputs of the model, and measure eager nodes.
 
     These get a gradient from the caller; ``has_gradient`` says to which leaves' own the
-    step adds. Each node runs in the context that ``around`` returns for the tensors
-    that it keeps.
+    step adds, and ``step_bytes`` what the optimizer of one takes that steps in
+    backward, ``None`` where none does. Each node runs in the context that ``around``
+    returns for the tensors that it keeps.
 
     Raises
     ------
     CaptureError
         If a node cannot be run by itself.
     """
-    found = BackwardOrder(is_before=gathering.is_before, has_gradient=has_gradient)
+    found = BackwardOrder(
+        is_before=gathering.is_before,
+        has_gradient=has_gradient,
+        step_bytes=step_bytes,
+    )
     return _Backward(gathering, outputs, around, found).run()
 
 

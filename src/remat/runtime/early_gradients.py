@@ -11,7 +11,8 @@ before it runs the next. The code runs in the same order, so results are bitwise
 same, and no gradient lives longer than before, unless hooks wait for it.
 
 Gradients that are added to existing ones leave so as well, in the pieces that the plan
-counts on: none is there beside all of those.
+counts on: none is there beside all of those. So do those that a hook of their parameter
+takes, which steps it in backward.
 """
 
 import re
@@ -19,6 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from remat.capture.surroundings import existing_gradient
 from remat.core.errors import ExecutionError
 from remat.core.gradient_pieces import Piece, divided
 from remat.runtime.copies import copy_bytes
-from remat.runtime.lowering import PARAMETERS, PIECES
+from remat.runtime.lowering import HANDED_OVER, PARAMETERS, PIECES
 from remat.runtime.undefined import Tell, place_of
 from remat.torch_compat.attributes import (
     block_lives,
@@ -47,6 +49,12 @@ _HOOKED = (
     "register_post_accumulate_grad_hook), and they were not there when it was planned. "
     "Gradients then wait until nothing reads what they are of, and steps may need more "
     "than the budget: register such hooks before remat.fit"
+)
+
+_UNHOOKED = (
+    "was planned for optimizers that step in backward, by a hook of each parameter, and "
+    "such hooks are gone: gradients stay, and steps may need that much more than the "
+    "budget. Register them before remat.fit, or fit with the optimizer that steps later"
 )
 
 _TAKEN = (
@@ -129,6 +137,10 @@ class EarlyGradients:
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
         self._planned: tuple[Piece, ...] = ()
+        # Whether the plan knows of hooks that take gradients.
+        self._knows_hooks = False
+        # The nodes after which they leave, by their names.
+        self._planned_after: tuple[str, ...] = ()
         # Gradients that are in none of the planned pieces.
         self._rest: Piece = ()
         self._sizes_bytes: list[tuple[Piece, int]] = []
@@ -143,11 +155,16 @@ class EarlyGradients:
         self._first: Callable[[], torch.Tensor | None] = lambda: None
         self._begun_at: tuple[Callable[[], bool], int, int] | None = None
 
-    def read(self, backward: fx.GraphModule) -> None:
-        """Look when which gradients are ready in a backward pass."""
+    def read(self, backward: fx.GraphModule, *, is_hooked: bool) -> None:
+        """Look when which gradients are ready in a backward pass.
+
+        ``is_hooked`` says whether hooks take gradients in the step that was planned.
+        """
         self._pieces.clear()
+        self._knows_hooks = is_hooked
         self._planned = backward.meta[PIECES]
         self._parameters = backward.meta[PARAMETERS]
+        self._planned_after = backward.meta[HANDED_OVER]
         self._sizes_bytes = _sizes_bytes(backward)
         planned = {position for piece in self._planned for position in piece}
         positions = {p for piece, _ in self._sizes_bytes for p in piece}
@@ -198,8 +215,10 @@ class EarlyGradients:
         is_hooked = any(map(has_hooks_of_its_gradient, leaves))
         passes, found = _Passes(pieces, is_hooked), list(values)
         if self._planned:
-            if is_hooked:
+            if is_hooked and not self._knows_hooks:
                 self._tell("hooked", _HOOKED)
+            if self._knows_hooks and not is_hooked:
+                self._tell("unhooked", _UNHOOKED)
             self._check_added(leaves[0])
         # What is made last runs first.
         for number in reversed(range(len(pieces))):
@@ -252,7 +271,10 @@ class EarlyGradients:
         key = passes.pieces, passes.is_hooked
         if key not in self._codes:
             parameters = self._parameters if passes.is_hooked else {}
-            self._codes[key] = _in_pieces(self._module, passes.pieces, parameters)
+            # What hooks take at another time would come on top of what is there then.
+            after = self._planned_after if self._knows_hooks else ()
+            code = _in_pieces(self._module, passes.pieces, parameters, after)
+            self._codes[key] = code
         passes.begin(self._codes[key](list(values)), undefined)
         leaf = self._first()
         gradient = None if leaf is None else existing_gradient(leaf)
@@ -308,13 +330,17 @@ def _size_bytes(value: fx.Node) -> int:
 
 
 def _in_pieces(
-    module: fx.GraphModule, pieces: Sequence[Piece], parameters: Mapping[int, str]
+    module: fx.GraphModule,
+    pieces: Sequence[Piece],
+    parameters: Mapping[int, str],
+    after: Sequence[str] = (),
 ) -> Code:
     """Return backward code that yields pieces, each when its last gradient is made.
 
     It yields them in the order of ``pieces``, also where a later one is ready before,
     and none before the last use of the ``parameters`` that its gradients are of: the
-    names of inputs, by the positions of gradients.
+    names of inputs, by the positions of gradients. The first ones come no sooner than
+    ``after`` the nodes of these names.
     Whoever takes a piece empties the list: nothing else holds the gradients then.
     """
     (output,) = module.graph.find_nodes(op="output")
@@ -334,11 +360,12 @@ def _in_pieces(
     order = {node: place for place, node in enumerate(graph.nodes)}
     named = {node.name: copies[node] for node in module.graph.nodes if node in copies}
     anchor = inputs[-1]
-    for piece in pieces:
+    for piece, least in zip_longest(pieces, [named[name] for name in after]):
         made = [copies[output.args[0][position]] for position in piece]
         read = [named[parameters[p]] for p in piece if p in parameters]
         users = [user for node in read for user in _users(node)]
-        anchor = max([*made, *users, anchor], key=lambda node: order[node])
+        planned = [] if least is None else [least]
+        anchor = max([*made, *users, *planned, anchor], key=lambda node: order[node])
         last = anchor
         # After what was put behind the same node before.
         while last.next.target in (_gathered, _yielded):

@@ -73,6 +73,9 @@ from remat.torch_compat.metadata import is_tangent, is_unchecked, leave_unchecke
 PIECES = "pieces"
 """What a backward module's ``meta`` calls the pieces in which gradients leave it."""
 
+HANDED_OVER = "handed over"
+"""What it calls the nodes, by their names, after which each of these pieces leaves."""
+
 PARAMETERS = "parameters"
 """What it calls the inputs, by their names, that are what gradients are of."""
 
@@ -172,6 +175,7 @@ def lower(
         backward=_module(program.module, backward.graph),
     )
     lowered.backward.meta[PIECES] = tuple(backward.pieces)
+    lowered.backward.meta[HANDED_OVER] = tuple(backward.handed_over_after)
     lowered.backward.meta[PARAMETERS] = backward.parameters()
     restore_symbols(lowered.forward)
     restore_symbols(lowered.backward)
@@ -350,6 +354,7 @@ class _Pass:
     # pieces in which they do.
     handed_over: dict[int, fx.Node] = field(default_factory=dict[int, fx.Node])
     pieces: list[Piece] = field(default_factory=list[Piece])
+    handed_over_after: list[str] = field(default_factory=list[str])
 
     def add_inputs(self) -> None:
         for node in self.program.module.graph.find_nodes(op="placeholder"):
@@ -492,6 +497,7 @@ class _Pass:
         """Take gradients as they are now: the caller gets them here."""
         if piece:
             self.pieces.append(piece)
+            self.handed_over_after.append(next(iter(reversed(self.graph.nodes))).name)
         for position in piece:
             value = self.program.backward_values[position]
             self.handed_over[position] = self.resolve_output(value)

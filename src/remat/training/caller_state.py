@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -203,7 +204,8 @@ def _of_optimizer(optimizer: Optimizer) -> Iterator[_Noted]:
                 for key, tensor in value.items():
                     if isinstance(tensor, torch.Tensor):
                         yield _of_writes(f"{key} in the state of {name}", tensor)
-        for value in attributes.values():
+        held = [v if isinstance(v, list) else [v] for v in attributes.values()]
+        for value in chain(*held):
             if isinstance(value, Optimizer) and id(value) not in seen:
                 seen.add(id(value))
                 waiting.append(value)

@@ -54,6 +54,11 @@ from remat.planning.plan import Plan
 from remat.planning.several_devices import budget_of
 from remat.profile.costing import granule_bytes
 from remat.profile.optimizer_copy import settings_of, state_count, stepping_optimizer
+from remat.profile.optimizers_in_backward import (
+    OptimizerMemory,
+    OptimizersInBackward,
+    optimizer_memory,
+)
 from remat.torch_compat.attributes import (
     Contents,
     active_wrapper,
@@ -87,13 +92,14 @@ from remat.training.passes_in_flight import PassesInFlight
 from remat.training.request import (
     PlanRequest,
     Regions,
+    check_hooks,
     check_is_plannable,
     check_model,
 )
 from remat.training.same_plan import planning_together
 from remat.training.shape_ranges import ShapeRanges, checked_shapes
 from remat.training.step_backend import PlannedBackend, StoppedBeforeRunningError
-from remat.training.step_planning import Planner, optimizer_memory
+from remat.training.step_planning import Planner
 from remat.training.training_loop import AwaitedBatch, LoopMemory
 from remat.training.variants import Kind, TracedCall, VariantBackend
 
@@ -159,6 +165,8 @@ class FittedModel:
     ) -> None:
         check_model(model)
         check_is_plannable(model, request.optimizer)
+        if not is_only_planned:
+            check_hooks(model, request.optimizer)
         check_is_no_wrapper(model, may_be_sharded=not self.is_whole)
         self.model = model
         before = fitted_on(model)
@@ -176,8 +184,11 @@ class FittedModel:
             if request.optimizer is None
             else weakref.ref(stepping_optimizer(request.optimizer))
         )
+        # Nobody else holds many optimizers as one.
+        is_own = isinstance(request.optimizer, OptimizersInBackward)
+        self._own_optimizer = request.optimizer if is_own else None
         self._optimizer_seen = settings_of(request.optimizer)
-        self._memory_of: dict[Any, tuple[int, int]] = {}
+        self._memory_of: dict[Any, OptimizerMemory] = {}
         self._forward_seen = type(model).forward
         self.planner = self.planner_type(
             model,
@@ -196,7 +207,7 @@ class FittedModel:
         # With the model's own hooks or without, where no module has any or where one
         # has, per memory of the optimizer.
         self._compiled: dict[
-            tuple[bool, bool, tuple[int, int]], Callable[..., Any]
+            tuple[bool, bool, OptimizerMemory], Callable[..., Any]
         ] = {}
         self.told: set[str] = set()
         self._awaited: AwaitedBatch | None = None
@@ -1085,6 +1096,9 @@ class _Weakly:
 
     def has_gradient(self, leaf: torch.Tensor) -> bool:
         return self._found().has_gradient(leaf)
+
+    def step_bytes_of(self, leaf: torch.Tensor) -> int | None:
+        return self._found().step_bytes_of(leaf)
 
     @property
     def has_several_devices(self) -> bool:

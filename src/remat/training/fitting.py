@@ -13,12 +13,14 @@ from remat.core.errors import CaptureError
 from remat.core.garbage import old_objects_left_alone
 from remat.planning.plan import Plan
 from remat.planning.several_devices import Budget
+from remat.profile.optimizers_in_backward import OptimizersInBackward, optimizer_memory
 from remat.torch_compat.names import unset_fake_temporarily
 from remat.training.caller_state import unchanged
 from remat.training.fitted_model import FittedModel, fitted_on, plain_model
 from remat.training.fitted_regions import fitted_for
 from remat.training.request import (
     PlanOptions,
+    PlanRequest,
     check_budget_of,
     check_memory_holds,
     check_model,
@@ -26,7 +28,7 @@ from remat.training.request import (
     shows_options,
 )
 from remat.training.stand_ins import where_memory_is, with_stand_ins
-from remat.training.step_planning import CompilerPlanner, optimizer_memory
+from remat.training.step_planning import CompilerPlanner
 from remat.training.training_loop import AwaitedBatch, LoopMemory
 from remat.training.variants import VariantBackend
 
@@ -245,7 +247,7 @@ def fit_in_loop(
     """
     kwargs = keywords(kwargs)
     request = requested("fit", options, budget=budget, plan=plan)
-    _check_bool("accumulate", accumulate)
+    _check_accumulate(request, accumulate=accumulate)
     check_model(model)
     check_tracer()
     model = plain_model(model)
@@ -291,7 +293,7 @@ def fit_at_first_batch(
         What is installed on the model.
     """
     request = requested("fit_at_first_batch", options, budget=budget, plan=plan)
-    _check_bool("accumulate", accumulate)
+    _check_accumulate(request, accumulate=accumulate)
     check_model(model)
     check_tracer()
     fitted = fitted_for(plain_model(model), request)
@@ -433,6 +435,16 @@ def backend(
     return VariantBackend(
         planner, name, backward_in_autocast=request.backward_in_autocast
     )
+
+
+def _check_accumulate(request: PlanRequest, *, accumulate: object) -> None:
+    _check_bool("accumulate", accumulate)
+    if accumulate and isinstance(request.optimizer, OptimizersInBackward):
+        msg = (
+            "accumulate=True, but optimizers that step in backward leave no gradients to "
+            "add to: leave accumulate out, or give one optimizer of all parameters"
+        )
+        raise ValueError(msg)
 
 
 def _check_bool(name: str, value: object) -> None:

@@ -45,10 +45,13 @@ from remat.planning.region_program import Fronts, RegionProgram
 from remat.planning.region_reruns import plan_with_reruns
 from remat.planning.regions import (
     ComposedStep,
+    EagerBackward,
     EagerForward,
+    EagerWork,
     Parts,
     Region,
     RegionOrder,
+    Slot,
     compose,
     frugal_needs,
     frugal_order,
@@ -73,6 +76,7 @@ from remat.profile.gathered_parameters import (
 from remat.profile.known import KnownCosts
 from remat.profile.live_memory import Watch
 from remat.profile.optimizer_memory import LossMemory, assumed_loss_bytes
+from remat.profile.optimizers_in_backward import OptimizerMemory
 from remat.runtime.remade import RemadeValues
 from remat.torch_compat.accelerators import is_accelerator
 from remat.torch_compat.attributes import storage_identity
@@ -297,7 +301,7 @@ class RegionPlanner(Planner):
         self,
         model: nn.Module | None,
         request: PlanRequest,
-        optimizer_memory: tuple[int, int],
+        optimizer_memory: OptimizerMemory,
         *,
         is_only_planned: bool = False,
     ) -> None:
@@ -618,7 +622,11 @@ class RegionPlanner(Planner):
         ):
             gathered = leave_out(gathering, self.groups)
             backward = backward_order(
-                gathering, begin, self.has_gradient, partial(held_for, self.groups)
+                gathering,
+                begin,
+                self.has_gradient,
+                self.step_bytes_of,
+                partial(held_for, self.groups),
             )
         if not any(isinstance(each, int) for each in backward.order):
             msg = (
@@ -672,7 +680,7 @@ class RegionPlanner(Planner):
         return Parts(
             regions=seen.regions,
             between=seen.between,
-            backward=sharding.parts(),
+            backward=_with_steps(sharding.parts(), seen),
             held={**seen.held, **seen.choice.held(kept)},
             returned=seen.backward.returned,
             leaves=seen.backward.leaves,
@@ -1249,6 +1257,35 @@ class RegionPlanner(Planner):
         if needed_bytes > (step.plan.budget_bytes or 0):
             raise _no_room(step, position, needed_bytes)
         running.held_bytes += held_bytes
+
+
+def _with_steps(
+    parts: Sequence[int | EagerBackward | EagerWork], seen: _SeenStep
+) -> list[int | EagerBackward | EagerWork]:
+    """Return the parts of a backward pass with the steps of parameters among them.
+
+    Each is stepped, and its gradient gone, when all that its gradient is made of has
+    come together.
+    """
+    steps = seen.backward.steps
+    last: dict[Slot, int] = {}
+    for number, part in enumerate(parts):
+        if not isinstance(part, EagerWork):
+            of = seen.regions[part] if isinstance(part, int) else part
+            last |= {slot: number for slot, _ in of.gradients if slot in steps}
+    found: list[int | EagerBackward | EagerWork] = []
+    for number, part in enumerate(parts):
+        found.append(part)
+        found += [
+            EagerWork(
+                name="the step of a parameter",
+                takes=[slot],
+                workspace_bytes=steps[slot],
+            )
+            for slot, after in last.items()
+            if after == number
+        ]
+    return found
 
 
 def _turn(

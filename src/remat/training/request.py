@@ -37,8 +37,11 @@ from remat.planning.one_device import several_budgets
 from remat.planning.plan import Kernels, Plan
 from remat.planning.several_devices import Budget, budgets_bytes, check_budgets
 from remat.profile.costing import Costs
+from remat.profile.optimizers_in_backward import OptimizersInBackward
 from remat.solvers import chosen_solvers
 from remat.solvers.base import ProgressCallback, ignore_progress
+from remat.torch_compat.attributes import has_hooks_of_its_gradient
+from remat.torch_compat.sharding import local_part
 from remat.training.blocks import Chooser
 from remat.training.shape_ranges import DynamicShapes, checked_shapes
 
@@ -47,6 +50,9 @@ Loss = Callable[[Any], torch.Tensor]
 Regions = Literal["auto", "whole", "breaks", "blocks"] | Chooser
 """Whether a model must be one graph, or may be split by graph breaks, and whether its
 blocks are graphs of their own, or modules of these names."""
+
+AnyOptimizer = torch.optim.Optimizer | Mapping[torch.Tensor, torch.optim.Optimizer]
+"""An optimizer, or the optimizers of single parameters that step in backward."""
 
 Group = Literal["auto"] | dist.ProcessGroup | None
 """The processes that run the same plan."""
@@ -61,7 +67,7 @@ class PlanOptions(TypedDict, total=False):
     :class:`PlanRequest`, which has a field for each.
     """
 
-    optimizer: torch.optim.Optimizer | None
+    optimizer: AnyOptimizer | None
     loss: Loss | None
     platform: Platform | str | PathLike[str] | None
     device: Hardware | str | PathLike[str] | None
@@ -122,6 +128,12 @@ class PlanRequest:
             self._check_budget()
         if self.optimizer is not None:
             _check("optimizer", self.optimizer, torch.optim.Optimizer, _OPTIMIZER)
+        if isinstance(self.optimizer, OptimizersInBackward) and self.in_flight != 1:
+            msg = (
+                f"in_flight={self.in_flight}: an optimizer that steps in backward changes "
+                "what other passes in flight have computed with; leave in_flight out"
+            )
+            raise ValueError(msg)
         if self.loss is not None:
             _check("loss", self.loss, Callable, "a function of the model's outputs")
             _check_takes_outputs(self.loss)
@@ -326,6 +338,8 @@ def requested(
             raise TypeError(msg)
     given: dict[str, Any] = {**options, "budget": budget, "given_plan": plan}
     given["platform"] = platform_of(given.get("platform"))
+    if isinstance(given.get("optimizer"), Mapping):
+        given["optimizer"] = OptimizersInBackward(given["optimizer"])
     if given.get("device") is not None:
         device = chosen_hardware(given["device"])
         if caller != "plan":
@@ -475,6 +489,47 @@ def check_is_plannable(
             f"model's {len(own)}; give the optimizer of this model"
         )
         raise ValueError(msg)
+    if isinstance(optimizer, OptimizersInBackward):
+        known = set(map(id, stepped))
+        missing = [
+            n for n, p in parameters.items() if p.requires_grad and id(p) not in known
+        ]
+        if missing:
+            msg = (
+                f"optimizer= has no optimizer for {missing[0]!r}"
+                f"{f' and {len(missing) - 1} more' if missing[1:] else ''}: where "
+                "optimizers step in backward, each trained parameter has one"
+            )
+            raise ValueError(msg)
+
+
+def check_hooks(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse optimizers that are said to step in backward, if no hook lets them.
+
+    Raises
+    ------
+    ValueError
+        If a trained parameter has no hook that runs when its gradient is there, or one
+        is divided among processes.
+    """
+    if not isinstance(optimizer, OptimizersInBackward):
+        return
+    for name, parameter in model.named_parameters():
+        if local_part(parameter) is not parameter:
+            msg = (
+                f"optimizer= is a mapping, and {name!r} is divided among processes: the "
+                "memory of optimizers that step in backward is not known there; give one "
+                "optimizer of all parameters, which counts more than they take"
+            )
+            raise ValueError(msg)
+        if parameter.requires_grad and not has_hooks_of_its_gradient(parameter):
+            msg = (
+                "optimizer= is a mapping, as for optimizers that step in backward, but "
+                f"{name!r} has no hook that steps its own: call "
+                "register_post_accumulate_grad_hook on each parameter before remat.fit, "
+                "or give one optimizer of all parameters"
+            )
+            raise ValueError(msg)
 
 
 def _check_takes_outputs(loss: Callable[..., object]) -> None:
@@ -537,7 +592,10 @@ def platform_of(platform: Platform | str | PathLike[str] | None) -> Platform | N
     return platform
 
 
-_OPTIMIZER = "a torch.optim.Optimizer, such as torch.optim.AdamW(model.parameters())"
+_OPTIMIZER = (
+    "a torch.optim.Optimizer, such as torch.optim.AdamW(model.parameters()), or a mapping "
+    "from each parameter to its own optimizer, if these step in backward"
+)
 _LONGEST = 100
 _REGIONS = (
     "'auto', 'whole', 'breaks', 'blocks', a list of modules' names, or a function of a "

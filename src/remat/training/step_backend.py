@@ -192,7 +192,7 @@ class PlannedBackend:
                 sizes=sizes,
                 is_hooked=is_hooked,
             )
-            early.read(passes[1])
+            early.read(passes[1], is_hooked=is_hooked)
             inputs_of_backward = passes[1].graph.find_nodes(op="placeholder")
             defined.has_expanded_zeros = any(map(may_be_one_zero, inputs_of_backward))
             return passes
@@ -347,7 +347,11 @@ class PlannedBackend:
     ) -> list[InputSpec]:
         """Return the descriptions of inputs with what is known of their tensors."""
         given = [
-            spec.given(value, has_gradient=self.has_gradient(value))
+            spec.given(
+                value,
+                has_gradient=self.has_gradient(value),
+                step_bytes=self.step_bytes(value),
+            )
             if isinstance(value, torch.Tensor)
             else spec
             for spec, value in zip(inputs, values, strict=True)
@@ -359,6 +363,13 @@ class PlannedBackend:
     def has_gradient(self, leaf: torch.Tensor) -> bool:
         """Return whether the step that is planned adds to a gradient of a leaf."""
         return existing_gradient(leaf) is not None
+
+    def step_bytes(self, leaf: torch.Tensor) -> int | None:  # noqa: ARG002
+        """Return what the optimizer of a leaf takes that steps in backward.
+
+        ``None`` if none does.
+        """
+        return None
 
     def fail(self, error: RematError) -> None:
         """Keep ``error`` for whoever called the compiled model, and raise it."""
@@ -407,6 +418,8 @@ class PlannedBackend:
             program = replace(
                 program, autocast=autocast, returned=self.returned.tensor, loss=loss
             )
+            is_foreseen = any(spec.step_bytes is not None for spec in inputs)
+            is_hooked = is_hooked and not is_foreseen
             if is_hooked or len(inputs) != argument_count:
                 # Hooks may change what is still to be read, and gradients are handed
                 # over by the positions of arguments.

@@ -22,6 +22,7 @@ from remat.capture.surroundings import (
     add_surroundings,
     captured_tensors,
     existing_gradient,
+    pieces_before_changes,
     resident_bytes,
     tensors_in,
 )
@@ -35,11 +36,13 @@ from remat.capture.varying_sizes import (
 )
 from remat.core.device_graph import arrange, home_of, place_of
 from remat.core.errors import (
+    BudgetError,
     CaptureError,
     ExecutionError,
     InvalidPlatformError,
     PlanMismatchError,
 )
+from remat.core.gradient_pieces import Piece
 from remat.core.graph import Role, TrainingGraph
 from remat.core.in_flight import with_passes
 from remat.core.platform import Platform
@@ -51,7 +54,7 @@ from remat.planning.in_flight import plan_in_flight
 from remat.planning.one_device import one_budget, plan_graph, several_budgets
 from remat.planning.plan import Plan
 from remat.planning.plan_cache import PlanCall, plan_digest, planned_once
-from remat.planning.proofs import on_graph
+from remat.planning.proofs import on_graph, unproved
 from remat.planning.replanning import at_sizes, equal_plan, replan, with_gradients
 from remat.planning.reserved import with_allocator
 from remat.planning.several_devices import Budget, budget_of
@@ -70,8 +73,8 @@ from remat.profile.links import common_device, measured_platform
 from remat.profile.optimizer_memory import (
     LossMemory,
     assumed_loss_bytes,
-    optimizer_bytes,
 )
+from remat.profile.optimizers_in_backward import OptimizerMemory
 from remat.torch_compat.attributes import (
     contents_of,
     storage_identity,
@@ -88,24 +91,11 @@ from remat.training.sized_plans import SizedPlan
 from remat.training.training_loop import LoopMemory
 from remat.training.variants import Kind, TracedCall, describe_tensor
 
-PlanKey: TypeAlias = tuple[str, int, tuple[int, int]]
+PlanKey: TypeAlias = tuple[str, int, OptimizerMemory]
 """Fingerprint of a step, bytes of gradients that exist, memory of the optimizer."""
 
 _MANY_REPETITIONS = 8
 """As often the tracer itself compiles a function again before it gives up."""
-
-
-def optimizer_memory(optimizer: torch.optim.Optimizer | None) -> tuple[int, int]:
-    """Return the bytes of the optimizer's state, and of its step beyond that.
-
-    Not to be called while a model is traced: optimizers take another path then.
-
-    Raises
-    ------
-    CaptureError
-        If the optimizer's step cannot be predicted without running it.
-    """
-    return (0, 0) if optimizer is None else optimizer_bytes(optimizer)
 
 
 def gradient_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -127,8 +117,7 @@ class Planner:
     request
         What is asked for.
     optimizer_memory
-        Bytes of the optimizer's state, and of its step beyond that, of the steps that
-        are planned next.
+        What the optimizer takes in the steps that are planned next.
     is_only_planned
         Whether plans need not run here, so that home need not be here either.
 
@@ -160,7 +149,7 @@ class Planner:
         self,
         model: nn.Module | None,
         request: PlanRequest,
-        optimizer_memory: tuple[int, int],
+        optimizer_memory: OptimizerMemory,
         *,
         is_only_planned: bool = False,
     ) -> None:
@@ -175,6 +164,8 @@ class Planner:
         self.parameters: Sequence[nn.Parameter] | None = None
         self.loop = LoopMemory()
         self.plans: dict[PlanKey, Plan] = {}
+        # In which pieces gradients leave early in each.
+        self._pieces: dict[PlanKey, Mapping[int, Piece]] = {}
         self.latest: Plan | None = None
         self.planned_count = 0
         self.planned_s = 0.0
@@ -245,6 +236,15 @@ class Planner:
         if self.assumes_gradients is None:
             return existing_gradient(leaf) is not None
         return self.assumes_gradients and leaf.is_leaf and leaf.requires_grad
+
+    def step_bytes_of(self, leaf: torch.Tensor) -> int | None:
+        """Return what the optimizer of a leaf takes that steps in backward.
+
+        ``None`` if none does.
+        """
+        if not isinstance(leaf, nn.Parameter) or not leaf.requires_grad:
+            return None
+        return dict(self.optimizer_memory.in_backward).get((leaf.shape, leaf.dtype))
 
     def begin(
         self,
@@ -449,15 +449,15 @@ class Planner:
             if self.has_several_devices:
                 # What copies of blocks wait for is decided for the pass as a whole.
                 program = replace(program, pieces={})
-            bare = program
-            program = add_surroundings(program, self.surroundings(program))
             key = self._key_of(program.fingerprint, self.gradient_bytes)
+            bare = replace(program, pieces=self._pieces.get(key, program.pieces))
+            program = add_surroundings(bare, self.surroundings(bare))
             if key not in self.plans:
                 plan = self._plan_of_larger(bare)
                 if plan is None:
-                    plan = self.with_allocator(self.make_plan(program), program)
+                    bare, program, plan = self._plan_anew(bare, program)
                     self.planned_count += 1
-                self.plans[key] = plan
+                self.plans[key], self._pieces[key] = plan, bare.pieces
             else:
                 self.note_repetition(program)
             self.latest = plan = self.plans[key]
@@ -470,6 +470,32 @@ class Planner:
             replace(program, graph=plan.graph, platform=platform, loss=loss),
             plan.schedule,
         )
+
+    def _plan_anew(
+        self, bare: JointProgram, program: JointProgram
+    ) -> tuple[JointProgram, JointProgram, Plan]:
+        """Return a plan, and the step that it is of, without and with surroundings.
+
+        Gradients wait that would leave before something reads what changes with them.
+        """
+        asked = bare.pieces
+        while True:
+            try:
+                plan = self.with_allocator(self.make_plan(program), program)
+            except BudgetError as error:
+                if error.schedule is None:
+                    raise
+                pieces = pieces_before_changes(program, error.schedule)
+                if pieces == bare.pieces:
+                    raise
+            else:
+                pieces = pieces_before_changes(program, plan.schedule)
+                if pieces == bare.pieces:
+                    # Nothing is proved of schedules in which more of them leave early.
+                    is_all = pieces == asked
+                    return bare, program, plan if is_all else unproved(plan)
+            bare = replace(bare, pieces=pieces)
+            program = add_surroundings(bare, self.surroundings(bare))
 
     @property
     def has_several_devices(self) -> bool:
@@ -552,7 +578,7 @@ class Planner:
             sizes = [storages[s].size_bytes for s in program.accumulated]
             # Those of the first pass, and the sum of two that is made.
             waiting_bytes = sum(sizes) + max(sizes, default=0)
-        state_bytes, step_bytes = self.optimizer_memory
+        memory = self.optimizer_memory
         loss = self.loss_memory(program)
         residents = resident_bytes(
             self.model,
@@ -562,7 +588,7 @@ class Planner:
                 loss.read,
                 self.loop.tensors,
             ),
-            state_bytes,
+            memory.state_bytes,
             program.device,
             counted=program.given_storages,
         )
@@ -584,7 +610,7 @@ class Planner:
             loss_saved_bytes=loss.saved_bytes if request.passes_in_flight > 1 else 0,
             loss_forward_peak_bytes=loss.forward_peak_bytes,
             loss_saves_outputs=loss.saves_outputs,
-            optimizer_workspace_bytes=max(step_bytes, self.loop.merged_bytes),
+            optimizer_workspace_bytes=max(memory.step_bytes, self.loop.merged_bytes),
             has_tangents_of_its_own=self.loop.tangent_bytes is None,
             holds_outputs=self.loop.holds_outputs,
         )
@@ -873,7 +899,7 @@ class CompilerPlanner(Planner):
         self,
         model: nn.Module | None,
         request: PlanRequest,
-        optimizer_memory: tuple[int, int],
+        optimizer_memory: OptimizerMemory,
     ) -> None:
         super().__init__(model, request, optimizer_memory)
         self.asked = request

@@ -82,6 +82,10 @@ class StepPlanner(Protocol):
         """Return whether the step that is planned adds to a gradient of a leaf."""
         ...
 
+    def step_bytes_of(self, leaf: torch.Tensor) -> int | None:
+        """Return what the optimizer of a leaf takes that steps in backward."""
+        ...
+
     @property
     def has_several_devices(self) -> bool:
         """Whether steps are planned for more than one device."""
@@ -265,6 +269,10 @@ class VariantBackend(PlannedBackend):
     def has_gradient(self, leaf: torch.Tensor) -> bool:
         """Return whether the step that is planned adds to a gradient of a leaf."""
         return self.planner.has_gradient(leaf)
+
+    def step_bytes(self, leaf: torch.Tensor) -> int | None:
+        """Return what the optimizer of a leaf takes that steps in backward."""
+        return self.planner.step_bytes_of(leaf)
 
     def only_differentiated(self, loss: int | None) -> int | None:
         """Return the loss among the outputs, unless another one was described."""

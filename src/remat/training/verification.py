@@ -20,6 +20,7 @@ from remat.planning.plan import Plan
 from remat.planning.several_devices import Budget
 from remat.profile.memory import MOST_REPEATS, measure
 from remat.profile.optimizer_copy import stepping_optimizer
+from remat.profile.optimizers_in_backward import OptimizersInBackward
 from remat.torch_compat.accelerators import (
     device_module,
     forked_random_state,
@@ -137,6 +138,9 @@ class VerifyReport:
     shapes
         With ``dynamic=``, what was found at the smallest sizes and at the example's;
         the figures above are then those of the largest.
+    steps_in_backward
+        Whether optimizers stepped in the backward passes: of parameters that they have
+        stepped, these were compared, and not gradients.
     """
 
     plan: Plan
@@ -153,6 +157,7 @@ class VerifyReport:
     slowdown: float
     devices: tuple[DevicePeak, ...] = ()
     shapes: tuple[ShapeReport, ...] = ()
+    steps_in_backward: bool = False
 
     @property
     def is_exact(self) -> bool:
@@ -224,7 +229,9 @@ class VerifyReport:
                     "eager PyTorch"
                 ),
                 (
-                    "  passes      gradients accumulated over two"
+                    "  passes      two, and the steps of all parameters in each"
+                    if self.steps_in_backward
+                    else "  passes      gradients accumulated over two"
                     if self.pass_count > 1
                     else "  passes      one: accumulation does not fit this budget"
                 ),
@@ -403,6 +410,7 @@ def verify(
         against_eager=against_eager,
         compared_count=count,
         pass_count=pass_count,
+        steps_in_backward=step.steps_in_backward,
         budget_bytes=plan.budget_bytes or 0,
         predicted_peak_bytes=plan.peak_bytes,
         measured_peak_bytes=planned_peak,
@@ -679,11 +687,18 @@ class TrainingStep:
         """Return all results of some backward passes from the start."""
         self.reset()
         found: Outcome = {}
-        for position in range(1, passes + 1):
-            for number, outputs in enumerate(self.passes(called), 1):
-                batch = f", batch {number}" if len(self.batches) > 1 else ""
-                self.collect(found, outputs, f"pass {position}{batch}: ")
+        # Those that step in backward start with the same state as well.
+        with kept_optimizer(self.optimizer if self.steps_in_backward else None):
+            for position in range(1, passes + 1):
+                for number, outputs in enumerate(self.passes(called), 1):
+                    batch = f", batch {number}" if len(self.batches) > 1 else ""
+                    self.collect(found, outputs, f"pass {position}{batch}: ")
         return found
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether parameters change in backward passes, and gradients are gone then."""
+        return isinstance(self.optimizer, OptimizersInBackward)
 
     def longest_outcome(self, fitted: FittedModel) -> tuple[Outcome, int]:
         """Return the results of two passes and 2, or of one if two do not fit.
@@ -705,6 +720,8 @@ class TrainingStep:
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
                 found[f"{prefix}gradient of {name}"] = parameter.grad.clone()
+            elif self.steps_in_backward:
+                found[f"{prefix}parameter {name}"] = parameter.detach().clone()
         for name, buffer in self.model.named_buffers():
             found[f"{prefix}buffer {name}"] = buffer.clone()
         for leaf_name, leaf in self.input_gradients():
