@@ -11,9 +11,11 @@ import transformers
 from tests.integrations import texts
 from tests.integrations.common import QUICK, Trained, trained
 from tests.integrations.digits import BATCH, STEPS, Digits, Model
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 import remat
 from remat.core.errors import CaptureError, ExecutionError, UnitError
+from remat.core.graph import Role
 from remat.integrations.transformers import (
     MemoryBudgetArguments,
     MemoryBudgetCallback,
@@ -32,7 +34,12 @@ class Evaluations(transformers.TrainerCallback):
 
 
 def trainer(
-    folder: Path, *callbacks: Any, model: Any = None, data: Any = None, **given: Any
+    folder: Path,
+    *callbacks: Any,
+    model: Any = None,
+    data: Any = None,
+    optimizers: Any = (None, None),
+    **given: Any,
 ) -> transformers.Trainer:
     settings: dict[str, Any] = {
         "output_dir": str(folder),
@@ -51,6 +58,7 @@ def trainer(
         train_dataset=data or Digits(),
         eval_dataset=Digits(is_held_out=True),
         callbacks=list(callbacks),
+        optimizers=optimizers,
     )
 
 
@@ -102,6 +110,45 @@ def test_a_language_model_with_smoothed_labels_keeps_its_budget(tmp_path: Path) 
     planned = found(MemoryBudgetCallback(plain.budget_bytes, **QUICK))
     assert planned.peak_bytes <= plain.budget_bytes
     assert planned.is_bitwise(plain)
+
+
+def layer_wise(model: torch.nn.Module) -> tuple[Any, Any]:
+    """Return what a ``Trainer`` makes for optimizers of one layer each."""
+    found = {p: torch.optim.AdamW([p], lr=1e-3) for p in model.parameters()}
+
+    def step(parameter: torch.nn.Parameter) -> None:
+        found[parameter].step()
+        found[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    dummy = LayerWiseDummyOptimizer(optimizer_dict=found)
+    return dummy, torch.optim.lr_scheduler.ConstantLR(dummy, factor=1)
+
+
+def test_layer_wise_optimizers_keep_a_budget(tmp_path: Path) -> None:
+    def found(*callbacks: Any) -> Trained:
+        model, data = texts.gpt2(layers=2), texts.Texts(4 * texts.BATCH)
+        return run(
+            trainer(
+                tmp_path,
+                *callbacks,
+                model=model,
+                data=data,
+                optimizers=layer_wise(model),
+                per_device_train_batch_size=texts.BATCH,
+            )
+        )
+
+    plain = found()
+    callback = MemoryBudgetCallback(plain.budget_bytes, **QUICK)
+    planned = found(callback)
+    assert planned.peak_bytes <= plain.budget_bytes
+    assert planned.is_bitwise(plain)
+    assert callback.plan is not None
+    weight_bytes = sum(value.nbytes for value in plain.parameters)
+    states = [s for s in callback.plan.graph.storages if s.role is Role.OPTIMIZER_STATE]
+    assert sum(state.size_bytes for state in states) > 2 * weight_bytes
 
 
 def in_two_halves(folder: Path, budget: Any = None) -> Trained:

@@ -1,6 +1,6 @@
 """What lives and runs around the traced step: parameters, optimizer, loss, batch."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -221,11 +221,8 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
     handed_over = _gradients(program, chain(*program.pieces.values()))
     # Others that were added are gone when the optimizer steps. In the graph they stay
     # to the end, so that backward's outputs are what it returns.
-    dropped = (
-        program.accumulated
-        - handed_over.keys()
-        - _gradients(program, program.steps).keys()
-    )
+    of_steps = _gradients(program, program.steps).keys()
+    dropped = program.accumulated - handed_over.keys() - of_steps
     dropped_bytes = sum(graph.storages[s].size_bytes for s in dropped)
     gone = handed_over.keys() | let_go
     final = tuple(s for s in graph.final_outputs if s not in gone)
@@ -245,8 +242,9 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
     count = len(graph.ops)
     before = [(forward, loss, ()), *adding, (count, step, ())]
     forward_outputs = (s for s in graph.forward_outputs if s in kept or s not in let_go)
+    # Parameters have changed by then, so that no such gradient could be made again.
     surrounded = _with_ops(
-        program,
+        _made_once(program, of_steps - handed_over.keys()),
         before,
         storages=tuple(storages),
         forward_outputs=(*forward_outputs, *of_the_loss),
@@ -266,16 +264,19 @@ def with_pieces(program: JointProgram) -> JointProgram:
     """
     if not program.pieces:
         return program
-    adding = _adding_ops(program)
     handed_over = _gradients(program, chain(*program.pieces.values()))
+    return _with_ops(_made_once(program, handed_over.keys()), _adding_ops(program))
+
+
+def _made_once(program: JointProgram, storages: Set[int]) -> JointProgram:
+    """Return a program in which no op runs again that makes one of some storages."""
     ops = tuple(
         replace(op, non_recomputable=_ONCE)
-        if op.is_recomputable and not handed_over.keys().isdisjoint(op.writes)
+        if op.is_recomputable and not storages.isdisjoint(op.writes)
         else op
         for op in program.graph.ops
     )
-    once = replace(program, graph=replace(program.graph, ops=ops))
-    return _with_ops(once, adding)
+    return replace(program, graph=replace(program.graph, ops=ops))
 
 
 def _with_ops(

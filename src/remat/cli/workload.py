@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from remat.core.errors import RematError, UsageError
+from remat.profile.optimizers_in_backward import OptimizersInBackward
 from remat.training.fitting import positional
 
 DEFAULT_NAME = "remat_workload"
@@ -278,6 +279,12 @@ def workload_of(made: object, source: str) -> Workload:
         _refuse(source, "model", model, "a torch.nn.Module")
     if not isinstance(kwargs, Mapping):
         _refuse(source, "kwargs", kwargs, "a mapping of keyword arguments")
+    if isinstance(optimizer, Mapping):
+        try:
+            optimizer = OptimizersInBackward(cast("Mapping[Any, Any]", optimizer))
+        except (TypeError, ValueError) as error:
+            msg = f"{source} returned an optimizer that cannot be counted: {error}"
+            raise UsageError(msg) from error
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         _refuse(source, "optimizer", optimizer, "a torch.optim.Optimizer")
     if loss is not None and not callable(loss):

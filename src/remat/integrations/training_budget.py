@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -61,7 +60,7 @@ class TrainingBudget:
     def begin(
         self,
         model: nn.Module,
-        optimizers: Sequence[Optimizer] | Mapping[torch.Tensor, Optimizer],
+        optimizers: Sequence[Optimizer] | Mapping[nn.Parameter, Optimizer],
         *,
         accumulate: bool,
         batches_ahead: int,
@@ -150,7 +149,7 @@ class _Together(Optimizer):
 
 
 def _together(
-    optimizers: Sequence[Optimizer] | Mapping[torch.Tensor, Optimizer],
+    optimizers: Sequence[Optimizer] | Mapping[nn.Parameter, Optimizer],
 ) -> AnyOptimizer | None:
     if isinstance(optimizers, Mapping):
         return optimizers

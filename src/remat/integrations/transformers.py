@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 from torch import nn
@@ -171,11 +171,11 @@ def _copies_batches(args: TrainingArguments) -> bool:
 
 def _optimizers(
     optimizer: Optimizer,
-) -> Sequence[Optimizer] | Mapping[torch.Tensor, Optimizer]:
+) -> Sequence[Optimizer] | Mapping[nn.Parameter, Optimizer]:
     """Return the optimizers of a trainer, by parameter if they step in backward."""
     inner = stepping_optimizer(optimizer)
     if isinstance(inner, LayerWiseDummyOptimizer):
-        return inner.optimizer_dict
+        return cast("Any", inner).optimizer_dict
     return [optimizer]
 
 

@@ -73,14 +73,19 @@ class OptimizersInBackward(Optimizer):
     """
 
     def __init__(self, optimizers: Mapping[Any, Any]) -> None:
-        # Groups and state are those of the optimizers: there is nothing to set up.
+        # The state is that of the optimizers: there is nothing to set up.
         for parameter, optimizer in optimizers.items():
             _check(parameter, optimizer)
         if not optimizers:
             msg = "optimizer= is an empty mapping; give the optimizer of each parameter"
             raise ValueError(msg)
         self.optimizers = [stepping_optimizer(each) for each in optimizers.values()]
-        self.param_groups = [g for each in self.optimizers for g in each.param_groups]
+        self.param_groups = [{"params": self._parameters()}]
+
+    def _parameters(self) -> list[torch.Tensor]:
+        # One group for all: they are looked at before each call.
+        groups = [group for each in self.optimizers for group in each.param_groups]
+        return [parameter for group in groups for parameter in group["params"]]
 
     @property
     def state(self) -> Mapping[Any, Any]:  # type: ignore[override]
@@ -92,7 +97,7 @@ class OptimizersInBackward(Optimizer):
         new = object.__new__(type(self))
         memo[id(self)] = new
         new.optimizers = copy.deepcopy(self.optimizers, memo)
-        new.param_groups = [g for each in new.optimizers for g in each.param_groups]
+        new.param_groups = [{"params": new._parameters()}]
         return new
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

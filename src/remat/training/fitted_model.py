@@ -687,6 +687,7 @@ class FittedModel:
         if is_training:
             self._plan_with_others(args, kwargs)
             self._renew_if_changed()
+            self._look_for_gradients_left()
         runs_hooks = runs_hooks and has_forward_hooks(self.model)
         # A described loss has the model's call traced again for what it returns.
         is_called = runs_hooks or planner.loss is not None
@@ -776,6 +777,20 @@ class FittedModel:
         if forward is not self._forward_seen:
             self._forward_seen = forward
             self._compiled.clear()
+
+    def _look_for_gradients_left(self) -> None:
+        """Tell of gradients that optimizers which step in backward have not let go."""
+        if not self.planner.optimizer_memory.in_backward or self.planner.plans_ahead:
+            return
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                self.tell(
+                    f"the gradient of {name!r} is still there, though its optimizer steps "
+                    f"in backward: the budget of {self.name} counts on it being gone. "
+                    "Call zero_grad() in the hook that steps it; until then steps may "
+                    "need as much more as all gradients take"
+                )
+                return
 
     def _entry(self, contents: Contents, *, runs_hooks: bool) -> Callable[..., Any]:
         """Return the compiled call, with the model's own hooks or without."""

@@ -71,7 +71,8 @@ def fit(
         "20 GiB"}``; a percentage is then of the step on the model's device alone.
     optimizer
         Counts its state and the memory of its step. May be wrapped by a training
-        library, such as by ``accelerator.prepare``.
+        library, such as by ``accelerator.prepare``. Optimizers that step in backward,
+        by a hook of each parameter, are given as a mapping from parameters to them.
     loss
         The function of the model's outputs whose gradient is taken, when it is outside
         the model: its memory is then predicted exactly. Without it, a scalar is taken

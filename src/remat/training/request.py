@@ -51,7 +51,7 @@ Regions = Literal["auto", "whole", "breaks", "blocks"] | Chooser
 """Whether a model must be one graph, or may be split by graph breaks, and whether its
 blocks are graphs of their own, or modules of these names."""
 
-AnyOptimizer = torch.optim.Optimizer | Mapping[torch.Tensor, torch.optim.Optimizer]
+AnyOptimizer = torch.optim.Optimizer | Mapping[nn.Parameter, torch.optim.Optimizer]
 """An optimizer, or the optimizers of single parameters that step in backward."""
 
 Group = Literal["auto"] | dist.ProcessGroup | None
