@@ -31,7 +31,9 @@ from remat.core.contributors import labelled
 from remat.core.errors import CaptureError
 from remat.core.gradient_pieces import Piece, added_pieces
 from remat.core.graph import Op, Phase, Role, Storage, TrainingGraph
+from remat.core.liveness import kept_for_backward
 from remat.core.platform import Platform
+from remat.core.schedule import Schedule
 from remat.torch_compat.accelerators import note_random_state
 from remat.torch_compat.attributes import schema_of, storage_identity
 from remat.torch_compat.collectives import is_collective, is_wait
@@ -343,10 +345,9 @@ class JointProgram:
                 held.difference_update(self.storages_of[value])
         return held
 
-    def unread_outputs(self) -> list[int]:
-        """Return the positions of outputs let go that backward does not keep itself."""
-        ops = self.graph.ops[self.graph.forward_count :]
-        gone = self.let_go.difference(s for op in ops for s in op.reads)
+    def unread_outputs(self, schedule: Schedule) -> list[int]:
+        """Return the positions of outputs let go that a schedule does not keep."""
+        gone = self.let_go - kept_for_backward(self.graph, schedule)
         return [
             position
             for position, value in enumerate(self.forward_values[self.changed_count :])

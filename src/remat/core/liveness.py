@@ -95,6 +95,20 @@ _Places = list[tuple[int, int]]
 """Pairs of a storage and a device."""
 
 
+def kept_for_backward(graph: TrainingGraph, schedule: Schedule) -> frozenset[int]:
+    """Return what steps behind the boundary use that was made before it."""
+    made: set[tuple[int, int]] = set()
+    kept: set[int] = set()
+    for step in schedule.steps[schedule.steps.index(Boundary()) + 1 :]:
+        if not isinstance(step, Discard):
+            written, read = _made_and_used(graph, step)
+            kept.update(
+                storage for storage, device in read if (storage, device) not in made
+            )
+            made.update(written)
+    return frozenset(kept)
+
+
 def _made_and_used(graph: TrainingGraph, step: Step) -> tuple[_Places, _Places]:
     """Return what ``step`` makes live, and what must be live for it."""
     match step:

@@ -289,13 +289,6 @@ class ComposedStep:
         return layout
 
     @cached_property
-    def unread_outputs(self) -> tuple[int, ...]:
-        """The positions of outputs that nothing needs in backward."""
-        ops = (op for op in self.graph.ops if op.phase is Phase.BACKWARD)
-        reads = {storage for op in ops for storage in op.reads}
-        return tuple(p for p, s in self.outputs.items() if s not in reads)
-
-    @cached_property
     def everything(self) -> tuple[Schedule, Trace]:
         """The schedule in which nothing runs twice, and its replay without a budget."""
         graph = self.graph

@@ -24,7 +24,6 @@ from remat.core.errors import BudgetError, CaptureError, ProfileError, RematErro
 from remat.core.garbage import old_objects_left_alone
 from remat.core.units import format_bytes
 from remat.planning.plan import Plan
-from remat.planning.regions import ComposedStep
 from remat.profile.allocations import AllocationRecorder, Recording
 from remat.profile.gathered_parameters import check_groups
 from remat.runtime.undefined import HeldOutputs, held_words
@@ -631,7 +630,7 @@ class FittedRegions(FittedModel):
         if is_done:
             self.planner.check_end(running, tensors_in(outputs))
             if not self.planner.loop.holds_outputs:
-                self._watch_let_go(running.step.composed, outputs)
+                self._watch_let_go(running.step, outputs)
         if running.unplanned is None and running.excess is None:
             return
         if call is not None:
@@ -662,10 +661,10 @@ class FittedRegions(FittedModel):
                 _MOST_PLANS,
             )
 
-    def _watch_let_go(self, step: ComposedStep, outputs: Any) -> None:
+    def _watch_let_go(self, step: PlannedStep, outputs: Any) -> None:
         """Warn, once, if outputs are there when backward begins that are to be gone."""
         tensors = tensors_in(outputs)
-        if len(tensors) <= max(step.outputs, default=-1):
+        if len(tensors) <= max(step.composed.outputs, default=-1):
             return
         watched = HeldOutputs(tensors[position] for position in step.unread_outputs)
 

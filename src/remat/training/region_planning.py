@@ -32,7 +32,7 @@ from remat.capture.returned import is_loss, loss_in
 from remat.capture.surroundings import FREES_TANGENTS, add_surroundings, tensors_in
 from remat.core.errors import BudgetError, CaptureError
 from remat.core.graph import Role, TrainingGraph
-from remat.core.liveness import BOUNDARY
+from remat.core.liveness import BOUNDARY, kept_for_backward
 from remat.core.platform import single_device
 from remat.core.problem import Limits, Objective, Problem
 from remat.core.schedule import Schedule
@@ -172,6 +172,13 @@ class PlannedStep:
     turns: "dict[tuple[int, PlannedStep], PlannedStep | int | None]" = field(
         default_factory=dict[Any, Any], repr=False
     )
+
+    @cached_property
+    def unread_outputs(self) -> tuple[int, ...]:
+        """The positions of outputs that the schedule does not keep for backward."""
+        kept = kept_for_backward(self.composed.graph, self.schedule)
+        outputs = self.composed.outputs.items()
+        return tuple(position for position, s in outputs if s not in kept)
 
     @property
     def room_bytes(self) -> int:
