@@ -916,10 +916,11 @@ class _Analysis:
         """Return the steps that happen in backward, by the positions of gradients."""
         nodes = self.module.graph.find_nodes(op="placeholder")
         return {
-            position: ParameterStep(spec.step_bytes, self.storages_of[nodes[position]])
-            for position, spec in enumerate(self.inputs)
-            if spec.step_bytes is not None
-            and isinstance(self.backward_values[position], fx.Node)
+            position: ParameterStep(spec.step_bytes, self.storages_of[node])
+            for position, (spec, node, value) in enumerate(
+                zip(self.inputs, nodes, self.backward_values, strict=False)
+            )
+            if spec.step_bytes is not None and isinstance(value, fx.Node)
         }
 
     def mark_gradients(self) -> None:

@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 from remat.capture.captured import captured_tensors as captured_tensors
 from remat.capture.captured import plain_tensors as plain_tensors
 from remat.capture.joint_program import InputSpec, JointProgram
-from remat.core.gradient_pieces import ADDING, Piece
+from remat.core.gradient_pieces import ADDING, STEPPING, Piece
 from remat.core.graph import Op, Phase, Role, Storage
 from remat.core.schedule import Compute, Schedule
 from remat.torch_compat.attributes import storage_bytes, storage_identity
@@ -323,12 +323,12 @@ def _adding_ops(program: JointProgram) -> list[tuple[int, Op, Piece]]:
         before = [
             storage
             for op in program.graph.ops[program.graph.forward_count : last + 1]
-            if not changed.isdisjoint(op.reads)
+            if changed and not changed.isdisjoint(op.reads)
             for storage in op.writes
             if last_reads.get(storage, 0) > last
         ]
         op = Op(
-            name=ADDING,
+            name=STEPPING if changed else ADDING,
             reads=tuple(dict.fromkeys([*_gradients(program, piece), *before])),
             writes=(),
             cost_ns=(0,),

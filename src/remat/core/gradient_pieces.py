@@ -23,6 +23,9 @@ LEAST_BYTES = 1 << 20
 ADDING = "adding to the gradients that exist"
 """Name of the ops that hand over a piece."""
 
+STEPPING = "steps of the optimizers in backward"
+"""Name of those by which parameters are stepped, too."""
+
 _MOST_PIECES = 64
 
 

@@ -11,7 +11,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 import remat
 from remat.core.errors import PlanWarning
-from remat.core.gradient_pieces import ADDING
+from remat.core.gradient_pieces import STEPPING
 from remat.profile.memory import measure
 from remat.profile.optimizers_in_backward import OptimizersInBackward, optimizer_memory
 
@@ -173,7 +173,7 @@ def test_what_is_read_again_steps_when_backward_has_returned() -> None:
 
     ample, tight = plan("100%"), plan("71%")
     counts = [
-        sum(op.name == ADDING for op in plan.graph.ops) for plan in (ample, tight)
+        sum(op.name == STEPPING for op in plan.graph.ops) for plan in (ample, tight)
     ]
     # The last layer's weight is read when the first activation is computed again.
     assert counts[1] == counts[0] - 1
@@ -226,7 +226,7 @@ def test_plans_need_no_hooks_and_no_memory() -> None:
     plan = remat.plan(
         model, (x,), budget="100%", optimizer=optimizers, costs="estimated"
     )
-    assert any(op.name == ADDING for op in plan.graph.ops)
+    assert any(op.name == STEPPING for op in plan.graph.ops)
 
 
 def test_a_gradient_that_stays_is_told() -> None:
