@@ -164,6 +164,35 @@ def test_an_optimizer_of_the_users_own_is_traced():
     assert workspace_bytes == 200 * 100 * 4
 
 
+@pytest.mark.parametrize("every", [None, 3])
+def test_whether_every_kth_step_differs_is_seen_with_one_parameter_of_each_kind(every):
+    class Periodic(torch.optim.Optimizer):
+        stepped = 0
+
+        def __init__(self, trained: list[torch.nn.Parameter]) -> None:
+            super().__init__(trained, {"count": 0, "frequency": 50, "every": every})
+
+        @torch.no_grad()
+        def step(self, closure: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+            for group in self.param_groups:
+                group["count"] += 1
+                for param in group["params"]:
+                    if param.grad is None:
+                        continue
+                    Periodic.stepped += 1
+                    if not self.state[param]:
+                        self.state[param]["mean"] = torch.zeros_like(param)
+                    if group["every"] and group["count"] % group["every"] == 0:
+                        param.add_(param * 2 + param * 3)
+
+    trained = [torch.nn.Parameter(torch.rand(100, 10)) for _ in range(20)]
+    state_bytes, workspace_bytes = optimizer_bytes(Periodic(trained))
+    assert state_bytes == 20 * 4000
+    assert workspace_bytes == (2 * 4000 + 4000 if every else 0)
+    # Without such steps two of all are enough, and no hundred.
+    assert Periodic.stepped == 51 + (100 if every else 2) * 20
+
+
 def test_state_made_on_construction_is_counted_and_not_touched():
     class Early(torch.optim.SGD):
         def __init__(self, trained: list[torch.nn.Parameter]) -> None:

@@ -20,9 +20,9 @@ _LONGEST_PERIOD = 100
 def stepping_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer that does the work of a step.
 
-    A wrapper that holds no parameter groups of its own, but one other optimizer, hands
-    its steps on to that, as the wrappers of training libraries do. Whatever has groups
-    of its own is an optimizer itself, also if it steps another one inside.
+    A wrapper that holds no parameter groups and no tensors of its own, but one other
+    optimizer, hands its steps on to that, as the wrappers of training libraries do.
+    Whatever has some is an optimizer itself, also if it steps another one inside.
 
     Raises
     ------
@@ -38,6 +38,8 @@ def stepping_optimizer(optimizer: Optimizer) -> Optimizer:
                 "the model's parameters"
             )
             raise TypeError(msg)
+        if hasattr(optimizer, "param_groups") and _holds_tensors(optimizer):
+            break
         (optimizer,) = inner
     return optimizer
 
@@ -68,20 +70,22 @@ def settings_of(optimizer: Optimizer | None) -> tuple[Any, ...]:
     """Return what the memory of an optimizer follows from, to see whether it changed.
 
     Per group its parameters with their shapes and types and whether they are trained,
-    and which settings are on.
+    and which settings are on. What an optimizer counts in a group is none of these.
     """
     if optimizer is None:
         return ()
+    optimizer = stepping_optimizer(optimizer)
+    names = vars(optimizer).get("defaults", {})
     return tuple(
         (
             tuple((id(p), p.shape, p.dtype, p.requires_grad) for p in group["params"]),
             tuple(
                 (name, bool(value))
                 for name, value in group.items()
-                if isinstance(value, bool | int | float)
+                if name in names and isinstance(value, bool | int | float)
             ),
         )
-        for group in stepping_optimizer(optimizer).param_groups
+        for group in optimizer.param_groups
     )
 
 
@@ -109,17 +113,27 @@ def held_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     waiting, seen = [optimizer], {id(optimizer)}
     while waiting:
-        held = dict(vars(waiting.pop()))
-        for name in ("param_groups", "defaults"):
-            held.pop(name, None)
-        held["state"] = list(held.get("state", {}).values())
-        for leaf in tree_leaves(held):
+        for leaf in _held_by(waiting.pop()):
             if isinstance(leaf, torch.Tensor):
                 found.append(leaf)
             elif isinstance(leaf, Optimizer) and id(leaf) not in seen:
                 seen.add(id(leaf))
                 waiting.append(leaf)
     return found
+
+
+def _held_by(optimizer: Optimizer) -> list[Any]:
+    """Return what an optimizer holds, one by one, but parameters and settings."""
+    held = dict(vars(optimizer))
+    for name in ("param_groups", "defaults"):
+        held.pop(name, None)
+    held["state"] = list(held.get("state", {}).values())
+    return tree_leaves(held)
+
+
+def _holds_tensors(optimizer: Optimizer) -> bool:
+    """Whether an optimizer holds tensors beside those of the ones inside of it."""
+    return any(isinstance(leaf, torch.Tensor) for leaf in _held_by(optimizer))
 
 
 class OptimizerCopier:

@@ -7,7 +7,7 @@ inside each operator.
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -176,7 +176,8 @@ def optimizer_bytes(
     Notes
     -----
     Two steps are taken: one that makes the state, and one that is measured. Where the
-    optimizer does something every k steps only, k of each.
+    optimizer does something every k steps only, k of each. Whether it does is seen with
+    one parameter of each shape and type.
     """
     trained = None if params is None else {id(param) for param in params}
     optimizer = stepping_optimizer(optimizer)
@@ -190,26 +191,18 @@ def optimizer_bytes(
         )
         raise CaptureError(msg)
     mode = FakeTensorMode()
-    counter = StorageCounter(mode)
     try:
         with disable_current_modes(), mode:
-            copy = OptimizerCopier(trained).copy(optimizer)
-            period = period_of(copy)
-            params_before = [p for g in copy.param_groups for p in g["params"]]
-            counter.ignore([params_before, [p.grad for p in params_before]])
-            counter.ignore([held_tensors(copy), list(tensors_in(copy.param_groups))])
-            with counter:
-                for _ in range(period):
-                    copy.step()
-                workspace_bytes = 0
-                for _ in range(period):
-                    held_bytes = counter.live_bytes
-                    counter.restart()
-                    copy.step()
-                    workspace_bytes = max(
-                        workspace_bytes, counter.peak_bytes - held_bytes
-                    )
-            state_bytes = _unique_bytes(held_tensors(copy))
+            period = period_of(optimizer)
+            if period > 1:
+                few = _one_of_each_kind(optimizer, trained)
+                _, *later = _steps(optimizer, mode, few, period + 1)
+                if len(set(later)) == 1:
+                    period = 1
+            *_, (state_bytes, _) = found = list(
+                _steps(optimizer, mode, trained, 2 * period)
+            )
+            workspace_bytes = max(workspace for _, workspace in found[period:])
     # An optimizer is user code: its step may raise anything on fake tensors.
     except Exception as error:
         msg = (
@@ -221,6 +214,39 @@ def optimizer_bytes(
         )
         raise CaptureError(msg) from error
     return state_bytes, workspace_bytes
+
+
+def _one_of_each_kind(
+    optimizer: torch.optim.Optimizer, trained: set[int] | None
+) -> set[int]:
+    """Return the ids of trained parameters, one per group, shape and type."""
+    found: dict[Any, int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if param.requires_grad if trained is None else id(param) in trained:
+                found.setdefault((number, param.shape, param.dtype), id(param))
+    return set(found.values())
+
+
+def _steps(
+    optimizer: torch.optim.Optimizer,
+    mode: FakeTensorMode,
+    trained: set[int] | None,
+    count: int,
+) -> Iterator[tuple[int, int]]:
+    """Yield per step of a copy the bytes that it holds then, and took beyond before."""
+    copy = OptimizerCopier(trained).copy(optimizer)
+    counter = StorageCounter(mode)
+    params_before = [p for g in copy.param_groups for p in g["params"]]
+    counter.ignore([params_before, [p.grad for p in params_before]])
+    counter.ignore([held_tensors(copy), list(tensors_in(copy.param_groups))])
+    for _ in range(count):
+        with counter:
+            held_bytes = counter.live_bytes
+            counter.restart()
+            copy.step()
+            workspace_bytes = counter.peak_bytes - held_bytes
+        yield _unique_bytes(held_tensors(copy)), workspace_bytes
 
 
 def _unique_bytes(items: object) -> int:

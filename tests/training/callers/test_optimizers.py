@@ -58,6 +58,31 @@ class Lookahead(torch.optim.Optimizer):
                     param.copy_(state["slow"])
 
 
+class Slow(torch.optim.Optimizer):
+    """Slow weights of its own, as pytorch_optimizer keeps them: groups are inside."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+        self.state = defaultdict(dict)
+        for group in base.param_groups:
+            for param in group["params"]:
+                self.state[param]["slow"] = param.detach().clone()
+
+    @property
+    def param_groups(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.base.step()
+        for param, state in self.state.items():
+            state["slow"].lerp_(param, 0.5)
+            param.copy_(state["slow"])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+
 class Decaying(torch.optim.SGD):
     """A subclass with a step of its own, and a tensor that is in no state."""
 
@@ -95,6 +120,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "accelerate's": accelerated,
     "Lightning's": lambda m: LightningOptimizer(torch.optim.Adam(m.parameters())),
     "Lookahead": lambda m: Lookahead(torch.optim.Adam(m.parameters())),
+    "slow weights": lambda m: Slow(torch.optim.AdamW(m.parameters())),
     "with SWALR": scheduled,
     "a subclass": lambda m: Decaying(m.parameters()),
     "Lookahead in accelerate's": lambda m: Accelerator(cpu=True).prepare_optimizer(
@@ -116,7 +142,7 @@ def square(outputs: torch.Tensor) -> torch.Tensor:
 def stepped(model: nn.Module, optimizer: Any) -> Any:
     """Return the optimizer that really steps, once it has stepped."""
     inner = optimizer
-    while "param_groups" not in vars(inner):
+    while "param_groups" not in vars(inner) and not isinstance(inner, Slow):
         (inner,) = [
             v for v in vars(inner).values() if isinstance(v, torch.optim.Optimizer)
         ]
@@ -205,6 +231,8 @@ def test_the_memory_of_a_wrapped_optimizer_is_counted(name: str) -> None:
     states = [*inner.state.values()]
     if isinstance(inner, Lookahead):
         states += inner._base_optimizer.state.values()
+    if isinstance(inner, Slow):
+        states += inner.base.state.values()
     held = sum(
         value.nbytes
         for state in states
@@ -290,6 +318,26 @@ def test_settings_that_change_nothing_plan_nothing(
     optimizer.param_groups[0]["lr"] = 0.5
     square(model(x)).backward()
     assert not [record for record in caplog.records if record.name == "remat"]
+
+
+def test_what_an_optimizer_counts_in_its_groups_is_no_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["step"] = group.get("step", 0) + 1
+            super().step(closure)
+
+    model, x = net()
+    optimizer = Counting(model.parameters(), lr=0.1)
+    fit(model, x, optimizer)
+    asked: list[Any] = []
+    monkeypatch.setattr("remat.training.fitted_model.optimizer_memory", asked.append)
+    for _ in range(2):
+        square(model(x)).backward()
+        optimizer.step()
+    assert not asked
 
 
 def test_a_wrapper_without_an_optimizer_is_refused() -> None:
