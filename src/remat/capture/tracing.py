@@ -231,7 +231,8 @@ def traced_entry(
                     raise _refused_hooks(model) from error
                 if not messages.AT_A_LOCK.search(str(error)):
                     raise
-                prepare(model, args, kwargs)
+                with alone():
+                    prepare(model, args, kwargs)
                 if prepared is not None and was_new:
                     prepared()
             return compiled(*args, **kwargs)

@@ -35,6 +35,7 @@ from remat.torch_compat.names import (
     local_scalar_dense,
     tree_map,
 )
+from remat.torch_compat.patches import alone
 
 _TAKES_NEW_CONSTANTS = frozenset(
     {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default}
@@ -192,7 +193,8 @@ def optimizer_bytes(
         raise CaptureError(msg)
     mode = FakeTensorMode()
     try:
-        with disable_current_modes(), mode:
+        # Torch notes for all threads that there is a mode, and traces in none then.
+        with alone(), disable_current_modes(), mode:
             period = period_of(optimizer)
             if period > 1:
                 few = _one_of_each_kind(optimizer, trained)
@@ -375,6 +377,7 @@ def loss_bytes(
     counter = StorageCounter(outputs.mode)
     try:
         with (
+            alone(),
             disable_current_modes(),
             outputs.mode,
             torch.enable_grad(),

@@ -467,6 +467,32 @@ def test_a_wrapper_may_go_before_what_it_wraps() -> None:
     assert fitted.planner.optimizer_memory[0] > before[0]
 
 
+def test_a_thread_trains_while_another_looks_at_an_optimizer() -> None:
+    looks, is_over = threading.Event(), threading.Event()
+
+    class Slowly(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            looks.set()
+            is_over.wait(0.5)
+            super().step(closure)
+
+    model, x = net()
+    fit(model, x, None)
+
+    def look() -> None:
+        optimizer_bytes(Slowly([nn.Parameter(torch.ones(3))], lr=0.1))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        assert looks.wait(60)
+        # It waits, and does not take the other thread's mode for one of its own.
+        square(model(x)).backward()
+    finally:
+        is_over.set()
+        thread.join()
+
+
 def test_another_thread_that_draws_random_numbers_is_thought_of() -> None:
     model, x = net()
     is_over = threading.Event()
