@@ -1,5 +1,6 @@
 """Gradients that eager PyTorch does not have are ``None``, and retained graphs work."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -226,3 +227,58 @@ def test_zeros_of_two_outputs_that_are_one_value_are_made() -> None:
     for net in (plain, model):
         net(x)[0].backward()
     assert not compare(gradients(plain), gradients(model))
+
+
+class Features(nn.Module):
+    """Returns a value and one that is computed of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = torch.tanh(self.first(x))
+        return features, self.second(features)
+
+
+@pytest.mark.parametrize("retains", [False, True])
+def test_a_hook_of_what_others_are_computed_of_is_told(*, retains: bool) -> None:
+    x = torch.randn(8, 16)
+    seen: list[Tensor] = []
+
+    def step(model: nn.Module) -> Tensor | None:
+        features, outputs = model(x)
+        if retains:
+            features.retain_grad()
+        else:
+            features.register_hook(seen.append)
+        outputs.register_hook(lambda gradient: gradient)
+        (features.sum() + outputs.sum()).backward()
+        return features.grad if retains else seen[-1]
+
+    expected = step(Features())
+    assert expected is not None
+    model = Features()
+    remat.fit(model, (x,), budget="100%")
+    with pytest.warns(PlanWarning, match=r"returns tensors \[0\], of which it makes"):
+        step(model)
+    # As it says.
+    cured = Features()
+    remat.fit(cured, (x,), budget="100%", regions=["first"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        found = step(cured)
+    assert found is not None
+    assert torch.equal(found, expected)
+
+
+def test_a_hook_of_what_nothing_is_computed_of_is_not_told() -> None:
+    x = torch.randn(8, 16)
+    model = Features()
+    remat.fit(model, (x,), budget="100%")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        _, outputs = model(x)
+        outputs.register_hook(lambda gradient: gradient)
+        outputs.sum().backward()

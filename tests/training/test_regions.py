@@ -3,6 +3,7 @@
 import gc
 import logging
 import random
+from collections import UserDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -858,6 +859,54 @@ def test_a_first_planning_in_a_profiler_says_what_to_do(regions: Regions) -> Non
     ):
         remat.fit(model, X, budget="300%", regions=regions, costs="estimated")
     remat.fit(model, X, budget="300%", regions=regions, costs="estimated")
+
+
+class WritesToItsBatch(nn.Module):
+    """Puts what it computes into the mapping that it is given, as sentence encoders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+            for _ in range(4)
+        )
+
+    def forward(self, features: Any) -> Any:
+        hidden = features["x"]
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        features["all"].append(hidden)
+        features["embedding"] = hidden.mean(0)
+        return dict(features)
+
+
+@pytest.mark.parametrize("regions", ["whole", "breaks", ["layers.*"]])
+def test_planning_writes_nothing_to_the_batch(regions: Any) -> None:
+    x = torch.randn(64, 32)
+
+    def trained(budget: str | None) -> list[torch.Tensor | None]:
+        torch.manual_seed(0)
+        model = WritesToItsBatch()
+        if budget is not None:
+            seen: list[torch.Tensor] = []
+            batch: Any = {"x": x, "all": seen}
+            if regions != "whole":
+                batch = UserDict(batch)
+            remat.fit(model, (batch,), budget=budget, regions=regions)
+            assert set(batch) == {"x", "all"}
+            assert seen == []
+            assert batch["all"] is seen
+        for _ in range(2):
+            found = model({"x": x, "all": []})
+            assert set(found) == {"x", "all", "embedding"}
+            assert len(found["all"]) == 1
+            found["embedding"].square().sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    for mine, other in zip(trained("90%"), trained(None), strict=True):
+        assert mine is not None
+        assert other is not None
+        assert torch.equal(mine, other)
 
 
 def test_two_threads_may_call_one_model() -> None:

@@ -44,6 +44,7 @@ from remat.torch_compat.metadata import (
     is_forward,
     is_tangent,
     may_be_one_zero,
+    output_position,
 )
 from remat.torch_compat.names import (
     OpOverload,
@@ -353,6 +354,22 @@ class JointProgram:
             for position, value in enumerate(self.forward_values[self.changed_count :])
             if isinstance(value, fx.Node) and gone.intersection(self.storages_of[value])
         ]
+
+    def inner_outputs(self) -> list[int]:
+        """Return the positions of outputs with a gradient that others are made of."""
+        values = self.forward_values[self.changed_count :]
+        positions = map(output_position, filter(is_tangent, self.module.graph.nodes))
+        bits = {values[p]: 1 << p for p in positions if p is not None}
+        # Per node the outputs that it is computed of.
+        behind: dict[fx.Node, int] = {}
+        found = 0
+        for node in self.module.graph.nodes:
+            behind[node] = 0
+            for source in node.all_input_nodes:
+                behind[node] |= behind[source] | bits.get(source, 0)
+            if node in bits:
+                found |= behind[node] & ~bits[node]
+        return [position for position in range(len(values)) if found >> position & 1]
 
     def tangent_values(self) -> list[torch.Tensor]:
         """Return a fake tensor for the gradient of each output that takes one."""

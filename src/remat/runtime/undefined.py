@@ -9,6 +9,7 @@ are one zero, expanded, which takes no memory.
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import fx
 
 from remat.core.units import format_bytes
-from remat.torch_compat.attributes import block_lives, is_compiled_step
+from remat.torch_compat.attributes import block_lives, is_compiled_step, is_watched
 from remat.torch_compat.metadata import (
     are_parts,
     is_tangent,
@@ -60,6 +61,8 @@ class DefinedTangents:
         self.has_expanded_zeros = False
         # A bit for each tangent that no plan reckons with.
         self.unexpected = 0
+        # Positions of outputs of which the step makes others.
+        self.inner: Sequence[int] = ()
         # Positions of outputs that nobody is to hold any more when backward begins.
         self.let_go: Sequence[int] = ()
         self.tell = tell
@@ -107,6 +110,10 @@ class DefinedTangents:
         """Warn, once, when one of these outputs is there while backward begins."""
         self.let_go = positions
 
+    def expect_unwatched(self, positions: Sequence[int]) -> None:
+        """Warn, once, when there is a hook of the gradient of one of these outputs."""
+        self.inner = positions
+
     def watch(self, outputs: Sequence[Any]) -> None:
         """Note, when the backward pass of these outputs begins, which gradients exist.
 
@@ -134,6 +141,7 @@ class DefinedTangents:
         shapes = [None if p is None else outputs[p].shape for p in positions]
 
         let_go = HeldOutputs(outputs[position] for position in self.let_go)
+        inner = {p: weakref.ref(outputs[p]) for p in self.inner}
 
         def note(gradients: Sequence[torch.Tensor | None]) -> None:
             noted.shapes = shapes
@@ -142,6 +150,9 @@ class DefinedTangents:
             if unexpected:
                 self.unexpected = 0
                 self.tell("differentiated", self.words_of(unexpected))
+            watched = [p for p, found in inner.items() if _is_watched(found())]
+            if watched:
+                self.tell("watched", _WATCHED.format(watched))
             if self.let_go:
                 held_bytes = let_go.held_bytes()
                 if held_bytes:
@@ -182,6 +193,18 @@ class DefinedTangents:
             for position, mask in enumerate(self.dependence)
             if mask and not mask & ~undefined
         )
+
+
+_WATCHED = (
+    "returns tensors {}, of which it makes others that it returns, and hooks or "
+    "retain_grad() of them see a part of their gradients alone: what comes through the "
+    "rest of the model goes past them in a compiled step. Make the modules that compute "
+    "them graphs of their own: remat.fit(..., regions=[their names])"
+)
+
+
+def _is_watched(output: torch.Tensor | None) -> bool:
+    return output is not None and is_watched(output)
 
 
 class MissingTangents:

@@ -317,6 +317,11 @@ def has_hooks_of_its_gradient(tensor: torch.Tensor) -> bool:
     )
 
 
+def is_watched(tensor: torch.Tensor) -> bool:
+    """Whether a hook gets the gradient of a tensor, or the tensor retains it."""
+    return tensor.retains_grad or bool(tensor._backward_hooks)
+
+
 def block_lives(tensor: torch.Tensor) -> Callable[[], bool]:
     """Return what says whether a tensor's block still exists, and does not hold it."""
     reference = StorageWeakRef(tensor.untyped_storage())

@@ -1,11 +1,12 @@
 """A model of several graphs whose calls run by plans of the whole step."""
 
+import copy
 import weakref
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -378,8 +379,10 @@ class FittedRegions(FittedModel):
                 ),
             )
             try:
+                # Forward may write to what it is given, which is the caller's.
+                own_args, own_kwargs = with_own_containers((args, dict(kwargs)))
                 with gathering_alone(planner.groups) as planner.gathered, around:
-                    outputs = self.run(args, kwargs)
+                    outputs = self.run(own_args, own_kwargs)
             # The model's own code runs, which may raise anything.
             except BaseException as error:
                 self._forget(error)
@@ -865,6 +868,24 @@ def _switches_of(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
 
 _PLAIN = bool | int | float | str | None
 _UNNESTED = torch.Tensor | _PLAIN
+
+
+def with_own_containers(value: Any, known: dict[int, Any] | None = None) -> Any:
+    """Return a value with copies of the lists and mappings nested in it.
+
+    What these hold is the same; what is shared among them stays shared.
+    """
+    known = {} if known is None else known
+    if type(value) is tuple:
+        return tuple(with_own_containers(each, known) for each in value)
+    if not isinstance(value, dict | UserDict | list):
+        return value
+    if id(value) not in known:
+        known[id(value)] = own = copy.copy(cast("Any", value))
+        places = own if isinstance(own, dict | UserDict) else range(len(own))
+        for place in list(places):
+            own[place] = with_own_containers(own[place], known)
+    return known[id(value)]
 
 
 def _flat(

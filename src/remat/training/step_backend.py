@@ -427,6 +427,7 @@ class PlannedBackend:
             self.training_step_count += 1
             program, schedule = self.choose_schedule(program)
             defined.expect_only(program.loss)
+            defined.expect_unwatched(program.inner_outputs())
             defined.expect_let_go(program.unread_outputs(schedule))
             if self.is_only_planned and program.platform is not None:
                 # Never run, so it need not be what is planned for devices elsewhere.
