@@ -88,6 +88,20 @@ class Fixed(nn.Module):
         return self.layers(x) * self.scales[x.shape[1]]
 
 
+class Upsampling(nn.Module):
+    """Twice as many pixels by arithmetic with floats: a condition pins the size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *[nn.Conv2d(3, 3, 3, padding=1, stride=stride) for stride in (1, 2, 1)]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        larger = nn.functional.interpolate(self.layers(x), scale_factor=2)
+        return larger.mean((2, 3)).square().mean()
+
+
 class OverTime(nn.Module):
     """A loop over time: other ops for each length."""
 
@@ -508,6 +522,24 @@ def test_steps_that_cannot_vary_share_the_schedule_of_the_largest(
     assert len(caplog.records) == 1
     assert "cannot be traced once for all sizes" in caplog.text
     assert "dimension 1 of 'x' from 2 to 64" in caplog.text
+
+
+def test_sizes_that_conditions_pin_are_planned_for_the_largest(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def plan(size: int) -> remat.Plan:
+        return remat.plan(
+            Upsampling(),
+            (torch.randn(2, 3, size, size),),
+            budget="100%",
+            costs="estimated",
+            dynamic={"x": {2: (8, 32), 3: (8, 32)}},
+        )
+
+    with caplog.at_level(logging.WARNING, logger="remat"):
+        plans = [plan(size) for size in (16, 32)]
+    assert plans[0].budget_bytes == plans[1].budget_bytes
+    assert "cannot be traced once for all sizes" in caplog.text
 
 
 def test_steps_of_other_ops_are_planned_one_by_one(

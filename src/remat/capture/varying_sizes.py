@@ -400,12 +400,16 @@ class VaryingSizes:
 
     def fixed(self) -> list[str]:
         """Return what of the sizes turned out to be one number alone, in words."""
-        environment = self._environment()
-        pairs = zip(self.inputs.symbols, self.inputs.first, strict=True)
+        environment, first = self._environment(), self.inputs.first
+        # Arithmetic with floats pins sizes by conditions alone.
+        is_pinned = self.largest() == first
         return [
             f"a size that is {size} in the example"
-            for symbol, size in pairs
+            for symbol, size, asked in zip(
+                self.inputs.symbols, first, self.inputs.ranges, strict=True
+            )
             if environment.replace(symbol).is_number
+            or (is_pinned and asked is not None and size < asked[1])
         ]
 
     def _environment(self) -> Any:

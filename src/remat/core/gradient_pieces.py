@@ -79,7 +79,7 @@ def added_pieces(
     at_once: dict[int, list[int]] = {}
     ready_ops = ready_at(graph, {*gradients, *chain(*changed.values())})
     for storage in gradients:
-        op = max(ready_ops[s] for s in (storage, *changed[storage]))
+        op = max(ready_ops[s] for s in (storage, *changed.get(storage, ())))
         at_once.setdefault(op, []).append(storage)
     ready: list[tuple[Piece, int]] = []
     ends: dict[int, int] = {}

@@ -79,13 +79,9 @@ class OptimizersInBackward(Optimizer):
         if not optimizers:
             msg = "optimizer= is an empty mapping; give the optimizer of each parameter"
             raise ValueError(msg)
-        self.optimizers = [stepping_optimizer(each) for each in optimizers.values()]
-        self.param_groups = [{"params": self._parameters()}]
-
-    def _parameters(self) -> list[torch.Tensor]:
+        self.optimizers = list(map(stepping_optimizer, optimizers.values()))
         # One group for all: they are looked at before each call.
-        groups = [group for each in self.optimizers for group in each.param_groups]
-        return [parameter for group in groups for parameter in group["params"]]
+        self.param_groups = [{"params": list(optimizers)}]
 
     @property
     def state(self) -> Mapping[Any, Any]:  # type: ignore[override]
@@ -94,11 +90,9 @@ class OptimizersInBackward(Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OptimizersInBackward":
         """Return one of copies; optimizers pickle nothing but groups and state."""
-        new = object.__new__(type(self))
-        memo[id(self)] = new
-        new.optimizers = copy.deepcopy(self.optimizers, memo)
-        new.param_groups = [{"params": new._parameters()}]
-        return new
+        optimizers = copy.deepcopy(self.optimizers, memo)
+        parameters = copy.deepcopy(self.param_groups[0]["params"], memo)
+        return OptimizersInBackward(dict(zip(parameters, optimizers, strict=True)))
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Do nothing: each has stepped in backward."""
