@@ -6,6 +6,7 @@ import io
 import pickle
 import subprocess
 import sys
+import warnings
 import weakref
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from remat.core.errors import (
     CaptureError,
     InvalidPlatformError,
     PlanMismatchError,
+    PlanWarning,
     ProfileError,
     SolverUnsuitableError,
     UnitError,
@@ -750,3 +752,34 @@ def test_progress_is_in_words_that_a_user_knows() -> None:
         assert activity in {"operators measured", "done"} or activity.split()[
             0
         ].endswith("ing")
+
+
+class Tempered(nn.Module):
+    """Computes with a number that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, temperature: Any) -> torch.Tensor:
+        return torch.tanh(self.layer(x) / temperature).square().mean()
+
+
+@pytest.mark.parametrize("is_tensor", [False, True])
+def test_a_number_of_which_each_value_is_planned_anew_is_told(
+    *, is_tensor: bool
+) -> None:
+    def given(step: int) -> Any:
+        value = 1 / (1 + step)
+        return torch.tensor(value) if is_tensor else value
+
+    model, x = Tempered(), torch.randn(8, 16)
+    remat.fit(model, (x, given(0)), budget="100%", costs="estimated")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", PlanWarning)
+        for step in range(10):
+            model.zero_grad()
+            model(x, given(step)).backward()
+    alike = [str(each.message) for each in told if "look alike" in str(each.message)]
+    assert len(alike) == (0 if is_tensor else 1)
+    assert all("give it as a tensor" in message for message in alike)

@@ -9,6 +9,7 @@ import time
 import types
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -137,6 +138,10 @@ def fitted_on(model: nn.Module) -> "FittedModel | None":
     return forward.fitted if isinstance(forward, PlannedForward) else None
 
 
+_MANY_ALIKE = 8
+"""As often steps are planned for calls that look alike before that is said."""
+
+
 class FittedModel:
     """A model whose calls run by plans: what :func:`remat.fit` installs.
 
@@ -210,6 +215,8 @@ class FittedModel:
             tuple[bool, bool, OptimizerMemory], Callable[..., Any]
         ] = {}
         self.told: set[str] = set()
+        # How often a step was planned in the middle of training, by its words.
+        self._announced: Counter[str] = Counter()
         self._awaited: AwaitedBatch | None = None
         self.first_plan: Plan | None = None
         # What is asked for, before a percentage is a number of bytes.
@@ -893,11 +900,21 @@ class FittedModel:
         if plan is None or fitted_on(self.model) is not self:
             return
         outside = "" if self.ranges is None else self.ranges.outside(args, kwargs)
+        words = self.planner.describe_step(args, kwargs)
+        self._announced[words] += 1
+        if self._announced[words] == _MANY_ALIKE:
+            self.tell(
+                f"{_MANY_ALIKE} kinds of step of {self.name} were planned in the middle "
+                f"of training for calls that look alike ({words}), which takes longer "
+                "than running them. A number in Python that changes at each call, as an "
+                "argument or in the model, is a constant of each trace: give it as a "
+                "tensor, such as torch.tensor(value)"
+            )
         logger.warning(
             "planned a new kind of step of %s in %.1f s: %s%s; peak %s of %s, %+.1f %% time",
             self.name,
             seconds,
-            self.planner.describe_step(args, kwargs),
+            words,
             outside and f" ({outside})",
             format_bytes(plan.peak_bytes),
             format_bytes(plan.budget_bytes or plan.peak_bytes),
