@@ -187,8 +187,8 @@ def optimizer_bytes(
     if needed:
         msg = (
             f"{name}.step() needs {', '.join(needed)}: a step that calls the model "
-            "itself, perhaps several times, cannot be planned. Use an optimizer whose "
-            "step() needs no closure"
+            "itself, perhaps several times, cannot be planned. Leave optimizer= out, and "
+            "lower the budget by what it needs, or use one whose step() needs no closure"
         )
         raise CaptureError(msg)
     mode = FakeTensorMode()
