@@ -164,7 +164,8 @@ class InputSpec:
 class ParameterStep:
     """A step of one parameter by its optimizer, in backward.
 
-    It takes ``workspace_bytes``, and changes the parameter, which is in ``storages``.
+    It takes ``workspace_bytes``, and changes what is in the parameter's memory: the
+    inputs in ``storages``.
     """
 
     workspace_bytes: int
@@ -275,6 +276,8 @@ class JointProgram:
     steps
         The steps of parameters that happen in backward, by the positions of gradients,
         which are gone then as well.
+    shared
+        Per storage of an input those of other inputs in the same memory.
     changed_count
         How many of ``forward_values`` come before the outputs of the traced function:
         new values of inputs that it changes.
@@ -317,6 +320,9 @@ class JointProgram:
     pieces: Mapping[int, Piece] = field(default_factory=dict[int, Piece])
     piece_ops: Mapping[int, Piece] = field(default_factory=dict[int, Piece])
     steps: Mapping[int, ParameterStep] = field(default_factory=dict[int, ParameterStep])
+    shared: Mapping[int, tuple[int, ...]] = field(
+        default_factory=dict[int, tuple[int, ...]]
+    )
     changed_count: int = 0
     returned_storages: frozenset[int] | None = None
     let_go: frozenset[int] = frozenset()
@@ -559,6 +565,7 @@ class _Analysis:
             ),
             device_kinds=(self.device().type,),
         )
+        self.shared = self.find_shared()
         self.steps = self.find_steps()
         accumulated = self.find_accumulated()
         return JointProgram(
@@ -578,6 +585,7 @@ class _Analysis:
             ),
             pieces=self.find_pieces(graph, accumulated),
             steps=self.steps,
+            shared=self.shared,
             given_storages=frozenset(
                 spec.storage for spec in self.inputs if spec.storage is not None
             ),
@@ -933,11 +941,32 @@ class _Analysis:
         """Return the steps that happen in backward, by the positions of gradients."""
         nodes = self.module.graph.find_nodes(op="placeholder")
         return {
-            position: ParameterStep(spec.step_bytes, self.storages_of[node])
+            position: ParameterStep(spec.step_bytes, tuple(self.in_memory_of(node)))
             for position, (spec, node, value) in enumerate(
                 zip(self.inputs, nodes, self.backward_values, strict=False)
             )
             if spec.step_bytes is not None and isinstance(value, fx.Node)
+        }
+
+    def in_memory_of(self, node: fx.Node) -> list[int]:
+        """Return the storages of an input, and of others in the same memory."""
+        own = self.storages_of[node]
+        return [*own, *(s for each in own for s in self.shared.get(each, ()))]
+
+    def find_shared(self) -> dict[int, tuple[int, ...]]:
+        """Return per storage of an input those of other inputs in the same memory."""
+        nodes = self.module.graph.find_nodes(op="placeholder")
+        blocks: dict[int, dict[int, None]] = {}
+        for spec, node in zip(self.inputs, nodes, strict=False):
+            if spec.storage is not None:
+                blocks.setdefault(spec.storage, {}).update(
+                    dict.fromkeys(self.storages_of[node])
+                )
+        return {
+            storage: tuple(other for other in found if other != storage)
+            for found in blocks.values()
+            if len(found) > 1
+            for storage in found
         }
 
     def mark_gradients(self) -> None:

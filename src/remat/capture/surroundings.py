@@ -13,7 +13,7 @@ from remat.capture.captured import captured_tensors as captured_tensors
 from remat.capture.captured import plain_tensors as plain_tensors
 from remat.capture.joint_program import InputSpec, JointProgram
 from remat.core.gradient_pieces import ADDING, STEPPING, Piece
-from remat.core.graph import Op, Phase, Role, Storage
+from remat.core.graph import Op, Phase, Role, Storage, TrainingGraph
 from remat.core.schedule import Compute, Schedule
 from remat.torch_compat.attributes import storage_bytes, storage_identity
 from remat.torch_compat.messages import BUFFER, ITEM, PARAMETER
@@ -315,21 +315,12 @@ def _with_ops(
 def _adding_ops(program: JointProgram) -> list[tuple[int, Op, Piece]]:
     """Return the ops that hand over gradients, and which op each comes before."""
     found: list[tuple[int, Op, Piece]] = []
-    last_reads = {s: n for n, op in enumerate(program.graph.ops) for s in op.reads}
     for last, piece in program.pieces.items():
         changed = _changed(program, piece)
-        # What reads a parameter runs before it changes, in every order: what it makes
-        # is there, or was needed for a gradient of the piece.
-        before = [
-            storage
-            for op in program.graph.ops[program.graph.forward_count : last + 1]
-            if changed and not changed.isdisjoint(op.reads)
-            for storage in op.writes
-            if last_reads.get(storage, 0) > last
-        ]
+        before = _made_by_then(program.graph, changed, last) if changed else {}
         op = Op(
             name=STEPPING if changed else ADDING,
-            reads=tuple(dict.fromkeys([*_gradients(program, piece), *before])),
+            reads=tuple(_gradients(program, piece) | before),
             writes=(),
             cost_ns=(0,),
             workspace_bytes=(_step_bytes(program, piece),),
@@ -337,6 +328,25 @@ def _adding_ops(program: JointProgram) -> list[tuple[int, Op, Piece]]:
             non_recomputable=_ONCE,
         )
         found.append((last + 1, op, piece))
+    return found
+
+
+def _made_by_then(
+    graph: TrainingGraph, changed: Set[int], last: int
+) -> dict[int, None]:
+    """Return what is there after an op of backward and follows from some storages.
+
+    Who reads all of it runs, in every order, after all that reads these storages until
+    then, as far as something that is there follows from it.
+    """
+    last_reads = {s: n for n, op in enumerate(graph.ops) for s in op.reads}
+    found: dict[int, None] = {}
+    follows: set[int] = set()
+    for op in graph.ops[graph.forward_count : last + 1]:
+        if not (changed.isdisjoint(op.reads) and follows.isdisjoint(op.reads)):
+            follows.update(op.writes)
+            there = (s for s in op.writes if last_reads.get(s, 0) > last)
+            found.update(dict.fromkeys(there))
     return found
 
 
@@ -356,6 +366,34 @@ def _step_bytes(program: JointProgram, positions: Iterable[int]) -> int:
     """Return most bytes that steps in backward of some parameters take, in turn."""
     steps = (program.steps.get(position) for position in positions)
     return max((step.workspace_bytes for step in steps if step), default=0)
+
+
+def _may_be_late(program: JointProgram) -> set[int]:
+    """Return the positions of parameters that may be read behind their steps.
+
+    To compute something of forward again that is needed there.
+    """
+    bits: dict[int, int] = {}
+    for position, step in program.steps.items():
+        for storage in step.storages:
+            bits[storage] = bits.get(storage, 0) | 1 << position
+    # Per storage which parameters are read when it is computed again.
+    behind: dict[int, int] = {}
+    changed = found = 0
+    for number, op in enumerate(program.graph.ops):
+        for position in program.piece_ops.get(number, ()):
+            if position in program.steps:
+                changed |= 1 << position
+        read = 0
+        for storage in op.reads:
+            read |= behind.get(storage, 0)
+        found |= read & changed
+        if op.phase is Phase.FORWARD:
+            for storage in op.reads:
+                read |= bits.get(storage, 0)
+            made = read if op.is_recomputable else 0
+            behind.update(dict.fromkeys(op.writes, made))
+    return {position for position in program.steps if found >> position & 1}
 
 
 def pieces_before_changes(
@@ -384,6 +422,9 @@ def pieces_before_changes(
         for position in program.piece_ops.get(step.op, ()):
             if position in program.steps:
                 changed |= dict.fromkeys(program.steps[position].storages, position)
+    if late:
+        # The same for each budget, so that the smallest one that is named works.
+        late |= _may_be_late(program)
     pieces = {
         op: tuple(position for position in piece if position not in late)
         for op, piece in program.pieces.items()

@@ -146,8 +146,8 @@ class EarlyGradients:
         self._sizes_bytes: list[tuple[Piece, int]] = []
         self._pieces: dict[int, tuple[Piece, ...]] = {}
         self._module: fx.GraphModule | None = None
-        # Per position of a gradient, the name of the input that it is the gradient of.
-        self._parameters: dict[int, str] = {}
+        # Per position of a gradient, the names of the inputs in the memory it is of.
+        self._parameters: dict[int, tuple[str, ...]] = {}
         self._codes: dict[tuple[tuple[Piece, ...], bool], Code] = {}
         self._begun = threading.local()
         # Of the gradient that the first planned piece is added to: its leaf, and its
@@ -332,7 +332,7 @@ def _size_bytes(value: fx.Node) -> int:
 def _in_pieces(
     module: fx.GraphModule,
     pieces: Sequence[Piece],
-    parameters: Mapping[int, str],
+    parameters: Mapping[int, Sequence[str]],
     after: Sequence[str] = (),
 ) -> Code:
     """Return backward code that yields pieces, each when its last gradient is made.
@@ -362,7 +362,7 @@ def _in_pieces(
     anchor = inputs[-1]
     for piece, least in zip_longest(pieces, [named[name] for name in after]):
         made = [copies[output.args[0][position]] for position in piece]
-        read = [named[parameters[p]] for p in piece if p in parameters]
+        read = [named[name] for p in piece for name in parameters.get(p, ())]
         users = [user for node in read for user in _users(node)]
         planned = [] if least is None else [least]
         anchor = max([*made, *users, *planned, anchor], key=lambda node: order[node])

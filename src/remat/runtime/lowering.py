@@ -725,20 +725,21 @@ class _Pass:
         self.value(place)
         return self.version.get(place, 0)
 
-    def parameters(self) -> dict[int, str]:
-        """Return, per position of a gradient, the input that it is the gradient of.
+    def parameters(self) -> dict[int, tuple[str, ...]]:
+        """Return, per position of a gradient, the inputs in the memory it is of.
 
-        As far as the pass reads it.
+        As far as the pass reads them.
         """
         inputs = self.program.module.graph.find_nodes(op="placeholder")
-        found: dict[int, str] = {}
+        found: dict[int, tuple[str, ...]] = {}
         for position, (value, node) in enumerate(
             zip(self.program.backward_values, inputs, strict=False)
         ):
-            for storage in self.program.storages_of[node]:
-                saved = self.saved.get((storage, 0))
-                if isinstance(value, fx.Node) and saved is not None:
-                    found[position] = saved.name
+            own = self.program.storages_of[node]
+            others = (s for each in own for s in self.program.shared.get(each, ()))
+            saved = (self.saved.get((storage, 0)) for storage in (*own, *others))
+            if isinstance(value, fx.Node):
+                found[position] = tuple(each.name for each in saved if each is not None)
         return found
 
     def resolve_output(self, value: Any) -> Any:

@@ -5,10 +5,11 @@ What each is needed for stands in :data:`remat.torch_compat.table.ATTRIBUTES`.
 
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from gc import get_referents
+from itertools import pairwise
 from math import prod
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, cast
@@ -315,6 +316,23 @@ def has_hooks_of_its_gradient(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None)) or hasattr(
         tensor, "_in_backward_optimizers"
     )
+
+
+def overlapping_pair(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
+    """Return the names of two tensors that share some bytes, if there are any."""
+    spans: list[tuple[int, int, int, str]] = []
+    for name, tensor in tensors.items():
+        if tensor.numel() and tensor.layout is torch.strided:
+            pairs = zip(tensor.shape, tensor.stride(), strict=True)
+            length = 1 + sum(int((size - 1) * stride) for size, stride in pairs)
+            begin = int(tensor.storage_offset()) * tensor.element_size()
+            end = begin + length * tensor.element_size()
+            spans.append((storage_identity(tensor), begin, end, name))
+    spans.sort()
+    for one, other in pairwise(spans):
+        if one[0] == other[0] and other[1] < one[2]:
+            return one[3], other[3]
+    return None
 
 
 def is_watched(tensor: torch.Tensor) -> bool:

@@ -40,7 +40,7 @@ from remat.profile.costing import Costs
 from remat.profile.optimizers_in_backward import OptimizersInBackward
 from remat.solvers import chosen_solvers
 from remat.solvers.base import ProgressCallback, ignore_progress
-from remat.torch_compat.attributes import has_hooks_of_its_gradient
+from remat.torch_compat.attributes import has_hooks_of_its_gradient, overlapping_pair
 from remat.torch_compat.sharding import local_part
 from remat.training.blocks import Chooser
 from remat.training.shape_ranges import DynamicShapes, checked_shapes
@@ -499,6 +499,16 @@ def check_is_plannable(
                 f"optimizer= has no optimizer for {missing[0]!r}"
                 f"{f' and {len(missing) - 1} more' if missing[1:] else ''}: where "
                 "optimizers step in backward, each trained parameter has one"
+            )
+            raise ValueError(msg)
+        overlapping = overlapping_pair(
+            {n: p for n, p in parameters.items() if p.requires_grad}
+        )
+        if overlapping is not None:
+            msg = (
+                f"{overlapping[0]!r} and {overlapping[1]!r} are in the same memory, and "
+                "each has an optimizer that steps in backward: which steps first changes "
+                "the result. Let them be one parameter, or give one optimizer of all"
             )
             raise ValueError(msg)
 
