@@ -1271,15 +1271,17 @@ def _with_steps(
 ) -> list[int | EagerBackward | EagerWork]:
     """Return the parts of a backward pass with the steps of parameters among them.
 
-    Each is stepped, and its gradient gone, when all that its gradient is made of has
-    come together.
+    Each is stepped, and its gradient gone, when autograd has been through all that the
+    parameter was given to, also where no gradient comes from there.
     """
-    steps = seen.backward.steps
+    backward, steps = seen.backward, seen.backward.steps
+    nodes = {id(p): n for p, n in zip(backward.order, backward.nodes, strict=True)}
     last: dict[Slot, int] = {}
     for number, part in enumerate(parts):
         if not isinstance(part, EagerWork):
-            of = seen.regions[part] if isinstance(part, int) else part
-            last |= {slot: number for slot, _ in of.gradients if slot in steps}
+            following = backward.following(nodes[id(part)])
+            slots = (backward.slot(*each) for each in following)
+            last |= {slot: number for slot in slots if slot in steps}
     found: list[int | EagerBackward | EagerWork] = []
     for number, part in enumerate(parts):
         found.append(part)
