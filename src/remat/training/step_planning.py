@@ -993,6 +993,15 @@ def accept_plan(program: JointProgram, plan: Plan) -> Plan:
             "another version; make a new plan with remat.fit(..., budget=...)"
         )
         raise PlanMismatchError(msg)
+    if len(plan.graph.ops) != len(program.graph.ops):
+        msg = (
+            f"the plan's step has {len(plan.graph.ops)} operators, and this one "
+            f"{len(program.graph.ops)}: gradients leave it at other times, as for "
+            "optimizers that step in backward, or not, or for gradients of earlier "
+            "passes; give the optimizer that the plan was made with, or make a new plan "
+            "with remat.fit(..., budget=...)"
+        )
+        raise PlanMismatchError(msg)
     graph = with_known_costs(program.graph, plan.graph)
     if plan.in_flight > 1:
         graph = with_passes(graph, plan.schedule, plan.in_flight)

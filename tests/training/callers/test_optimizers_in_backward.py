@@ -274,6 +274,16 @@ def test_memory_is_that_of_each_by_itself() -> None:
     assert all(size >= shape.numel() * 4 for (shape, _), size in steps.items())
 
 
+def test_a_plan_of_the_other_kind_is_refused() -> None:
+    model, optimizers = made(Stack, adamw)
+    x = batch()
+    plan = remat.plan(model, (x,), budget="100%", optimizer=optimizers)
+    with pytest.raises(
+        remat.PlanMismatchError, match="give the optimizer that the plan"
+    ):
+        remat.fit(model, (x,), plan=plan)
+
+
 def test_plans_need_no_hooks_and_no_memory() -> None:
     with torch.device("meta"):
         model = Stack()
