@@ -315,9 +315,10 @@ def _with_ops(
 def _adding_ops(program: JointProgram) -> list[tuple[int, Op, Piece]]:
     """Return the ops that hand over gradients, and which op each comes before."""
     found: list[tuple[int, Op, Piece]] = []
+    last_reads = {s: n for n, op in enumerate(program.graph.ops) for s in op.reads}
     for last, piece in program.pieces.items():
         changed = _changed(program, piece)
-        before = _made_by_then(program.graph, changed, last) if changed else {}
+        before = _made_by_then(program.graph, changed, last, last_reads)
         op = Op(
             name=STEPPING if changed else ADDING,
             reads=tuple(_gradients(program, piece) | before),
@@ -332,14 +333,15 @@ def _adding_ops(program: JointProgram) -> list[tuple[int, Op, Piece]]:
 
 
 def _made_by_then(
-    graph: TrainingGraph, changed: Set[int], last: int
+    graph: TrainingGraph, changed: Set[int], last: int, last_reads: Mapping[int, int]
 ) -> dict[int, None]:
     """Return what is there after an op of backward and follows from some storages.
 
     Who reads all of it runs, in every order, after all that reads these storages until
     then, as far as something that is there follows from it.
     """
-    last_reads = {s: n for n, op in enumerate(graph.ops) for s in op.reads}
+    if not changed:
+        return {}
     found: dict[int, None] = {}
     follows: set[int] = set()
     for op in graph.ops[graph.forward_count : last + 1]:

@@ -77,7 +77,7 @@ HANDED_OVER = "handed over"
 """What it calls the nodes, by their names, after which each of these pieces leaves."""
 
 PARAMETERS = "parameters"
-"""What it calls the inputs, by their names, that are what gradients are of."""
+"""What it calls the inputs, by their names, in the memory that gradients are of."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -789,15 +789,16 @@ class FittedModel:
         """Tell of gradients that optimizers which step in backward have not let go."""
         if not self.planner.optimizer_memory.in_backward or self.planner.plans_ahead:
             return
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:
-                self.tell(
-                    f"the gradient of {name!r} is still there, though its optimizer steps "
-                    f"in backward: the budget of {self.name} counts on it being gone. "
-                    "Call zero_grad() in the hook that steps it; until then steps may "
-                    "need as much more as all gradients take"
-                )
-                return
+        parameters = contents_of(self.model).parameters
+        if all(parameter.grad is None for parameter in parameters):
+            return
+        left = [n for n, p in self.model.named_parameters() if p.grad is not None]
+        self.tell(
+            f"the gradient of {left[0]!r} is still there, though its optimizer steps in "
+            f"backward: the budget of {self.name} counts on it being gone. Call "
+            "zero_grad() in the hook that steps it; until then steps may need as much "
+            "more as all gradients take"
+        )
 
     def _entry(self, contents: Contents, *, runs_hooks: bool) -> Callable[..., Any]:
         """Return the compiled call, with the model's own hooks or without."""
