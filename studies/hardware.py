@@ -677,6 +677,7 @@ def this_cpu() -> Hardware:
         link_bytes_per_s=rates.bytes_per_s,
         l2_bytes=0,
         launch_ns=rates.launch_ns,
+        resident_threads=0,
         flops_per_s=rates_of,
         percent=dict.fromkeys(CLASSES, 100),
         sources=dict.fromkeys(

@@ -19,6 +19,7 @@ ROUND = replace(
     flops_per_s={"float32": 10**12, "tf32": 2 * 10**12, "bfloat16": 4 * 10**12},
     bytes_per_s=10**11,
     launch_ns=1000,
+    resident_threads=0,
     percent=dict.fromkeys(CLASSES, 50),
 )
 FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default

@@ -31,8 +31,8 @@ FOR_ACCELERATORS = (
     # Measures whole processes: what threads of other tests have left would count.
     ("tests/studies/test_gpu.py",),
 )
-FOR_CARDS_ALONE = ("tests/memory/test_snapshots.py",)
-"""They compare with the allocator of CUDA itself."""
+FOR_CARDS_ALONE = ("tests/memory/test_snapshots.py", "tests/profile/test_reductions.py")
+"""They compare with the allocator of CUDA itself, and with its kernels."""
 
 OPTIONS = ("-p", "no:cacheprovider", "-m", "gpu or simulated")
 simulated = pytest.mark.simulated

@@ -98,7 +98,30 @@ def test_blocks_are_charged_to_the_device_that_was_marked_last() -> None:
         end_ns=20,
         marks=((5, "1"), (12, "1"), (16, "0")),
     )
-    assert charged_peaks({80: 50}, recording, 2) == (157, 70)
+    assert charged_peaks({80: 50}, recording, ("a", "b"), {}) == (157, 70)
+
+
+def test_pinned_blocks_count_when_they_are_there() -> None:
+    def change(time_ns: int, size: int) -> Allocation:
+        return Allocation(time_ns=time_ns, address=1, change_bytes=size)
+
+    recording = Recording(
+        before=(),
+        inside=(change(13, 100), change(15, -100)),
+        start_ns=10,
+        end_ns=20,
+        marks=(
+            (9, "cpu 8"),
+            (11, "cpu 30"),  # 5 + 30
+            (12, "cpu -30"),  # 5, and 105 with what is allocated next
+            (14, "my host: 2 40"),
+            (16, "another 80"),
+            (17, "cpu 60"),  # 65
+            (21, "cpu 400"),
+        ),
+    )
+    names = ("cpu", "my host: 2")
+    assert charged_peaks({}, recording, names, {"cpu": 5}) == (105, 40)
 
 
 def test_a_device_that_is_over_its_budget_says_so() -> None:

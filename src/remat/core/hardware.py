@@ -40,6 +40,8 @@ class Hardware:
         The last cache that all processors share, at least 0.
     launch_ns
         Shortest time of an operator, at least 0.
+    resident_threads
+        How many threads its processors run at once, at least 0.
     flops_per_s
         Type, of :data:`TYPES` -> peak rate of dense matrix products; ``float32`` at
         least.
@@ -66,6 +68,7 @@ class Hardware:
     link_bytes_per_s: int
     l2_bytes: int
     launch_ns: int
+    resident_threads: int
     flops_per_s: Mapping[str, int]
     percent: Mapping[str, int]
     sources: Mapping[str, str] = field(repr=False)
@@ -79,7 +82,7 @@ class Hardware:
             raise error(msg)
         most = LARGEST_BUDGET
         keep_integers(self, "memory_bytes", of=of, least=1, most=most, error=error)
-        sizes = ("context_bytes", "l2_bytes", "launch_ns")
+        sizes = ("context_bytes", "l2_bytes", "launch_ns", "resident_threads")
         keep_integers(self, *sizes, of=of, least=0, most=most, error=error)
         rates = ("bytes_per_s", "link_bytes_per_s")
         keep_integers(self, *rates, of=of, least=1, most=LARGEST_RATE, error=error)
@@ -145,6 +148,7 @@ NUMBERS = (
     "link_bytes_per_s",
     "l2_bytes",
     "launch_ns",
+    "resident_threads",
 )
 
 

@@ -28,6 +28,7 @@ class _Hardware(msgspec.Struct, forbid_unknown_fields=True):
     link_bytes_per_s: int
     l2_bytes: int
     launch_ns: int
+    resident_threads: int
     flops_per_s: dict[str, int]
     percent: dict[str, int]
     sources: dict[str, str]

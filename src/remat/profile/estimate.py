@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from remat.capture.accelerator import is_accelerated
+from remat.capture.accelerator import hardware_now, is_accelerated
 from remat.core.errors import ProfileError
 from remat.profile.arguments import (
     ArgumentMaker,
@@ -32,11 +32,13 @@ from remat.profile.arguments import (
 from remat.profile.cache import CostCache
 from remat.profile.clock import operator_clock
 from remat.profile.operators import OperatorCall, OperatorCost
+from remat.profile.reductions import reduction_bytes
 from remat.profile.roofline import WORKSPACES, Roofline, Rule, short_name
 from remat.torch_compat.accelerators import (
     device_module,
     is_accelerator,
     release_library_blocks,
+    resident_threads,
 )
 from remat.torch_compat.attributes import schema_of, storage_identity
 from remat.torch_compat.names import FakeTensorMode, disable_current_modes
@@ -321,7 +323,8 @@ def estimate_workspace(call: OperatorCall, outputs: object) -> int:
     * every other operator: none.
 
     While steps are traced for an accelerator, the rules are those of
-    :data:`remat.profile.roofline.WORKSPACES`.
+    :data:`remat.profile.roofline.WORKSPACES`. Reductions on CUDA take what
+    :func:`~remat.profile.reductions.reduction_bytes` says.
 
     Parameters
     ----------
@@ -337,8 +340,16 @@ def estimate_workspace(call: OperatorCall, outputs: object) -> int:
         name = "upsample"
     rule = (WORKSPACES if is_accelerated() else _WORKSPACE_RULES).get(name)
     if rule is None or not made:
-        return 0
+        return reduction_bytes(call, _resident_threads(inputs))
     return rule(inputs, made) + _unasked_bytes(call)
+
+
+def _resident_threads(inputs: Sequence[torch.Tensor]) -> int:
+    """Return how many threads run at once on the CUDA device of a call, else 0."""
+    hardware = hardware_now()
+    if hardware is not None:
+        return hardware.resident_threads if hardware.kind == "cuda" else 0
+    return resident_threads(inputs[0].device) if inputs else 0
 
 
 def _unasked_bytes(call: OperatorCall) -> int:

@@ -152,3 +152,11 @@ def set_random_state(place: torch.device | str, state: torch.Tensor) -> None:
         device_module(place).set_rng_state(state, place)
     else:
         torch.set_rng_state(state)
+
+
+def resident_threads(place: torch.device) -> int:
+    """Return how many threads a CUDA device runs at once; 0 if it is none."""
+    if place.type != "cuda" or not torch.cuda.is_available() or torch.version.hip:
+        return 0
+    found = torch.cuda.get_device_properties(place)
+    return found.multi_processor_count * found.max_threads_per_multi_processor

@@ -4,12 +4,15 @@ Logical devices of the CPU share one memory. The passes of a plan note on which 
 they go on (:mod:`remat.runtime.marks`); every block, temporaries inside operators
 included, is charged to the device that was noted last when it was allocated, until it
 is released. What the caller allocates is charged to the first device. Accelerators have
-statistics of their own, and pinned host memory an account of its own.
+statistics of their own; pinned host memory has none, so each block that is pinned or
+given back is a mark as well.
 """
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import merge
+from operator import itemgetter
 
 import torch
 
@@ -18,10 +21,10 @@ from remat.core.errors import ProfileError
 from remat.core.platform import Platform
 from remat.core.units import format_bytes
 from remat.planning.plan import Plan
-from remat.profile.allocations import AllocationRecorder, Recording
+from remat.profile.allocations import Allocation, AllocationRecorder, Recording
 from remat.profile.memory import live_storages
 from remat.runtime.marks import PREFIX
-from remat.runtime.pinned import ACCOUNTS
+from remat.runtime.pinned import PINNED_BYTES
 from remat.torch_compat.accelerators import device_module, is_accelerator, memory_stats
 
 
@@ -133,17 +136,16 @@ def measure_devices(
         for place in others:
             others[place] = _others_bytes(place, resident)
             memory_stats(place, reset=True)
-        for account in ACCOUNTS.values():
-            account.reset()
+        pinned = dict(PINNED_BYTES)
         with recorder.region():
             step()
             for place in others:
                 device_module(place).synchronize(torch.device(place))
-    charged = charged_peaks(live, recorder.recording, len(places))
+    charged = charged_peaks(live, recorder.recording, platform.names, pinned)
     return tuple(
         memory_stats(place)["requested_bytes.all.peak"] - others[place]
         if place in others
-        else charged[device] + _pinned_peak(platform.names[device])
+        else charged[device]
         for device, place in enumerate(places)
     )
 
@@ -168,11 +170,6 @@ def _places(platform: Platform) -> list[str]:
     return places
 
 
-def _pinned_peak(name: str) -> int:
-    account = ACCOUNTS.get(name)
-    return 0 if account is None else account.peak_bytes
-
-
 def _others_bytes(place: str, resident: Sequence[object] | None) -> int:
     """Return the bytes of tensors on an accelerator that do not count."""
     if resident is None:
@@ -185,7 +182,10 @@ def _others_bytes(place: str, resident: Sequence[object] | None) -> int:
 
 
 def charged_peaks(
-    live: Mapping[int, int], recording: Recording, device_count: int
+    live: Mapping[int, int],
+    recording: Recording,
+    names: Sequence[str],
+    pinned: Mapping[str, int],
 ) -> tuple[int, ...]:
     """Return the most bytes charged to each device inside the recorded region.
 
@@ -194,9 +194,12 @@ def charged_peaks(
     live
         Size by address of what is live at the start, on the first device.
     recording
-        What was allocated and released; its marks are indices of devices.
-    device_count
-        How many devices there are.
+        What was allocated and released; its marks are indices of devices, and names of
+        devices with changes of their pinned bytes.
+    names
+        Of the devices.
+    pinned
+        Pinned bytes at the start, by the name of the device.
     """
     left: dict[int, int] = {}
     for allocation in recording.before:
@@ -209,21 +212,32 @@ def charged_peaks(
         address: (0, max(live.get(address, 0), left.get(address, 0)))
         for address in live.keys() | left.keys()
     }
-    used = [0] * device_count
+    used = [pinned.get(name, 0) for name in names]
     for device, size in blocks.values():
         used[device] += size
     peaks = list(used)
-    marks = [mark for mark in recording.marks if mark[0] >= recording.start_ns]
-    device, position = 0, 0
-    for allocation in recording.inside:
-        while position < len(marks) and marks[position][0] <= allocation.time_ns:
-            device = int(marks[position][1])
-            position += 1
-        # An address that is handed out anew was released before, seen or not.
-        owner, size = blocks.pop(allocation.address, (0, 0))
-        used[owner] -= size
-        if allocation.change_bytes > 0:
-            blocks[allocation.address] = (device, allocation.change_bytes)
-            used[device] += allocation.change_bytes
-            peaks[device] = max(peaks[device], used[device])
+    inside = range(recording.start_ns, recording.end_ns + 1)
+    marks = [mark for mark in recording.marks if mark[0] in inside]
+    device = 0
+    # At the same time a mark comes first.
+    for _, event in merge(
+        marks, ((a.time_ns, a) for a in recording.inside), key=itemgetter(0)
+    ):
+        if isinstance(event, Allocation):
+            # An address that is handed out anew was released before, seen or not.
+            owner, size = blocks.pop(event.address, (0, 0))
+            used[owner] -= size
+            changed, change_bytes = device, max(0, event.change_bytes)
+            if change_bytes:
+                blocks[event.address] = (device, change_bytes)
+        elif event.isdecimal():
+            device = int(event)
+            continue
+        else:
+            name, _, change = event.rpartition(" ")
+            if name not in names:
+                continue  # Of another plan.
+            changed, change_bytes = names.index(name), int(change)
+        used[changed] += change_bytes
+        peaks[changed] = max(peaks[changed], used[changed])
     return tuple(peaks)

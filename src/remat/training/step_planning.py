@@ -46,7 +46,7 @@ from remat.core.gradient_pieces import Piece
 from remat.core.graph import Role, TrainingGraph
 from remat.core.in_flight import with_passes
 from remat.core.platform import Platform
-from remat.core.problem import Limits, Objective
+from remat.core.problem import Limits, Objective, Status
 from remat.core.schedule import Schedule
 from remat.core.simulator import simulate
 from remat.core.units import format_bytes
@@ -58,6 +58,7 @@ from remat.planning.proofs import on_graph, unproved
 from remat.planning.replanning import at_sizes, equal_plan, replan, with_gradients
 from remat.planning.reserved import with_allocator
 from remat.planning.several_devices import Budget, budget_of
+from remat.planning.smallest_budget import smallest_budget
 from remat.profile.cache import CostCache
 from remat.profile.costing import (
     place_name,
@@ -478,7 +479,7 @@ class Planner:
 
         Gradients wait that would leave before something reads what changes with them.
         """
-        asked = bare.pieces
+        asked, passed = bare.pieces, list[tuple[JointProgram, JointProgram, Plan]]()
         while True:
             try:
                 plan = self.with_allocator(self.make_plan(program), program)
@@ -487,6 +488,9 @@ class Planner:
                     raise
                 pieces = pieces_before_changes(program, error.schedule)
                 if pieces == bare.pieces:
+                    # One that another budget's error has named may be of those before.
+                    for found in filter(None, map(self._smallest, passed)):
+                        return found
                     raise
             else:
                 pieces = pieces_before_changes(program, plan.schedule)
@@ -494,8 +498,27 @@ class Planner:
                     # Nothing is proved of schedules in which more of them leave early.
                     is_all = pieces == asked
                     return bare, program, plan if is_all else unproved(plan)
+                passed.append((bare, program, plan))
             bare = replace(bare, pieces=pieces)
             program = add_surroundings(bare, self.surroundings(bare))
+
+    def _smallest(
+        self, passed: tuple[JointProgram, JointProgram, Plan]
+    ) -> tuple[JointProgram, JointProgram, Plan] | None:
+        """Return the plan of a step with the smallest known peak, if it will do."""
+        bare, program, plan = passed
+        if plan.account != "live" or plan.in_flight > 1 or plan.budget_bytes is None:
+            return None
+        limits = Limits.after(self.request.time_limit, self.request.seed)
+        kind = plan.graph.device_kinds[0]
+        floor = smallest_budget(plan.graph, kind=kind, limits=limits)
+        if floor.budget_bytes > plan.budget_bytes:
+            return None
+        if pieces_before_changes(program, floor.schedule) != bare.pieces:
+            return None
+        smallest = {"schedule": floor.schedule, "solver": "smallest_budget"}
+        plan = replace(unproved(plan), **smallest, status=Status.FEASIBLE)
+        return bare, program, plan
 
     @property
     def has_several_devices(self) -> bool:

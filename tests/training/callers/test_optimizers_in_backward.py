@@ -1,7 +1,7 @@
 """Optimizers that step in backward: the bytes of a step, and its bits."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,8 +12,14 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 import remat
 from remat.core.errors import PlanWarning
 from remat.core.gradient_pieces import STEPPING
+from remat.core.problem import Limits, Problem, Proposal, Status
+from remat.core.schedule import Compute, Discard, Schedule
+from remat.core.simulator import simulate
+from remat.planning.smallest_budget import smallest_budget
 from remat.profile.memory import measure
 from remat.profile.optimizers_in_backward import OptimizersInBackward, optimizer_memory
+from remat.solvers import registry
+from remat.solvers.base import ProgressCallback
 
 Optimizers = dict[nn.Parameter, Optimizer]
 Make = Callable[[nn.Parameter], Optimizer]
@@ -189,7 +195,7 @@ def test_weights_that_are_most_of_a_step_need_no_gradients_beside_them(
     regions: Any,
 ) -> None:
     model, optimizers = made(Stack, momentum)
-    x = batch()[:8]
+    x = batch()[:8].clone()
     plan = remat.fit(model, (x,), budget="100%", optimizer=optimizers, regions=regions)
     peak_bytes = max(peaks_bytes(model, optimizers, x))
     assert 0.999 < peak_bytes / plan.peak_bytes <= 1
@@ -245,6 +251,57 @@ def test_a_named_budget_works(kind: Callable[[], nn.Module]) -> None:
     required_bytes = caught.value.required_bytes
     remat.fit(model, (x,), budget=required_bytes, optimizer=optimizers)
     assert max(peaks_bytes(model, optimizers, x)) <= required_bytes
+
+
+class Scaled(nn.Module):
+    """Reads its last weight through something that is easily computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.last.weight.detach().amax()
+        return (self.last(self.first(x)) * scale).square().mean()
+
+
+class ComputesOnceMore:
+    """Answers with the frugal schedule, and reads a parameter that has stepped."""
+
+    schedule_class: ClassVar[str] = "one schedule"
+    is_exact: ClassVar[bool] = False
+
+    def solve(
+        self, problem: Problem, _limits: Limits, _on_progress: ProgressCallback
+    ) -> Proposal:
+        graph = problem.graph
+        steps = smallest_budget(graph).schedule.steps
+        (again,) = (i for i, op in enumerate(graph.ops) if op.name == "amax")
+        (last,) = (i for i, op in enumerate(graph.ops) if op.name == "optimizer step")
+        place = steps.index(Compute(last))
+        once_more = [Compute(again), Discard(graph.ops[again].writes[0])]
+        schedule = Schedule(steps=(*steps[:place], *once_more, *steps[place:]))
+        trace = simulate(graph, problem.platform, schedule)
+        if trace.violation is not None:
+            return Proposal(status=Status.UNKNOWN, message=str(trace.violation))
+        return Proposal(status=Status.FEASIBLE, schedule=schedule)
+
+
+def test_a_named_budget_works_when_a_solver_finds_another_schedule(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, optimizers = made(Scaled, adamw)
+    # Nobody looks for a better one.
+    how: dict[str, Any] = {"optimizer": optimizers, "costs": "estimated", "gap": 1.0}
+    x = batch()[:8].clone()
+    with pytest.raises(remat.BudgetError) as caught:
+        remat.plan(model, (x,), budget=1, **how)
+    budget = caught.value.required_bytes
+    monkeypatch.setattr(registry, "AUTO", (ComputesOnceMore,))
+    plan = remat.plan(model, (x,), budget=budget, **how)
+    assert plan.solver == "smallest_budget"
+    assert plan.peak_bytes <= budget
 
 
 def test_verify_compares_the_parameters() -> None:
