@@ -194,6 +194,8 @@ def longest_chain(model: nn.Module) -> int:
 def _switch_transformer(model: Any, word: str, is_on: bool) -> None:  # noqa: FBT001
     if is_on:
         getattr(model, f"{word}_checkpointing_enable")({"use_reentrant": False})
+        # Else each time adds a hook, which such checkpoints do not need.
+        model.disable_input_require_grads()
     else:
         getattr(model, f"{word}_checkpointing_disable")()
 

@@ -3,10 +3,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.accelerator import FIRST
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+from remat.capture.accelerator import traced_for
 from remat.core.errors import CaptureError
+from remat.files.hardware import hardware_named
 from remat.profile import loss_bytes, memory_growth, optimizer_bytes
 from remat.profile.optimizer_memory import assumed_loss_bytes
 
@@ -14,8 +17,9 @@ from remat.profile.optimizer_memory import assumed_loss_bytes
 BOXED_BYTES = 16
 
 
-def params() -> list[torch.nn.Parameter]:
-    made = [torch.nn.Parameter(torch.rand(s)) for s in ((200, 100), (200,), (50, 200))]
+def params(device: str = "cpu") -> list[torch.nn.Parameter]:
+    shapes = ((200, 100), (200,), (50, 200))
+    made = [torch.nn.Parameter(torch.rand(s, device=device)) for s in shapes]
     for param in made:
         param.grad = torch.rand_like(param)
     return made
@@ -67,6 +71,34 @@ def test_prediction_is_what_the_optimizer_uses(name):
     assert used.retained_bytes == 0
     assert workspace_bytes <= used.peak_bytes + BOXED_BYTES
     assert workspace_bytes >= used.peak_bytes - BOXED_BYTES
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_prediction_is_what_an_accelerator_uses(name):
+    optimizer = OPTIMIZERS[name](params(FIRST))
+    state_bytes, workspace_bytes = optimizer_bytes(optimizer)
+    for _ in range(10):
+        optimizer.step()
+    assert state_bytes == held_bytes(optimizer)
+    used = memory_growth(optimizer.step, device=FIRST)
+    assert used.retained_bytes == 0
+    assert abs(workspace_bytes - used.peak_bytes) <= BOXED_BYTES
+
+
+@pytest.mark.parametrize(
+    ("make", "steps_by_lists"),
+    [(torch.optim.AdamW, True), (torch.optim.Adafactor, False)],
+)
+def test_optimizers_choose_whether_they_step_lists(make, steps_by_lists):
+    with traced_for(hardware_named("l4")):
+        by_default = optimizer_bytes(make(params()))
+        assert by_default == optimizer_bytes(make(params(), foreach=steps_by_lists))
+        assert by_default != optimizer_bytes(make(params(), foreach=not steps_by_lists))
+    with traced_for(hardware_named("l4")):
+        # It refuses lists with a rate that is a tensor.
+        adam = torch.optim.Adam(params(), lr=torch.tensor(0.1))
+        assert optimizer_bytes(adam)[0] > 0
 
 
 @pytest.mark.parametrize("name", ["SGD, momentum", "Adam", "Adagrad", "RMSprop"])

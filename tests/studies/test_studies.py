@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 from studies.models import MODELS, Options
-from studies.peers import Peer, PeerStep, checkpointed, family, study_peer
+from studies.peers import (
+    Peer,
+    PeerStep,
+    checkpointed,
+    family,
+    make_peer,
+    study_peer,
+)
 from studies.planned import PhaseClock, Subject, make_step, study_budget
 from tests.studies.same_process import stay_in_process
 
@@ -178,6 +185,15 @@ def test_checkpointing_is_off_in_steps_of_others() -> None:
     for called in (None, workload.model.forward, step.peer):
         step.call(called)
     assert switched == [False, False, True]
+
+
+def test_checkpointing_leaves_a_transformer_as_it_was() -> None:
+    workload = MODELS["gpt2"](TINY)
+    step = PeerStep(make_step(workload), make_peer("checkpoint", workload.model))
+    for called in (step.peer, None):
+        step.call(called)
+        hooks = [m for m in workload.model.modules() if vars(m)["_forward_hooks"]]
+        assert not hooks
 
 
 def test_model_without_blocks_is_refused() -> None:

@@ -23,6 +23,7 @@ FOR_ACCELERATORS = (
     (
         "tests/profile/test_memory.py",
         "tests/profile/test_operators.py",
+        "tests/profile/test_optimizer_memory.py",
         "tests/runtime/test_devices_cuda.py",
         "tests/testing/test_simulated_device.py",
         "tests/training/test_on_a_card.py",

@@ -228,16 +228,17 @@ class OptimizerCopier:
         return copy
 
     def _choose_foreach(self, group: dict[str, Any], optimizer: Optimizer) -> None:
-        """Set what depends by default on the type of parameters, which fakes hide."""
+        """Choose one parameter after the other where torch does for the originals.
+
+        Their types, which fakes hide, may need that. Else the optimizer chooses.
+        """
         if group.get("foreach", False) is None and not group.get("fused"):
             originals = [p for g in optimizer.param_groups for p in g["params"]]
             known = {id(self._copies[id(p)]): p for p in originals}
-            is_differentiable = bool(group.get("differentiable", False))
-            if is_accelerated():
-                group["foreach"] = not is_differentiable
-                return
-            _, group["foreach"] = default_to_fused_or_foreach(
+            _, may_be_lists = default_to_fused_or_foreach(
                 [known[id(p)] for p in group["params"]],
-                is_differentiable,
+                differentiable=False,
                 use_fused=False,
             )
+            if not may_be_lists and not is_accelerated():
+                group["foreach"] = False

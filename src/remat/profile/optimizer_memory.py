@@ -9,10 +9,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
 
+from remat.capture.accelerator import is_accelerated
 from remat.capture.gradient_layouts import gradient_format
 from remat.capture.outputs import FakeOutputs
 from remat.core.errors import CaptureError
@@ -35,7 +37,7 @@ from remat.torch_compat.names import (
     local_scalar_dense,
     tree_map,
 )
-from remat.torch_compat.patches import alone
+from remat.torch_compat.patches import alone, foreach_of_fakes, patched
 
 _TAKES_NEW_CONSTANTS = frozenset(
     {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default}
@@ -194,7 +196,8 @@ def optimizer_bytes(
     mode = FakeTensorMode()
     try:
         # Torch notes for all threads that there is a mode, and traces in none then.
-        with alone(), disable_current_modes(), mode:
+        by_lists = partial(foreach_of_fakes, as_on_accelerator=is_accelerated())
+        with patched(by_lists), disable_current_modes(), mode:
             period = period_of(optimizer)
             if period > 1:
                 few = _one_of_each_kind(optimizer, trained)

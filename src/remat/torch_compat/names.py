@@ -108,7 +108,11 @@ if TYPE_CHECKING:
     )
     from torch.cuda.memory import _record_memory_history, _snapshot
     from torch.fx.graph import _BoxedCodeGen
-    from torch.optim.optimizer import _default_to_fused_or_foreach
+    from torch.optim.optimizer import (
+        _default_to_fused_or_foreach,
+        _foreach_supported_types,
+        _get_foreach_kernels_supported_devices,
+    )
     from torch.utils._mode_utils import no_dispatch as no_dispatch
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._python_dispatch import (
@@ -159,6 +163,8 @@ if TYPE_CHECKING:
     disable_profiler_legacy = _disable_profiler_legacy
     ExperimentalConfig = _ExperimentalConfig
     default_to_fused_or_foreach = _default_to_fused_or_foreach
+    foreach_types: list[type] = _foreach_supported_types
+    foreach_devices = _get_foreach_kernels_supported_devices
     unsafe_view: Any = torch.ops.aten._unsafe_view.default
     log_softmax_backward: Any = torch.ops.aten._log_softmax_backward_data.default
     batch_norm_legit: Any = torch.ops.aten._native_batch_norm_legit.default

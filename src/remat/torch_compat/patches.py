@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.optim import optimizer as torch_optimizer
 
 from remat.torch_compat.attributes import composite_kernel
 from remat.torch_compat.names import (
     DispatchKey,
     DispatchKeySet,
+    FakeTensor,
     FakeTensorMode,
     MemoryFormatMeta,
     OpOverload,
@@ -27,6 +29,8 @@ from remat.torch_compat.names import (
     dynamo_config,
     dynamo_utils,
     exclude_dispatch_keys,
+    foreach_devices,
+    foreach_types,
     function_modes_aside,
     guards,
     has_kernel_for_key,
@@ -75,6 +79,24 @@ def tracer_settings(**changes: Any) -> Generator[None]:
     finally:
         for name in changed:
             setattr(dynamo_config, name, before[name])
+
+
+def foreach_of_fakes(*, as_on_accelerator: bool) -> Callable[[], None]:
+    """Patch optimizers to step fake tensors by lists where they would real ones.
+
+    Each has a default of its own, which most look up by type and device.
+    """
+
+    def devices() -> list[str]:
+        return [*foreach_devices(), *["cpu"][: int(as_on_accelerator)]]
+
+    def undo() -> None:
+        foreach_types.remove(FakeTensor)
+        setattr(torch_optimizer, foreach_devices.__name__, foreach_devices)
+
+    foreach_types.append(FakeTensor)
+    setattr(torch_optimizer, foreach_devices.__name__, devices)
+    return undo
 
 
 @contextmanager

@@ -336,6 +336,14 @@ NAMES: dict[str, Private] = {
         "torch.optim.optimizer:_default_to_fused_or_foreach",
         "stepping copies of optimizers as the originals step",
     ),
+    "foreach_types": Private(
+        "torch.optim.optimizer:_foreach_supported_types",
+        "stepping copies of optimizers as the originals step",
+    ),
+    "foreach_devices": Private(
+        "torch.optim.optimizer:_get_foreach_kernels_supported_devices",
+        "stepping copies of optimizers as an accelerator steps them",
+    ),
     # --- nested values ---
     "tree_leaves": Private(f"{_PYTREE}:tree_leaves", "tensors in nested values"),
     "tree_map": Private(f"{_PYTREE}:tree_map", "tensors in nested values"),
