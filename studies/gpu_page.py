@@ -10,7 +10,6 @@ from typing import Any
 
 from remat.core.units import format_bytes, format_ns
 from studies.gpu_claims import NOT_RUN, claims, newest
-from studies.gpu_run import lines_like
 from studies.pages import fill_place
 from studies.record import RESULTS, ROOT, measured_on, read
 from studies.tables import table, times
@@ -51,11 +50,9 @@ def setting(device: Line, lines: Sequence[Line]) -> str:
         ("with" if device["has_native_core"] else "**without**") + " the native core",
         *(f"{name} is not installed" for name in device["absent"]),
     ]
-    commit = device["commit"] or "no commit"
-    return (
-        f"{'; '.join(facts)}. {measured_on(lines)}; {commit[:10]}, sources "
-        f"{device['source']}."
-    )
+    sources = {line["source"]: line["commit"] or "no commit" for line in lines}
+    built_of = "; ".join(f"{c[:10]}, sources {s}" for s, c in sources.items())
+    return f"{'; '.join(facts)}. {measured_on(lines)}; {built_of}."
 
 
 def claims_table(lines: Sequence[Line]) -> str:
@@ -254,10 +251,17 @@ TABLES: tuple[tuple[str, str, Callable[[Sequence[Line]], str]], ...] = (
 
 
 def recorded() -> str:
-    """Return the tables of what the repository holds of a card."""
+    """Return the tables of what the repository holds of a card.
+
+    Of one kind of card, by one version of torch; each case as it was measured last.
+    """
+
+    def kind(line: Line) -> list[object]:
+        return [line["device"], line["settings"], line["versions"]["torch"]]
+
     lines = read(FILE)
     devices = [line for line in lines if line["part"] == "device"]
-    return page(lines_like(devices[-1], FILE) if devices else [])
+    return page([li for li in lines if kind(li) == kind(devices[-1])])
 
 
 def main() -> int:
