@@ -226,7 +226,15 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
     dropped_bytes = sum(graph.storages[s].size_bytes for s in dropped)
     gone = handed_over.keys() | let_go
     final = tuple(s for s in graph.final_outputs if s not in gone)
+    # Held by autograd until then, but no longer.
     held_tangents = () if FREES_TANGENTS else graph.tangents
+    returned = _external_op(
+        "the return of backward",
+        Phase.BACKWARD,
+        reads=(*final, *held_tangents),
+        writes=(),
+        workspace_bytes=0,
+    )
     step = _external_op(
         "optimizer step",
         Phase.BACKWARD,
@@ -240,7 +248,8 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
         ),
     )
     count = len(graph.ops)
-    before = [(forward, loss, ()), *adding, (count, step, ())]
+    after = [returned, step] if held_tangents else [step]
+    before = [(forward, loss, ()), *adding, *((count, each, ()) for each in after)]
     forward_outputs = (s for s in graph.forward_outputs if s in kept or s not in let_go)
     # Parameters have changed by then, so that no such gradient could be made again.
     surrounded = _with_ops(
@@ -248,7 +257,7 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
         before,
         storages=tuple(storages),
         forward_outputs=(*forward_outputs, *of_the_loss),
-        final_outputs=(*final, *held_tangents, loss_value),
+        final_outputs=(*final, loss_value),
     )
     return replace(surrounded, let_go=frozenset(let_go))
 

@@ -269,10 +269,11 @@ class ComposedStep:
     adds: bool = False
 
     def surrounded(self, graph: TrainingGraph) -> "ComposedStep":
-        """Return the step with a last forward op and a last backward op added."""
+        """Return the step with a last forward op, and last backward ops, added."""
         forward = self.graph.forward_count
-        origins = (*self.origins[:forward], None, *self.origins[forward:], None)
-        return replace(self, graph=graph, origins=origins)
+        before, after = self.origins[:forward], self.origins[forward:]
+        last = [None] * (len(graph.ops) - len(self.origins) - 1)
+        return replace(self, graph=graph, origins=(*before, None, *after, *last))
 
     @cached_property
     def _layout(self) -> list[int | tuple[Phase, int]]:
