@@ -107,7 +107,11 @@ class _Passes:
 
 
 class _Gate(torch.autograd.Function):
-    """Hands on inputs, and in backward the gradients of one piece."""
+    """Hands on inputs, and in backward the gradients of one piece.
+
+    Where the model returns one of the inputs, or a view of it, a gradient may come from
+    there as well.
+    """
 
     @staticmethod
     def forward(ctx: Any, passes: _Passes, number: int, *values: torch.Tensor) -> Any:
@@ -116,9 +120,13 @@ class _Gate(torch.autograd.Function):
         return tuple(value.detach() for value in values)
 
     @staticmethod
-    def backward(ctx: Any, *_gradients: Any) -> Any:
+    def backward(ctx: Any, *returned: Any) -> Any:
         with torch.no_grad(), autocast_again(()):
             found = ctx.passes.take(ctx.number)
+            for place, more in enumerate(returned):
+                if more is not None:
+                    made = found[place]
+                    found[place] = more if made is None else made + more
             # Autograd takes over a gradient that nobody else holds, and copies others.
             gradients = (None, None, *found)
             found.clear()

@@ -304,6 +304,32 @@ def test_a_named_budget_works_when_a_solver_finds_another_schedule(
     assert plan.peak_bytes <= budget
 
 
+class ReturnsWeight(nn.Module):
+    """Returns a view of a weight, from which a gradient comes as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.last(self.first(x).tanh()), self.first.weight.t()
+
+
+def test_gradients_of_returned_weights_are_added() -> None:
+    def train(budget: str | None) -> nn.Module:
+        model, optimizers = made(ReturnsWeight, momentum)
+        if budget is not None:
+            remat.fit(model, (batch(),), budget=budget, optimizer=optimizers)
+        for _ in range(2):
+            outputs, weight = model(batch())
+            (outputs.square().mean() + weight.square().sum()).backward()
+        return model
+
+    expected = train(None).state_dict()
+    found = train("100%").state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def test_verify_compares_the_parameters() -> None:
     model, optimizers = made(Stack, adamw)
     before = {name: value.clone() for name, value in model.state_dict().items()}
