@@ -126,7 +126,8 @@ class _Gate(torch.autograd.Function):
             for place, more in enumerate(returned):
                 if more is not None:
                     made = found[place]
-                    found[place] = more if made is None else made + more
+                    # In autograd's order: strides of the sum are those of the first.
+                    found[place] = more if made is None else more + made
             # Autograd takes over a gradient that nobody else holds, and copies others.
             gradients = (None, None, *found)
             found.clear()

@@ -232,7 +232,9 @@ class FittedModel:
         self.in_flight = PassesInFlight(
             self.name,
             self.tell,
-            is_plannable=self.is_whole and self.ranges is None,
+            is_plannable=self.is_whole
+            and self.ranges is None
+            and not isinstance(request.optimizer, OptimizersInBackward),
         )
         self._call_count = 0
         self._watch = StepWatch(model, self._steps.look)

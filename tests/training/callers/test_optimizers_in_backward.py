@@ -399,6 +399,19 @@ def test_hooks_that_are_gone_are_told() -> None:
         model(x).backward()
 
 
+def test_two_passes_before_a_backward_pass_are_told_with_a_cure_that_is_possible() -> (
+    None
+):
+    model, optimizers = made(Stack, adamw)
+    x = batch()
+    remat.fit(model, (x,), budget="80%", optimizer=optimizers)
+    with pytest.warns(PlanWarning, match="2 forward passes") as caught:
+        (model(x) + model(x)).backward()
+    (words,) = (str(w.message) for w in caught if "2 forward" in str(w.message))
+    assert "Put the calls into one module" in words
+    assert "in_flight=2" not in words
+
+
 def test_bad_optimizers_are_refused_at_the_door() -> None:
     model, optimizers = made(Stack, adamw)
     x = batch()
