@@ -19,8 +19,8 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from dataclasses import dataclass, field
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -57,6 +57,14 @@ _UNHOOKED = (
     "budget. Register them before remat.fit, or fit with the optimizer that steps later"
 )
 
+_CHANGED = (
+    "a parameter was changed in the middle of a backward pass that reads it again, as by "
+    "a hook on the node that accumulates its gradient "
+    "(torch.distributed.optim._apply_optimizer_in_backward makes such). Step it by a hook "
+    "that register_post_accumulate_grad_hook registers, and before remat.fit; then "
+    "gradients wait for the last use of what they are of"
+)
+
 _TAKEN = (
     "has a plan for a backward() that adds to existing gradients, and others were taken, "
     "as by torch.autograd.grad or backward(inputs=...): these are in memory besides, and "
@@ -72,15 +80,30 @@ class _Passes:
     pieces: tuple[Piece, ...]
     # Whether parameters may change as soon as their gradients are there.
     is_hooked: bool
+    # By position, the leaves among the inputs: others need not live that long.
+    leaves: Mapping[int, weakref.ref[torch.Tensor]]
     generator: Generator[list[Any]] | None = None
     undefined: frozenset[int] = frozenset()
     next_piece: int = 0
+    # Per piece the positions whose inputs are read when it has left.
+    read_later: Sequence[Piece] = ()
+    # Those that have left so far, each with how often it was written before.
+    left: list[tuple[torch.Tensor, int]] = field(
+        default_factory=list[tuple[torch.Tensor, int]]
+    )
 
-    def begin(self, generator: Generator[list[Any]], undefined: frozenset[int]) -> None:
+    def begin(
+        self,
+        generator: Generator[list[Any]],
+        undefined: frozenset[int],
+        read_later: Sequence[Piece],
+    ) -> None:
         """Let gates run backward code from now on."""
         self.generator = generator
         self.undefined = undefined
         self.next_piece = 0
+        self.read_later = read_later
+        self.left.clear()
 
     def take(self, number: int) -> list[Any]:
         """Return the gradients of a piece, computed by now.
@@ -91,6 +114,8 @@ class _Passes:
         if self.generator is None or number < self.next_piece:
             msg = f"piece {number} of the gradients is asked for out of turn"
             raise ExecutionError(msg)
+        if any(version_of(value) != version for value, version in self.left):
+            raise ExecutionError(_CHANGED)
         found = next(self.generator)
         while self.next_piece < number:
             found = next(self.generator)
@@ -99,7 +124,12 @@ class _Passes:
         for place, position in enumerate(self.pieces[number]):
             if position in self.undefined:
                 found[place] = None
+        for position in self.read_later[number]:
+            leaf = self.leaves[position]() if position in self.leaves else None
+            if leaf is not None:
+                self.left.append((leaf, version_of(leaf)))
         if self.next_piece == len(self.pieces):
+            self.left.clear()
             for _ in self.generator:
                 pass
             self.generator = None
@@ -157,7 +187,7 @@ class EarlyGradients:
         self._module: fx.GraphModule | None = None
         # Per position of a gradient, the names of the inputs in the memory it is of.
         self._parameters: dict[int, tuple[str, ...]] = {}
-        self._codes: dict[tuple[tuple[Piece, ...], bool], Code] = {}
+        self._codes: dict[tuple[tuple[Piece, ...], bool], tuple[Code, list[Piece]]] = {}
         self._begun = threading.local()
         # Of the gradient that the first planned piece is added to: its leaf, and its
         # block and how often that was written, when the last backward pass began.
@@ -222,7 +252,8 @@ class EarlyGradients:
             return values, None
         leaves = [values[each] for each in asked]
         is_hooked = any(map(has_hooks_of_its_gradient, leaves))
-        passes, found = _Passes(pieces, is_hooked), list(values)
+        weak = {p: weakref.ref(values[p]) for p in asked if values[p].is_leaf}
+        passes, found = _Passes(pieces, is_hooked, weak), list(values)
         if self._planned:
             if is_hooked and not self._knows_hooks:
                 self._tell("hooked", _HOOKED)
@@ -279,12 +310,17 @@ class EarlyGradients:
             return False
         key = passes.pieces, passes.is_hooked
         if key not in self._codes:
-            parameters = self._parameters if passes.is_hooked else {}
             # What hooks take at another time would come on top of what is there then.
             after = self._planned_after if self._knows_hooks else ()
-            code = _in_pieces(self._module, passes.pieces, parameters, after)
-            self._codes[key] = code
-        passes.begin(self._codes[key](list(values)), undefined)
+            self._codes[key] = _in_pieces(
+                self._module,
+                passes.pieces,
+                self._parameters,
+                after,
+                waits=passes.is_hooked,
+            )
+        code, read_later = self._codes[key]
+        passes.begin(code(list(values)), undefined, read_later)
         leaf = self._first()
         gradient = None if leaf is None else existing_gradient(leaf)
         if self._planned and gradient is not None and not undefined:
@@ -343,13 +379,16 @@ def _in_pieces(
     pieces: Sequence[Piece],
     parameters: Mapping[int, Sequence[str]],
     after: Sequence[str] = (),
-) -> Code:
+    *,
+    waits: bool = False,
+) -> tuple[Code, list[Piece]]:
     """Return backward code that yields pieces, each when its last gradient is made.
 
     It yields them in the order of ``pieces``, also where a later one is ready before,
-    and none before the last use of the ``parameters`` that its gradients are of: the
-    names of inputs, by the positions of gradients. The first ones come no sooner than
-    ``after`` the nodes of these names.
+    and if it ``waits`` none before the last use of the ``parameters`` that its
+    gradients are of: the names of inputs, by the positions of gradients. The first ones
+    come no sooner than ``after`` the nodes of these names. Per piece, the positions are
+    returned as well whose parameters are used when it has left.
     Whoever takes a piece empties the list: nothing else holds the gradients then.
     """
     (output,) = module.graph.find_nodes(op="output")
@@ -360,8 +399,8 @@ def _in_pieces(
     for piece in pieces:
         for position in piece:
             # Views of what is returned are made when all is done.
-            chain = _views_of(output.args[0][position])
-            source, *views = [copies[node] for node in chain]
+            made = _views_of(output.args[0][position])
+            source, *views = [copies[node] for node in made]
             source = inputs[-1] if source.op == "placeholder" else source
             for view in views:
                 source.append(view)
@@ -369,12 +408,25 @@ def _in_pieces(
     order = {node: place for place, node in enumerate(graph.nodes)}
     named = {node.name: copies[node] for node in module.graph.nodes if node in copies}
     anchor = inputs[-1]
+    read_later: list[Piece] = []
     for piece, least in zip_longest(pieces, [named[name] for name in after]):
         made = [copies[output.args[0][position]] for position in piece]
-        read = [named[name] for p in piece for name in parameters.get(p, ())]
-        users = [user for node in read for user in _users(node)]
+        users = {
+            position: [
+                user
+                for name in parameters.get(position, ())
+                for user in _users(named[name])
+            ]
+            for position in piece
+        }
         planned = [] if least is None else [least]
-        anchor = max([*made, *users, *planned, anchor], key=lambda node: order[node])
+        if waits:
+            planned += chain.from_iterable(users.values())
+        anchor = max([*made, *planned, anchor], key=lambda node: order[node])
+        place = order[anchor]
+        read_later.append(
+            tuple(p for p in piece if any(order[user] > place for user in users[p]))
+        )
         last = anchor
         # After what was put behind the same node before.
         while last.next.target in (_gathered, _yielded):
@@ -395,7 +447,7 @@ def _in_pieces(
     found: dict[str, Any] = dict(written.globals)
     exec(compile(text, "<backward pass in pieces>", "exec"), found)  # noqa: S102
     forward: Any = found["forward"]
-    return lambda values: forward(module, values)
+    return (lambda values: forward(module, values)), read_later
 
 
 def _gathered(*gradients: Any) -> list[Any]:

@@ -1,5 +1,6 @@
 """Optimizers that step in backward: the bytes of a step, and its bits."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -10,7 +11,7 @@ from torch.nn import functional
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 import remat
-from remat.core.errors import PlanWarning
+from remat.core.errors import ExecutionError, PlanWarning
 from remat.core.gradient_pieces import STEPPING
 from remat.core.problem import Limits, Problem, Proposal, Status
 from remat.core.schedule import Compute, Discard, Schedule
@@ -328,6 +329,36 @@ def test_gradients_of_returned_weights_are_added() -> None:
     expected = train(None).state_dict()
     found = train("100%").state_dict()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("is_read_again", [False, True])
+def test_a_parameter_that_changes_before_it_is_read_again_is_told(
+    *, is_read_again: bool
+) -> None:
+    """Hooks of the nodes that accumulate are not seen, unless what they change is."""
+    model = ReadsEarly() if is_read_again else ReturnsWeight()
+    nodes: list[Any] = []
+    for parameter in model.parameters():
+        node: Any = parameter.view_as(parameter).grad_fn
+        nodes.append(node.next_functions[0][0])
+
+        def step(*_: object, parameter: nn.Parameter = parameter) -> None:
+            with torch.no_grad():
+                parameter.mul_(0.5)
+
+        nodes[-1].register_hook(step)
+
+    def loss(outputs: Any) -> torch.Tensor:
+        return outputs if is_read_again else outputs[0].square().mean()
+
+    how: dict[str, Any] = {"accumulate": True, "loss": loss, "costs": "estimated"}
+    with pytest.raises(remat.BudgetError) as caught:
+        remat.fit(model, (batch(),), budget=1, **how)
+    remat.fit(model, (batch(),), budget=caught.value.required_bytes, **how)
+    loss(model(batch())).backward()
+    refused = pytest.raises(ExecutionError, match="changed in the middle of a backward")
+    with refused if is_read_again else contextlib.nullcontext():
+        loss(model(batch())).backward()
 
 
 def test_verify_compares_the_parameters() -> None:
