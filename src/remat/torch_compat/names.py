@@ -163,7 +163,7 @@ if TYPE_CHECKING:
     disable_profiler_legacy = _disable_profiler_legacy
     ExperimentalConfig = _ExperimentalConfig
     default_to_fused_or_foreach = _default_to_fused_or_foreach
-    foreach_types: list[type] = _foreach_supported_types
+    foreach_types = _foreach_supported_types
     foreach_devices = _get_foreach_kernels_supported_devices
     unsafe_view: Any = torch.ops.aten._unsafe_view.default
     log_softmax_backward: Any = torch.ops.aten._log_softmax_backward_data.default

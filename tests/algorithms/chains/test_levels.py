@@ -130,7 +130,6 @@ def test_unlimited_disk_is_a_level_with_a_slot_for_everything(
     judged(second, levels, forward, backward)
 
 
-@settings(max_examples=40)
 @given(
     st.integers(0, 6),
     st.lists(
