@@ -909,6 +909,35 @@ def test_planning_writes_nothing_to_the_batch(regions: Any) -> None:
         assert torch.equal(mine, other)
 
 
+class WritesToItsTensor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        hidden = self.first(x).tanh()
+        torch._dynamo.graph_break()
+        self.add_one(x)
+        return self.last(hidden + x).square().mean()
+
+    @torch.compiler.disable
+    def add_one(self, x: torch.Tensor) -> None:
+        x.add_(1)
+
+
+@pytest.mark.parametrize("regions", ["breaks", ["first", "last"]])
+def test_values_of_the_batch_are_put_back(regions: Any) -> None:
+    x = torch.ones(64, 32)
+    model, plain = WritesToItsTensor(), WritesToItsTensor()
+    plain.load_state_dict(model.state_dict())
+    remat.fit(model, x, budget="120%", regions=regions)
+    assert torch.equal(x, torch.ones(64, 32))
+    y = x.clone()
+    assert torch.equal(model(x), plain(y))
+    assert torch.equal(x, y)
+
+
 def test_two_threads_may_call_one_model() -> None:
     model, plain = Tied(), Tied()
     plain.load_state_dict(model.state_dict())

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from remat.capture.accelerator import is_accelerated
 from remat.profile.arguments import empty_like
-from remat.torch_compat.names import default_to_fused_or_foreach, tree_leaves
+from remat.torch_compat.names import foreach_types, tree_leaves
 from remat.torch_compat.sharding import local_part
 
 _LONGEST_PERIOD = 100
@@ -20,7 +19,7 @@ _LONGEST_PERIOD = 100
 def stepping_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer that does the work of a step.
 
-    A wrapper that holds no parameter groups and no tensors of its own, but one other
+    A wrapper that holds no parameter groups, state or tensors of its own, but one other
     optimizer, hands its steps on to that, as the wrappers of training libraries do.
     Whatever has some is an optimizer itself, also if it steps another one inside.
 
@@ -38,7 +37,8 @@ def stepping_optimizer(optimizer: Optimizer) -> Optimizer:
                 "the model's parameters"
             )
             raise TypeError(msg)
-        if hasattr(optimizer, "param_groups") and _holds_tensors(optimizer):
+        is_its_own = "state" in vars(optimizer) or _holds_tensors(optimizer)
+        if is_its_own and hasattr(optimizer, "param_groups"):
             break
         (optimizer,) = inner
     return optimizer
@@ -228,17 +228,12 @@ class OptimizerCopier:
         return copy
 
     def _choose_foreach(self, group: dict[str, Any], optimizer: Optimizer) -> None:
-        """Choose one parameter after the other where torch does for the originals.
+        """Choose one parameter after the other where types of the originals need that.
 
-        Their types, which fakes hide, may need that. Else the optimizer chooses.
+        Fakes hide these. Else the optimizer chooses, as it does for the originals.
         """
         if group.get("foreach", False) is None and not group.get("fused"):
             originals = [p for g in optimizer.param_groups for p in g["params"]]
             known = {id(self._copies[id(p)]): p for p in originals}
-            _, may_be_lists = default_to_fused_or_foreach(
-                [known[id(p)] for p in group["params"]],
-                differentiable=False,
-                use_fused=False,
-            )
-            if not may_be_lists and not is_accelerated():
+            if any(type(known[id(p)]) not in foreach_types for p in group["params"]):
                 group["foreach"] = False

@@ -109,7 +109,6 @@ if TYPE_CHECKING:
     from torch.cuda.memory import _record_memory_history, _snapshot
     from torch.fx.graph import _BoxedCodeGen
     from torch.optim.optimizer import (
-        _default_to_fused_or_foreach,
         _foreach_supported_types,
         _get_foreach_kernels_supported_devices,
     )
@@ -162,7 +161,6 @@ if TYPE_CHECKING:
     enable_profiler_legacy = _enable_profiler_legacy
     disable_profiler_legacy = _disable_profiler_legacy
     ExperimentalConfig = _ExperimentalConfig
-    default_to_fused_or_foreach = _default_to_fused_or_foreach
     foreach_types = _foreach_supported_types
     foreach_devices = _get_foreach_kernels_supported_devices
     unsafe_view: Any = torch.ops.aten._unsafe_view.default

@@ -332,10 +332,6 @@ NAMES: dict[str, Private] = {
     "ExperimentalConfig": Private(
         "torch._C._profiler:_ExperimentalConfig", "measuring beside a profiler"
     ),
-    "default_to_fused_or_foreach": Private(
-        "torch.optim.optimizer:_default_to_fused_or_foreach",
-        "stepping copies of optimizers as the originals step",
-    ),
     "foreach_types": Private(
         "torch.optim.optimizer:_foreach_supported_types",
         "stepping copies of optimizers as the originals step",

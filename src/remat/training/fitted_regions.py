@@ -49,7 +49,7 @@ from remat.torch_compat.sharding import (
 from remat.training.blocks import BlockCalls, blocks_of, is_deep
 from remat.training.caller_state import unchanged
 from remat.training.fitted_model import FittedModel, logger
-from remat.training.forward_state import CallState, kept
+from remat.training.forward_state import CallState, kept, values_put_back
 from remat.training.region_backend import RegionBackend
 from remat.training.region_planning import PlannedStep, RegionPlanner
 from remat.training.request import PlanRequest, Regions
@@ -381,7 +381,9 @@ class FittedRegions(FittedModel):
             try:
                 # Forward may write to what it is given, which is the caller's.
                 own_args, own_kwargs = with_own_containers((args, dict(kwargs)))
-                with gathering_alone(planner.groups) as planner.gathered, around:
+                given = values_put_back(tensors_in((args, dict(kwargs))))
+                alone = gathering_alone(planner.groups)
+                with given, alone as planner.gathered, around:
                     outputs = self.run(own_args, own_kwargs)
             # The model's own code runs, which may raise anything.
             except BaseException as error:

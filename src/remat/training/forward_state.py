@@ -102,6 +102,36 @@ def kept(model: nn.Module) -> Generator[Kept]:
             vars(module).update(before)
 
 
+@contextmanager
+def values_put_back(tensors: Iterable[torch.Tensor]) -> Generator[None]:
+    """Let what runs inside write to tensors, and put their values back.
+
+    Takes as much memory as they have meanwhile.
+    """
+    noted = [
+        (tensor, version_of(tensor), tensor.detach().clone())
+        for tensor in tensors
+        if _is_writable(tensor)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, version, value in noted:
+                if version_of(tensor) != version:
+                    tensor.copy_(value)
+
+
+def _is_writable(tensor: torch.Tensor) -> bool:
+    """Whether a forward pass may write to a tensor, such that it is seen."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        return False
+    if tensor.is_meta or tensor.is_inference():
+        return False
+    # Several elements of others are one in memory.
+    return tensor.nbytes <= tensor.untyped_storage().nbytes()
+
+
 class _Contents:
     """What is in an attribute that may change without being set anew.
 

@@ -135,10 +135,10 @@ class FittedSteps:
         self._tell = tell
         self._uncalled_steps = 0
         self._is_state_told = False
-        # Per optimizer: how many parameters have state, and its bytes.
-        self._state: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = (
-            weakref.WeakKeyDictionary()
-        )
+        # Per optimizer: how many parameters have state, and its bytes by tensor.
+        self._state: weakref.WeakKeyDictionary[
+            Optimizer, tuple[int, Mapping[int, int]]
+        ] = weakref.WeakKeyDictionary()
 
     def look(self, optimizer: Optimizer, stepped: list[torch.Tensor]) -> None:
         """Tell what a step of the model's parameters shows."""
@@ -174,18 +174,22 @@ class FittedSteps:
             )
 
     def _look_at_state(self, model: nn.Module, optimizer: Optimizer) -> None:
-        known_count, _ = self._state.get(optimizer, (-1, 0))
+        known_count, _ = self._state.get(optimizer, (-1, {}))
         if known_count == len(optimizer.state):
             return
         own = {id(parameter) for parameter in model.parameters()}
         state = cast("Mapping[Any, Any]", optimizer.state)
-        size_bytes = sum(
-            sum(local_part(v).nbytes for v in entry.values() if torch.is_tensor(v))
+        sizes_bytes = {
+            id(value): local_part(value).nbytes
             for parameter, entry in state.items()
             if id(parameter) in own and isinstance(entry, Mapping)
-        )
-        self._state[optimizer] = (len(optimizer.state), size_bytes)
-        total_bytes = sum(size for _, size in self._state.values())
+            for value in entry.values()
+            if torch.is_tensor(value)
+        }
+        self._state[optimizer] = (len(optimizer.state), sizes_bytes)
+        # A wrapper may show the state of the optimizer inside as its own.
+        found = {k: v for _, sizes in self._state.values() for k, v in sizes.items()}
+        total_bytes = sum(found.values())
         counted_bytes = self._counted_bytes()
         if counted_bytes is not None and total_bytes > counted_bytes:
             self._is_state_told = True
