@@ -73,6 +73,64 @@ def test_prediction_is_what_the_optimizer_uses(name):
     assert workspace_bytes >= used.peak_bytes - BOXED_BYTES
 
 
+class ByLists(torch.optim.Optimizer):
+    """Steps lists everywhere if nothing else is said, as some libraries do."""
+
+    def __init__(self, params):
+        super().__init__(params, {"foreach": None})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is None
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            if group["foreach"] in {None, True}:
+                squares = torch._foreach_mul(
+                    [p.grad for p in trained], [p.grad for p in trained]
+                )
+                torch._foreach_sub_(trained, squares)
+            else:
+                for param in trained:
+                    param.sub_(param.grad * param.grad)
+
+
+def test_optimizers_of_others_choose_by_themselves():
+    optimizer = ByLists(params())
+    _, workspace_bytes = optimizer_bytes(optimizer)
+    assert workspace_bytes == memory_growth(optimizer.step).peak_bytes
+    optimizer.param_groups[0]["foreach"] = False
+    assert optimizer_bytes(optimizer)[1] < workspace_bytes
+
+
+class Averaging(torch.optim.Optimizer):
+    """Wraps an optimizer, shows its groups, and keeps a copy of each parameter."""
+
+    def __init__(self, base):
+        self._optimizer_step_pre_hooks = {}
+        self._optimizer_step_post_hooks = {}
+        self.base = base
+        self.defaults = base.defaults
+        self.state = {}
+
+    @property
+    def param_groups(self):
+        return self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.base.step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                kept = self.state.setdefault(param, {"z": param.clone()})
+                kept["z"].lerp_(param, 0.1)
+
+
+def test_a_wrapper_with_state_of_its_own_counts_before_it_has_any():
+    plain_bytes, _ = optimizer_bytes(torch.optim.AdamW(params()))
+    found_bytes, _ = optimizer_bytes(Averaging(torch.optim.AdamW(params())))
+    assert found_bytes == plain_bytes + sum(p.nbytes for p in params())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_prediction_is_what_an_accelerator_uses(name):

@@ -513,6 +513,31 @@ def test_another_thread_that_draws_random_numbers_is_thought_of() -> None:
         thread.join()
 
 
+class Passing(torch.optim.Optimizer):
+    """Wraps an optimizer, and shows its state as its own."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, base.defaults)
+        self.base = base
+        self.state = base.state
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self.base.step(closure)
+
+
+def test_state_that_two_optimizers_show_is_counted_once(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = Passing(torch.optim.AdamW(model.parameters()))
+    remat.fit(model, torch.ones(2, 8), budget="100%", optimizer=optimizer)
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not [w for w in recwarn if "state of its optimizers" in str(w.message)]
+
+
 def test_the_gradient_of_an_output_is_gone_when_the_optimizer_steps() -> None:
     """Some versions of torch hold it until backward returns, and none any longer."""
     torch.manual_seed(0)
