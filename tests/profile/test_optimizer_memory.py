@@ -1,5 +1,7 @@
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -80,8 +82,7 @@ class ByLists(torch.optim.Optimizer):
         super().__init__(params, {"foreach": None})
 
     @torch.no_grad()
-    def step(self, closure=None):
-        assert closure is None
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
             if group["foreach"] in {None, True}:
@@ -110,19 +111,19 @@ class Averaging(torch.optim.Optimizer):
         self._optimizer_step_post_hooks = {}
         self.base = base
         self.defaults = base.defaults
-        self.state = {}
+        self.state = defaultdict(dict)
 
     @property
-    def param_groups(self):
+    def param_groups(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.base.param_groups
 
     @torch.no_grad()
-    def step(self, closure=None):
-        self.base.step(closure)
+    def step(self, closure: Any = None) -> Any:
+        self.base.step()
         for group in self.param_groups:
             for param in group["params"]:
-                kept = self.state.setdefault(param, {"z": param.clone()})
-                kept["z"].lerp_(param, 0.1)
+                kept = self.state[param].setdefault("z", param.clone())
+                kept.lerp_(param, 0.1)
 
 
 def test_a_wrapper_with_state_of_its_own_counts_before_it_has_any():

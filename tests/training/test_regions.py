@@ -909,6 +909,10 @@ def test_planning_writes_nothing_to_the_batch(regions: Any) -> None:
         assert torch.equal(mine, other)
 
 
+def add_one(x: torch.Tensor) -> None:
+    x.add_(1)
+
+
 class WritesToItsTensor(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -918,12 +922,8 @@ class WritesToItsTensor(nn.Module):
         x.mul_(2)
         hidden = self.first(x).tanh()
         torch._dynamo.graph_break()
-        self.add_one(x)
+        in_no_graph(add_one)(x)
         return self.last(hidden + x).square().mean()
-
-    @torch.compiler.disable
-    def add_one(self, x: torch.Tensor) -> None:
-        x.add_(1)
 
 
 @pytest.mark.parametrize("regions", ["breaks", ["first", "last"]])

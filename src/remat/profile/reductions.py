@@ -59,8 +59,9 @@ def reduction_bytes(call: OperatorCall, resident_threads: int) -> int:
         How many threads the device runs at once.
     """
     schema = schema_of(call.target)
-    name = "" if schema is None else schema.name.partition("::")[2]
-    partial_bytes = _PARTIAL_BYTES.get(name)
+    if schema is None or not resident_threads:
+        return 0
+    partial_bytes = _PARTIAL_BYTES.get(schema.name.partition("::")[2])
     tensors = tensors_in([call.args, dict(call.kwargs)])
     if partial_bytes is None or not tensors or not tensors[0].dtype.is_floating_point:
         return 0

@@ -14,8 +14,8 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch.optim.optimizer as torch_optimizer
 from torch import fx
-from torch.optim import optimizer as torch_optimizer
 
 from remat.torch_compat.attributes import composite_kernel
 from remat.torch_compat.names import (

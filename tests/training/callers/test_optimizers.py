@@ -521,7 +521,7 @@ class Passing(torch.optim.Optimizer):
         self.base = base
         self.state = base.state
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         return self.base.step(closure)
 
 
