@@ -1,10 +1,13 @@
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.optim.optimizer as torch_optimizer
 from tests.accelerator import FIRST
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -14,6 +17,8 @@ from remat.core.errors import CaptureError
 from remat.files.hardware import hardware_named
 from remat.profile import loss_bytes, memory_growth, optimizer_bytes
 from remat.profile.optimizer_memory import assumed_loss_bytes
+from remat.torch_compat.names import foreach_devices
+from remat.torch_compat.patches import foreach_of_fakes, patched
 
 # A number in a tensor operation is boxed: a few bytes, not predicted.
 BOXED_BYTES = 16
@@ -158,6 +163,18 @@ def test_optimizers_choose_whether_they_step_lists(make, steps_by_lists):
         # It refuses lists with a rate that is a tensor.
         adam = torch.optim.Adam(params(), lr=torch.tensor(0.1))
         assert optimizer_bytes(adam)[0] > 0
+
+
+def test_other_threads_step_as_before_meanwhile():
+    def devices() -> list[str]:
+        return vars(torch_optimizer)[foreach_devices.__name__]()
+
+    with ThreadPoolExecutor(1) as pool:
+        outside = pool.submit(devices).result()
+        with patched(partial(foreach_of_fakes, as_on_accelerator=True)):
+            assert "cpu" in devices()
+            assert pool.submit(devices).result() == outside
+    assert devices() == outside
 
 
 @pytest.mark.parametrize("name", ["SGD, momentum", "Adam", "Adagrad", "RMSprop"])

@@ -381,6 +381,40 @@ class Twice(Shared):
         return self.head(torch.tanh(self.layer(x)))
 
 
+class Coupled(nn.Module):
+    """Blocks that return a part of what they are given as it is."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(256, 512), nn.GELU())
+            self.last = nn.Linear(512, 256)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            one, two = x[:, :256], x[:, 256:]
+            return self.last(self.layers(two)) + one, two
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(512, 512)
+        self.blocks = nn.ModuleList([self.Block() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            one, two = block(x)
+            x = torch.cat([two, one], dim=1)
+        return x
+
+
+def test_gradients_of_what_blocks_return_as_it_is_are_added() -> None:
+    plain, model = Coupled(), Coupled()
+    remat.fit(model, X, budget="200%", loss=loss, regions=["blocks.*"])
+    for count in (1, 3):
+        assert not compare(passes(plain, count), passes(model, count))
+
+
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("kind", [Shared, Twice])
 def test_gradients_of_one_weight_from_several_graphs_count(

@@ -84,11 +84,14 @@ def tracer_settings(**changes: Any) -> Generator[None]:
 def foreach_of_fakes(*, as_on_accelerator: bool) -> Callable[[], None]:
     """Patch optimizers to step fake tensors by lists where they would real ones.
 
-    Each has a default of its own, which most look up by type and device.
+    Each has a default of its own, which most look up by type and device. Steps of
+    others' optimizers in other threads see no other devices.
     """
+    own = threading.get_ident()
 
     def devices() -> list[str]:
-        return [*foreach_devices(), *["cpu"][: int(as_on_accelerator)]]
+        is_other = not as_on_accelerator or threading.get_ident() != own
+        return foreach_devices() if is_other else [*foreach_devices(), "cpu"]
 
     def undo() -> None:
         foreach_types.remove(FakeTensor)
