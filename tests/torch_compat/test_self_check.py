@@ -162,7 +162,7 @@ class TestMissing:
         code = (
             "import sys, torch\n"
             "torch.__version__ = '2.99.0'\n"
-            "del sys.modules['torch.optim.optimizer']._foreach_supported_types\n"
+            "del sys.modules['torch.optim.optimizer']._get_foreach_kernels_supported_devices\n"
             "import remat\n"
             "try: remat.fit\n"
             "except remat.RematError as error: print(error)\n"
