@@ -282,3 +282,24 @@ def test_a_hook_of_what_nothing_is_computed_of_is_not_told() -> None:
         _, outputs = model(x)
         outputs.register_hook(lambda gradient: gradient)
         outputs.sum().backward()
+
+
+class WritesToItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        return self.layer(x).tanh()
+
+
+def test_a_gradient_of_what_a_part_writes_to_is_expected() -> None:
+    first, part = nn.Linear(16, 16), WritesToItsInput()
+    x = torch.randn(8, 16)
+    remat.fit(part, first(x), budget="300%")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        written = first(x)
+        part(written).square().mean().backward()
+    assert first.weight.grad is not None

@@ -100,11 +100,14 @@ class DefinedTangents:
         output
             The position of the loss among the outputs, ``None`` to expect any.
         """
-        self.unexpected = sum(
-            1 << tangent
-            for tangent, position in enumerate(self.output_of)
-            if output in self.output_of and position != output
-        )
+        self.unexpected = 0
+        if output is not None and output in self.output_of:
+            self.unexpected = sum(
+                1 << tangent
+                for tangent, position in enumerate(self.output_of)
+                # One of an input that the step changes is of no output.
+                if position not in {output, None}
+            )
 
     def expect_let_go(self, positions: Sequence[int]) -> None:
         """Warn, once, when one of these outputs is there while backward begins."""
