@@ -35,7 +35,11 @@ from remat.core.liveness import kept_for_backward
 from remat.core.platform import Platform
 from remat.core.schedule import Schedule
 from remat.torch_compat.accelerators import note_random_state
-from remat.torch_compat.attributes import schema_of, storage_identity
+from remat.torch_compat.attributes import (
+    has_hooks_before_its_gradient,
+    schema_of,
+    storage_identity,
+)
 from remat.torch_compat.collectives import is_collective, is_wait
 from remat.torch_compat.metadata import (
     argument_position,
@@ -137,8 +141,9 @@ class InputSpec:
     identifies the storage of the tensor that is given, while it exists, and
     ``has_gradient`` says whether it holds a gradient, or will, which the step adds to.
     ``step_bytes`` is what its optimizer takes when it steps in backward, ``None`` if it
-    steps later. ``size_bytes`` is what of the storage this input counts for, ``None``
-    for all.
+    steps later, and ``is_hooked`` says whether hooks of it run there, which may change
+    whatever has its gradient. ``size_bytes`` is what of the storage this input counts
+    for, ``None`` for all.
     """
 
     name: str
@@ -146,6 +151,7 @@ class InputSpec:
     storage: int | None = field(default=None, repr=False)
     has_gradient: bool = field(default=False, repr=False)
     step_bytes: int | None = field(default=None, repr=False)
+    is_hooked: bool = field(default=False, repr=False)
     size_bytes: int | None = field(default=None, repr=False)
 
     def given(
@@ -157,12 +163,13 @@ class InputSpec:
             storage=storage_identity(value),
             has_gradient=has_gradient,
             step_bytes=step_bytes,
+            is_hooked=has_hooks_before_its_gradient(value),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterStep:
-    """A step of one parameter by its optimizer, in backward.
+    """A step of one parameter in backward, by its optimizer or another hook.
 
     It takes ``workspace_bytes``, and changes what is in the parameter's memory: the
     inputs in ``storages``.
@@ -938,14 +945,21 @@ class _Analysis:
         return added_pieces(graph, positions, changed)
 
     def find_steps(self) -> dict[int, ParameterStep]:
-        """Return the steps that happen in backward, by the positions of gradients."""
+        """Return the steps that happen in backward, by the positions of gradients.
+
+        Hooks of one parameter may change others as well, once these have a gradient.
+        """
         nodes = self.module.graph.find_nodes(op="placeholder")
+        is_hooked = any(spec.is_hooked for spec in self.inputs)
         return {
-            position: ParameterStep(spec.step_bytes, tuple(self.in_memory_of(node)))
+            position: ParameterStep(
+                spec.step_bytes or 0, tuple(self.in_memory_of(node))
+            )
             for position, (spec, node, value) in enumerate(
                 zip(self.inputs, nodes, self.backward_values, strict=False)
             )
-            if spec.step_bytes is not None and isinstance(value, fx.Node)
+            if isinstance(value, fx.Node)
+            and (spec.step_bytes is not None or (is_hooked and spec.has_gradient))
         }
 
     def in_memory_of(self, node: fx.Node) -> list[int]:

@@ -5,7 +5,8 @@ A compiled backward pass returns all gradients at its end, so that without more 
 would all be there beside those that exist. They leave in pieces instead
 (:mod:`remat.runtime.early_gradients`): a graph holds an op for each piece, which reads
 it, so that plans know when its blocks are free. Where optimizers step in backward, each
-gradient is gone as soon as its parameter has been stepped, and leaves so as well.
+gradient is gone as soon as its parameter has been stepped, and leaves so as well. What
+hooks may change leaves when nothing reads it any more.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,8 +24,8 @@ LEAST_BYTES = 1 << 20
 ADDING = "adding to the gradients that exist"
 """Name of the ops that hand over a piece."""
 
-STEPPING = "steps of the optimizers in backward"
-"""Name of those by which parameters are stepped, too."""
+STEPPING = "hooks that step parameters in backward"
+"""Name of those by which parameters may change, too."""
 
 _MOST_PIECES = 64
 
@@ -67,8 +68,8 @@ def added_pieces(
     gradients
         Per storage of such gradients their positions.
     changed
-        Per storage of such gradients the storages that change when it leaves, and that
-        no other op reads from then on.
+        Per storage of such gradients the storages that may change when it leaves, and
+        that no other op reads from then on.
 
     Returns
     -------

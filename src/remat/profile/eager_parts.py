@@ -29,6 +29,7 @@ from remat.torch_compat.attributes import (
     storage_bytes,
     storage_identity,
     viewed,
+    without_hooks_of_gradients,
 )
 
 Around = Callable[[Iterable[torch.Tensor]], AbstractContextManager[object]]
@@ -398,7 +399,9 @@ class _Backward:
 
         def run_last() -> object:
             edges, values = zip(*outputs, strict=True)
-            made = torch.autograd.grad(edges, inputs, values, allow_unused=True)
+            leaves = (leaf_of(following) for following, _ in _following(node))
+            with without_hooks_of_gradients(leaves):
+                made = torch.autograd.grad(edges, inputs, values, allow_unused=True)
             results.extend(made)
             return results
 

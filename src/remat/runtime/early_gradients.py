@@ -18,7 +18,7 @@ takes, which steps it in backward.
 import re
 import threading
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Any
@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from remat.capture.autocast import autocast_again
-from remat.capture.joint_program import is_view
+from remat.capture.joint_program import InputSpec, is_view
 from remat.capture.surroundings import existing_gradient
 from remat.core.errors import ExecutionError
 from remat.core.gradient_pieces import Piece, divided
@@ -36,6 +36,7 @@ from remat.runtime.lowering import HANDED_OVER, PARAMETERS, PIECES
 from remat.runtime.undefined import Tell, place_of
 from remat.torch_compat.attributes import (
     block_lives,
+    has_hooks_before_its_gradient,
     has_hooks_of_its_gradient,
     storage_identity,
     version_of,
@@ -45,8 +46,8 @@ from remat.torch_compat.names import BoxedCodeGen
 Code = Callable[[list[Any]], Generator[list[Any]]]
 
 _HOOKED = (
-    "has hooks that run when gradients have been added up (as by "
-    "register_post_accumulate_grad_hook), and they were not there when it was planned. "
+    "has hooks of its parameters' gradients (as by register_post_accumulate_grad_hook, "
+    "or parameter.register_hook), and they were not there when it was planned. "
     "Gradients then wait until nothing reads what they are of, and steps may need more "
     "than the budget: register such hooks before remat.fit"
 )
@@ -78,7 +79,7 @@ class _Passes:
     """One forward pass, and the backward pass of it that runs."""
 
     pieces: tuple[Piece, ...]
-    # Whether parameters may change as soon as their gradients are there.
+    # Whether hooks may change parameters as soon as their gradients are there.
     is_hooked: bool
     # By position, the leaves among the inputs: others need not live that long.
     leaves: Mapping[int, weakref.ref[torch.Tensor]]
@@ -176,8 +177,9 @@ class EarlyGradients:
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
         self._planned: tuple[Piece, ...] = ()
-        # Whether the plan knows of hooks that take gradients.
+        # Whether the plan knows of hooks that take gradients, and of others.
         self._knows_hooks = False
+        self._knows_others = False
         # The nodes after which they leave, by their names.
         self._planned_after: tuple[str, ...] = ()
         # Gradients that are in none of the planned pieces.
@@ -194,13 +196,16 @@ class EarlyGradients:
         self._first: Callable[[], torch.Tensor | None] = lambda: None
         self._begun_at: tuple[Callable[[], bool], int, int] | None = None
 
-    def read(self, backward: fx.GraphModule, *, is_hooked: bool) -> None:
-        """Look when which gradients are ready in a backward pass.
+    def read(
+        self, backward: fx.GraphModule, inputs: Iterable[InputSpec], *, is_hooked: bool
+    ) -> None:
+        """Look when which gradients are ready in a backward pass of these inputs.
 
         ``is_hooked`` says whether hooks take gradients in the step that was planned.
         """
         self._pieces.clear()
         self._knows_hooks = is_hooked
+        self._knows_others = any(spec.is_hooked for spec in inputs)
         self._planned = backward.meta[PIECES]
         self._parameters = backward.meta[PARAMETERS]
         self._planned_after = backward.meta[HANDED_OVER]
@@ -252,10 +257,13 @@ class EarlyGradients:
             return values, None
         leaves = [values[each] for each in asked]
         is_hooked = any(map(has_hooks_of_its_gradient, leaves))
+        has_others = any(map(has_hooks_before_its_gradient, leaves))
         weak = {p: weakref.ref(values[p]) for p in asked if values[p].is_leaf}
-        passes, found = _Passes(pieces, is_hooked, weak), list(values)
+        passes = _Passes(pieces, is_hooked or has_others, weak)
+        found = list(values)
         if self._planned:
-            if is_hooked and not self._knows_hooks:
+            is_new = is_hooked and not self._knows_hooks
+            if is_new or (has_others and not self._knows_others):
                 self._tell("hooked", _HOOKED)
             if self._knows_hooks and not is_hooked:
                 self._tell("unhooked", _UNHOOKED)

@@ -318,6 +318,31 @@ def has_hooks_of_its_gradient(tensor: torch.Tensor) -> bool:
     )
 
 
+def has_hooks_before_its_gradient(tensor: torch.Tensor) -> bool:
+    """Whether something runs when a gradient of a leaf is there, before it is added.
+
+    As LOMO, which then changes all parameters whose gradients have been added before.
+    """
+    return tensor.is_leaf and tensor.requires_grad and bool(tensor._backward_hooks)
+
+
+@contextmanager
+def without_hooks_of_gradients(
+    leaves: Iterable[torch.Tensor | None],
+) -> Generator[None]:
+    """Let no hook run inside that a leaf has for its gradient."""
+    hooks = [leaf._backward_hooks for leaf in leaves if leaf is not None]
+    kept = [(each, dict(each)) for each in hooks if each]
+    for each, _ in kept:
+        # The node of the leaf has the same mapping.
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, before in kept:
+            each.update(before)
+
+
 def overlapping_pair(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
     """Return the names of two tensors that share some bytes, if there are any."""
     spans: list[tuple[int, int, int, str]] = []

@@ -361,6 +361,38 @@ def test_a_parameter_that_changes_before_it_is_read_again_is_told(
         loss(model(batch())).backward()
 
 
+@pytest.mark.parametrize("regions", ["auto", "blocks"])
+def test_what_hooks_of_tensors_change_is_not_read_again(regions: str) -> None:
+    """Nobody sees what they change through ``data``, as LOMO does."""
+
+    def train(*, is_fitted: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = ReadsEarly()
+
+        def step(*_: object) -> None:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.data.sub_(parameter.grad, alpha=0.1)
+                    parameter.grad.zero_()
+
+        for parameter in model.parameters():
+            parameter.register_hook(step)
+        if is_fitted:
+            given: dict[str, Any] = {"accumulate": True, "costs": "estimated"}
+            given |= {"loss": lambda outputs: outputs, "regions": regions}
+            with pytest.raises(remat.BudgetError) as caught:
+                remat.fit(model, (batch(),), budget=1, **given)
+            remat.fit(model, (batch(),), budget=caught.value.required_bytes, **given)
+        for _ in range(3):
+            model(batch()).backward()
+            step()
+        return model
+
+    expected = train(is_fitted=False).state_dict()
+    found = train(is_fitted=True).state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def test_verify_compares_the_parameters() -> None:
     model, optimizers = made(Stack, adamw)
     before = {name: value.clone() for name, value in model.state_dict().items()}
