@@ -400,19 +400,87 @@ class Coupled(nn.Module):
         self.first = nn.Linear(512, 512)
         self.blocks = nn.ModuleList([self.Block() for _ in range(3)])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
+    def halves(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        one, two = self.first(x).chunk(2, dim=1)
         for block in self.blocks:
-            one, two = block(x)
-            x = torch.cat([two, one], dim=1)
-        return x
+            two, one = block(torch.cat([one, two], dim=1))
+        return one, two
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self.halves(x), dim=1)
 
 
-def test_gradients_of_what_blocks_return_as_it_is_are_added() -> None:
+class Halves(Coupled):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.halves(x)
+
+
+def test_gradients_of_what_blocks_return_as_it_is_are_added(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     plain, model = Coupled(), Coupled()
-    remat.fit(model, X, budget="200%", loss=loss, regions=["blocks.*"])
+    how: dict[str, Any] = {"accumulate": True, "regions": ["blocks.*"]}
+    remat.fit(model, X, budget=named_bytes(model, **how), loss=loss, **how)
     for count in (1, 3):
         assert not compare(passes(plain, count), passes(model, count))
+    # What gradients leave through is not what runs between the blocks.
+    assert "another way" not in caplog.text
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_gradients_may_come_from_what_blocks_return_as_it_is_alone(
+    *, is_weighted: bool
+) -> None:
+    """Then no block has computed any, unless for a backward pass before that."""
+
+    def trained(model: Coupled) -> dict[str, torch.Tensor]:
+        for is_first in (True, False, False):
+            one, two = (half.square().mean() for half in model(X))
+            if is_first:
+                two = one + two
+            elif is_weighted:
+                weight = model.blocks[1].last.weight
+                (gradient,) = torch.autograd.grad(one, [weight], retain_graph=True)
+                two = two * gradient.norm()
+            two.backward()
+        return gradients(model)
+
+    plain, model = Halves(), Halves()
+    remat.fit(model, X, budget="200%", regions=["blocks.*"], costs="estimated")
+    assert not compare(trained(plain), trained(model))
+
+
+class WritesToInput(nn.Module):
+    """Blocks that change what they are given, and return it."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x += functional.gelu(self.layer(x * 1.5))
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(*[self.Block() for _ in range(3)])
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.first(x)))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_blocks_may_return_an_input_that_they_write_to(count: int) -> None:
+    plain, model = WritesToInput(), WritesToInput()
+    how: dict[str, Any] = {"accumulate": count > 1, "regions": ["blocks.*"]}
+    budget = named_bytes(model, **how)
+    remat.fit(model, X, budget=budget, loss=loss, **how)
+    assert not compare(passes(plain, count), passes(model, count))
+    assert peak_bytes(model, lambda: passes(model, count)) <= budget
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -39,6 +39,12 @@ from remat.torch_compat.names import next_node_number, profiler_enabled
 MARK = "remat: at the border of graph "
 """Beginning of the marks in a recording where a region begins and where it ends."""
 
+GATE = "hands_on_for_remat"
+"""Attribute of autograd's nodes through which inputs of regions go unchanged.
+
+Those of :mod:`remat.runtime.early_gradients`; the pass for planning has none.
+"""
+
 
 @dataclass(frozen=True, eq=False)
 class RegionCode:
@@ -164,7 +170,8 @@ class NodesBetween:
         # There may be very many: each is asked for little, and once.
         reached = [(node, -1) for node in _nodes_of(values)]
         while True:
-            for node, slot in reached:
+            for edge in reached:
+                node, slot = _behind_gates(*edge)
                 if node is None or (number := made_number(node)) in new:
                     continue
                 if number == LEAF_NUMBER:
@@ -221,10 +228,17 @@ class NodesBetween:
 
 def _nodes_of(values: Iterable[Any]) -> list[Any]:
     return [
-        node
+        _behind_gates(value.grad_fn, value.output_nr)[0]
         for value in values
-        if isinstance(value, torch.Tensor) and (node := value.grad_fn) is not None
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None
     ]
+
+
+def _behind_gates(node: Any, slot: int) -> tuple[Any, int]:
+    """Return which node has made what goes through gates, and as which output."""
+    while getattr(node, GATE, False):
+        node, slot = node.next_functions[slot]
+    return node, slot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -455,15 +469,23 @@ class Gathering:
 
     def note_node(self, outputs: Sequence[Any]) -> None:
         """Note autograd's node of the region that ran last, from what it returned."""
-        for value in outputs:
-            node = value.grad_fn if isinstance(value, torch.Tensor) else None
-            # Outputs that are views are made again behind it.
-            while node is not None and not is_compiled_step(node):
-                node = node.next_functions[0][0] if node.next_functions else None
-            # A view of an input is made behind the region that made the input.
-            if node is not None and all(node is not seen.node for seen in self.seen):
-                self.seen[-1].node = node
-                return
+        tensors = [value for value in outputs if isinstance(value, torch.Tensor)]
+        nodes = [tensor.grad_fn for tensor in tensors]
+        looked_at: set[Any] = {None}
+        while nodes:
+            node = nodes.pop(0)
+            if node in looked_at:
+                continue
+            looked_at.add(node)
+            if is_compiled_step(node):
+                # A view of an input is made behind the region that made the input.
+                if all(node is not seen.node for seen in self.seen):
+                    self.seen[-1].node = node
+                    return
+            elif made_number(node) >= self.seen[-1].next_number:
+                # Outputs that are views are made again behind it, and inputs that it
+                # writes to are copied to, behind what they were before as well.
+                nodes += [following for following, _ in node.next_functions]
 
     def end_step(self, resident: Iterable[torch.Tensor]) -> None:
         """Note what is there when the model has returned.

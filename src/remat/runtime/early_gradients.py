@@ -27,6 +27,7 @@ import torch
 from torch import fx
 
 from remat.capture.autocast import autocast_again
+from remat.capture.gathering import GATE
 from remat.capture.joint_program import InputSpec, is_view
 from remat.capture.surroundings import existing_gradient
 from remat.core.errors import ExecutionError
@@ -41,7 +42,7 @@ from remat.torch_compat.attributes import (
     storage_identity,
     version_of,
 )
-from remat.torch_compat.names import BoxedCodeGen
+from remat.torch_compat.names import BoxedCodeGen, current_backward_number
 
 Code = Callable[[list[Any]], Generator[list[Any]]]
 
@@ -84,6 +85,8 @@ class _Passes:
     # By position, the leaves among the inputs: others need not live that long.
     leaves: Mapping[int, weakref.ref[torch.Tensor]]
     generator: Generator[list[Any]] | None = None
+    # Autograd's number of that backward pass.
+    number: int = -1
     undefined: frozenset[int] = frozenset()
     next_piece: int = 0
     # Per piece the positions whose inputs are read when it has left.
@@ -101,6 +104,7 @@ class _Passes:
     ) -> None:
         """Let gates run backward code from now on."""
         self.generator = generator
+        self.number = current_backward_number()
         self.undefined = undefined
         self.next_piece = 0
         self.read_later = read_later
@@ -110,8 +114,12 @@ class _Passes:
         """Return the gradients of a piece, computed by now.
 
         Pieces are taken in order, but not all: others are let go where gradients of
-        some inputs alone are asked for.
+        some inputs alone are asked for. There are none in a backward pass that comes
+        from nothing that was computed.
         """
+        if self.number != current_backward_number():
+            self.generator = None
+            return [None] * len(self.pieces[number])
         if self.generator is None or number < self.next_piece:
             msg = f"piece {number} of the gradients is asked for out of turn"
             raise ExecutionError(msg)
@@ -148,6 +156,7 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, passes: _Passes, number: int, *values: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.passes, ctx.number = passes, number
+        setattr(ctx, GATE, True)
         return tuple(value.detach() for value in values)
 
     @staticmethod

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch._C import DispatchKeySet as DispatchKeySet
     from torch._C import (
         _AutoDispatchBelowAutograd,
+        _current_graph_task_id,
         _DisablePythonDispatcher,
         _dispatch_has_kernel_for_dispatch_key,
         _ExcludeDispatchKeyGuard,
@@ -153,6 +154,7 @@ if TYPE_CHECKING:
     is_in_dispatch_mode = is_in_any_mode_without_ignore_compile_internals
     neg_view = _neg_view
     top_saved_tensors_hooks = _top_saved_tensors_default_hooks
+    current_backward_number = _current_graph_task_id
     next_node_number = _get_sequence_nr
     record_memory_history = _record_memory_history
     memory_snapshot = _snapshot

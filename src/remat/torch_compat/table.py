@@ -303,6 +303,10 @@ NAMES: dict[str, Private] = {
         "blocks inside of checkpoints",
     ),
     # --- profiling ---
+    "current_backward_number": Private(
+        "torch._C:_current_graph_task_id",
+        "telling backward passes apart, where gradients leave one early",
+    ),
     "next_node_number": Private(
         "torch._C:_autograd._get_sequence_nr",
         "telling before which graph an operator ran",
