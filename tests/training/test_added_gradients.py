@@ -435,14 +435,14 @@ def test_gradients_may_come_from_what_blocks_return_as_it_is_alone(
 
     def trained(model: Coupled) -> dict[str, torch.Tensor]:
         for is_first in (True, False, False):
-            one, two = (half.square().mean() for half in model(X))
+            passed_on, made = (half.square().mean() for half in model(X))
             if is_first:
-                two = one + two
+                passed_on = passed_on + made
             elif is_weighted:
-                weight = model.blocks[1].last.weight
-                (gradient,) = torch.autograd.grad(one, [weight], retain_graph=True)
-                two = two * gradient.norm()
-            two.backward()
+                weight = model.blocks[2].last.weight
+                (gradient,) = torch.autograd.grad(made, [weight], retain_graph=True)
+                passed_on = passed_on * gradient.norm()
+            passed_on.backward()
         return gradients(model)
 
     plain, model = Halves(), Halves()
