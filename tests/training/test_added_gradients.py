@@ -447,7 +447,10 @@ def test_gradients_may_come_from_what_blocks_return_as_it_is_alone(
 
     plain, model = Halves(), Halves()
     remat.fit(model, X, budget="200%", regions=["blocks.*"], costs="estimated")
-    assert not compare(trained(plain), trained(model))
+    expected = trained(plain)
+    taken = pytest.warns(PlanWarning, match="others were taken")
+    with taken if is_weighted else nullcontext():
+        assert not compare(expected, trained(model))
 
 
 class WritesToInput(nn.Module):
