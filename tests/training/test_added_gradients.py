@@ -476,9 +476,26 @@ class WritesToInput(nn.Module):
         return self.head(self.blocks(self.first(x)))
 
 
+class ReadsWhatBlocksWrite(WritesToInput):
+    """Uses what a block has written to after it."""
+
+    class Block(WritesToInput.Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.relu_()
+            return functional.gelu(self.layer(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x * 1.0
+            x = block(x) + x
+        return self.head(x)
+
+
+@pytest.mark.parametrize("kind", [WritesToInput, ReadsWhatBlocksWrite])
 @pytest.mark.parametrize("count", [1, 2])
-def test_blocks_may_return_an_input_that_they_write_to(count: int) -> None:
-    plain, model = WritesToInput(), WritesToInput()
+def test_blocks_may_write_to_their_input(kind: type[nn.Module], count: int) -> None:
+    plain, model = kind(), kind()
     how: dict[str, Any] = {"accumulate": count > 1, "regions": ["blocks.*"]}
     budget = named_bytes(model, **how)
     remat.fit(model, X, budget=budget, loss=loss, **how)

@@ -931,7 +931,16 @@ class _Analysis:
     def find_pieces(
         self, graph: TrainingGraph, accumulated: frozenset[int]
     ) -> dict[int, Piece]:
-        """Return in which pieces gradients leave before backward has returned."""
+        """Return in which pieces gradients leave before backward has returned.
+
+        None do where the step writes to what it takes a gradient of: autograd has to
+        know of it, and knows only gates (:mod:`remat.runtime.early_gradients`).
+        """
+        written = (
+            self.backward_values[p] for p in self.changed_inputs if p is not None
+        )
+        if any(isinstance(gradient, fx.Node) for gradient in written):
+            return {}
         positions: dict[int, list[int]] = {}
         for position, node in enumerate(self.backward_values):
             for storage in accumulated.intersection(self.transient_storages([node])):

@@ -18,7 +18,7 @@ takes, which steps it in backward.
 import re
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Any
@@ -42,6 +42,7 @@ from remat.torch_compat.attributes import (
     storage_identity,
     version_of,
 )
+from remat.torch_compat.metadata import changed_inputs
 from remat.torch_compat.names import BoxedCodeGen, current_backward_number
 
 Code = Callable[[list[Any]], Generator[list[Any]]]
@@ -193,6 +194,9 @@ class EarlyGradients:
         self._planned_after: tuple[str, ...] = ()
         # Gradients that are in none of the planned pieces.
         self._rest: Piece = ()
+        # Positions of inputs that the step writes to, which can be behind no gate:
+        # autograd would know nothing of it.
+        self._written: Set[int | None] = frozenset()
         self._sizes_bytes: list[tuple[Piece, int]] = []
         self._pieces: dict[int, tuple[Piece, ...]] = {}
         self._module: fx.GraphModule | None = None
@@ -206,12 +210,19 @@ class EarlyGradients:
         self._begun_at: tuple[Callable[[], bool], int, int] | None = None
 
     def read(
-        self, backward: fx.GraphModule, inputs: Iterable[InputSpec], *, is_hooked: bool
+        self,
+        joint: fx.GraphModule,
+        backward: fx.GraphModule,
+        inputs: Iterable[InputSpec],
+        *,
+        is_hooked: bool,
     ) -> None:
-        """Look when which gradients are ready in a backward pass of these inputs.
+        """Look when which gradients are ready in the backward pass of a traced step.
 
         ``is_hooked`` says whether hooks take gradients in the step that was planned.
         """
+        (output,) = joint.graph.find_nodes(op="output")
+        self._written = frozenset(changed_inputs(output)) - {None}
         self._pieces.clear()
         self._knows_hooks = is_hooked
         self._knows_others = any(spec.is_hooked for spec in inputs)
@@ -249,7 +260,8 @@ class EarlyGradients:
         """Return the inputs of a forward pass behind gates, and what the gates share.
 
         Without gates, and ``None``, where all gradients leave together, or one that is
-        not planned to leave before is of what autograd does not differentiate.
+        not planned to leave before is of what autograd does not differentiate, or of
+        what the step writes to.
 
         Raises
         ------
@@ -258,7 +270,7 @@ class EarlyGradients:
         """
         pieces = self.pieces(piece_bytes)
         asked = [position for piece in pieces for position in piece]
-        if not pieces:
+        if not pieces or not self._written.isdisjoint(asked):
             return values, None
         if not all(_is_asked(values, each) for each in asked):
             if self._planned:

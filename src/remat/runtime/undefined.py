@@ -125,8 +125,10 @@ class DefinedTangents:
         outputs
             What one forward pass of the step returned.
         """
-        if len(self.output_of) < 2 and not self.let_go:
-            return  # The one tangent exists, or there is no backward pass.
+        # The one there is may not exist: DistributedDataParallel goes backward from all
+        # that the model returns.
+        if not self.output_of:
+            return
         step: Any = None
         places: list[tuple[int, int]] = []
         for tangent, position in enumerate(self.output_of):

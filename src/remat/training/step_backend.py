@@ -192,7 +192,7 @@ class PlannedBackend:
                 sizes=sizes,
                 is_hooked=is_hooked,
             )
-            early.read(passes[1], inputs, is_hooked=is_hooked)
+            early.read(joint, passes[1], inputs, is_hooked=is_hooked)
             inputs_of_backward = passes[1].graph.find_nodes(op="placeholder")
             defined.has_expanded_zeros = any(map(may_be_one_zero, inputs_of_backward))
             return passes
