@@ -63,6 +63,7 @@ OPTIMIZERS = {
     "RAdam": torch.optim.RAdam,
     "Rprop": torch.optim.Rprop,
     "Adafactor": torch.optim.Adafactor,
+    "Muon": lambda p: torch.optim.Muon([p[0], p[2]]),
 }
 
 
@@ -116,7 +117,10 @@ class Averaging(torch.optim.Optimizer):
         self._optimizer_step_post_hooks = {}
         self.base = base
         self.defaults = base.defaults
-        self.state = defaultdict(dict)
+        self.hold(defaultdict(dict))
+
+    def hold(self, state):
+        self.kept = self.state = state
 
     @property
     def param_groups(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -127,14 +131,47 @@ class Averaging(torch.optim.Optimizer):
         self.base.step()
         for group in self.param_groups:
             for param in group["params"]:
-                kept = self.state[param].setdefault("z", param.clone())
+                kept = self.kept[param].setdefault("z", param.clone())
                 kept.lerp_(param, 0.1)
 
 
-def test_a_wrapper_with_state_of_its_own_counts_before_it_has_any():
+class AveragingAside(Averaging):
+    """Shows the state of the optimizer inside, and has its own under another name."""
+
+    def hold(self, state):
+        self.kept = self._state = state
+
+    @property
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.base.state
+
+
+@pytest.mark.parametrize("kind", [Averaging, AveragingAside])
+def test_a_wrapper_with_state_of_its_own_counts_before_it_has_any(kind):
     plain_bytes, _ = optimizer_bytes(torch.optim.AdamW(params()))
-    found_bytes, _ = optimizer_bytes(Averaging(torch.optim.AdamW(params())))
+    found_bytes, _ = optimizer_bytes(kind(torch.optim.AdamW(params())))
     assert found_bytes == plain_bytes + sum(p.nbytes for p in params())
+
+
+class Orthogonal(torch.optim.Optimizer):
+    """Steps by an orthogonal matrix for the gradient."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            if param.ndim == 2 and len(param) > param.shape[1]:
+                param.sub_(torch.linalg.qr(param.grad).Q, alpha=0.1)
+
+
+def test_what_libraries_for_matrices_take_is_counted():
+    optimizer = Orthogonal(params())
+    _, workspace_bytes = optimizer_bytes(optimizer)
+    optimizer.step()
+    used = memory_growth(optimizer.step)
+    assert abs(workspace_bytes - used.peak_bytes) <= BOXED_BYTES
 
 
 @pytest.mark.gpu

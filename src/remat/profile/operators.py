@@ -211,6 +211,32 @@ def result_layouts(call: OperatorCall) -> list[Layout]:
         return _with_some_values(call, description, run)
 
 
+def measured_workspace(call: OperatorCall) -> int:
+    """Run an operator of the CPU alone, and return its scratch memory in bytes.
+
+    Everything of torch's is as before when it returns, and no profiler sees anything.
+
+    Raises
+    ------
+    ProfileError
+        If it cannot run alone.
+    """
+    description = describe(call.target, call.args, call.kwargs)
+
+    def run(maker: ArgumentMaker) -> int:
+        args, kwargs = _made(call, maker)
+        call.target(*args, **kwargs)
+        growth_bytes, outputs = record_growth(lambda: call.target(*args, **kwargs))
+        sizes, _ = _output_sizes((args, kwargs), _results(call, outputs))
+        return max(0, growth_bytes - sum(sizes))
+
+    def measure(_report: Progress) -> int:
+        with _isolated(description.device_types):
+            return _with_some_values(call, description, run)
+
+    return run_beside(measure, _silent)
+
+
 def layout_of(tensor: torch.Tensor) -> Layout:
     """Return type, shape, strides and offset of a tensor."""
     return (

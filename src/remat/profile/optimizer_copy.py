@@ -37,7 +37,7 @@ def stepping_optimizer(optimizer: Optimizer) -> Optimizer:
                 "the model's parameters"
             )
             raise TypeError(msg)
-        is_its_own = "state" in vars(optimizer) or _holds_tensors(optimizer)
+        is_its_own = _has_state(optimizer) or _holds_tensors(optimizer)
         if is_its_own and hasattr(optimizer, "param_groups"):
             break
         (optimizer,) = inner
@@ -129,6 +129,14 @@ def _held_by(optimizer: Optimizer) -> list[Any]:
         held.pop(name, None)
     held["state"] = list(held.get("state", {}).values())
     return tree_leaves(held)
+
+
+def _has_state(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has a place for state, which may be empty before a step."""
+    return any(
+        name.endswith("state") and isinstance(value, dict)
+        for name, value in vars(optimizer).items()
+    )
 
 
 def _holds_tensors(optimizer: Optimizer) -> bool:

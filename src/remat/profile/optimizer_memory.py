@@ -18,9 +18,9 @@ from remat.capture.accelerator import is_accelerated
 from remat.capture.gradient_layouts import gradient_format
 from remat.capture.outputs import FakeOutputs
 from remat.core.errors import CaptureError
-from remat.profile.arguments import empty_like, tensors_in
+from remat.profile.arguments import describe, empty_like, tensors_in
 from remat.profile.estimate import estimate_excess, estimate_workspace
-from remat.profile.operators import OperatorCall
+from remat.profile.operators import OperatorCall, measured_workspace
 from remat.profile.optimizer_copy import (
     OptimizerCopier,
     held_tensors,
@@ -28,6 +28,7 @@ from remat.profile.optimizer_copy import (
     period_of,
     stepping_optimizer,
 )
+from remat.profile.roofline import short_name
 from remat.torch_compat.attributes import saved_tensors, storage_identity, viewed
 from remat.torch_compat.names import (
     FakeTensor,
@@ -42,6 +43,9 @@ from remat.torch_compat.patches import alone, foreach_of_fakes, patched
 _TAKES_NEW_CONSTANTS = frozenset(
     {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default}
 )
+_OF_MATRICES = ("linalg_", "_linalg_", "cholesky", "geqrf")
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+_OF_FEW_BITS = frozenset({torch.bfloat16, torch.float16})
 _SINGLE_BYTES = torch.float32.itemsize
 _OPERANDS_OF_A_LOSS = 4
 _SMALL_TENSORS_BYTES = 4096
@@ -68,6 +72,8 @@ class StorageCounter(TorchDispatchMode):
         self._taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.live_bytes = 0
         self.peak_bytes = 0
+        # Of operators that were measured, by what they are called with.
+        self._workspaces: dict[str, int] = {}
 
     def size_bytes(self, tensor: torch.Tensor) -> int:
         """Return the bytes counted for the storage of ``tensor``, 0 if it is not."""
@@ -107,9 +113,28 @@ class StorageCounter(TorchDispatchMode):
             if storage_identity(tensor) not in old:
                 self._count(tensor, excess_bytes)
                 excess_bytes = 0
-        workspace_bytes = estimate_workspace(call, result)
+        workspace_bytes = max(
+            estimate_workspace(call, result), self._matrix_workspace(call)
+        )
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes)
         return result
+
+    def _matrix_workspace(self, call: OperatorCall) -> int:
+        """Return the scratch memory of what libraries for matrices compute on CPUs.
+
+        No rule is known for it, so it is measured, once for each shape.
+        """
+        name = short_name(call)
+        tensors = tensors_in([call.args, dict(call.kwargs)])
+        is_matrices = name.startswith(_OF_MATRICES) or (
+            name in _PRODUCTS and tensors[0].dtype in _OF_FEW_BITS
+        )
+        if not is_matrices or is_accelerated() or tensors[0].device.type != "cpu":
+            return 0
+        key = describe(call.target, call.args, call.kwargs).text
+        if key not in self._workspaces:
+            self._workspaces[key] = measured_workspace(call)
+        return self._workspaces[key]
 
     def _without_memory(self, leaf: object) -> object:
         """Return the fake for a real tensor; what aliases it is not counted either."""
