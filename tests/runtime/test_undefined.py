@@ -303,3 +303,33 @@ def test_a_gradient_of_what_a_part_writes_to_is_expected() -> None:
         written = first(x)
         part(written).square().mean().backward()
     assert first.weight.grad is not None
+
+
+class _Sink(torch.autograd.Function):
+    """Goes backward from all that it is given, as ``DistributedDataParallel`` does."""
+
+    @staticmethod
+    def forward(ctx: Any, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ARG004
+        return gradients
+
+
+class TwoTowers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [tower(x) for tower in self.towers]
+
+
+def test_the_one_gradient_that_a_graph_waits_for_may_not_exist() -> None:
+    model, x = TwoTowers(), torch.randn(4, 8)
+    remat.fit(model, x, budget=10**7, costs="estimated", regions=["towers.*"])
+    first, _ = _Sink.apply(*model(x))  # type: ignore[no-untyped-call]
+    first.sum().backward()
+    assert set(gradients(model)) == {"towers.0.weight", "towers.0.bias"}
