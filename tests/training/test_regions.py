@@ -1020,6 +1020,12 @@ def test_a_model_that_does_not_train_is_refused() -> None:
         remat.fit(model, X, budget="100%", **BREAK)
 
 
+def test_graphs_that_compute_nothing_are_named_as_such() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Flatten(), nn.Linear(8, 8))
+    with pytest.raises(CaptureError, match="name modules that compute in regions="):
+        remat.fit(model, torch.ones(4, 8), budget=10**7, regions=["1"])
+
+
 def test_outputs_in_objects_that_hide_them_are_named() -> None:
     class Hidden(Layers):
         def forward(self, x: torch.Tensor) -> Any:
