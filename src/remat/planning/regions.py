@@ -26,7 +26,11 @@ from itertools import accumulate
 from remat.core.errors import BudgetError
 from remat.core.gradient_pieces import ADDING
 from remat.core.graph import Op, Phase, Role, Storage, TrainingGraph
-from remat.core.liveness import BOUNDARY, schedule_from_order, store_all_order
+from remat.core.liveness import (
+    BOUNDARY,
+    schedule_from_order,
+    store_all_order,
+)
 from remat.core.platform import Platform, single_device
 from remat.core.problem import Status
 from remat.core.schedule import Boundary, Compute, Schedule
@@ -1162,13 +1166,15 @@ def plan_regions(
             break
     plan, least = _smallest_plan(solve, 1)
     found = _by_regions(step, plan, budget_bytes)
-    if not isinstance(found, Plan) and least is not None:
-        # What an error has named may be this one's peak.
-        plan = replace(plan, schedule=least)
-        found = _by_regions(step, plan, budget_bytes)
-    if isinstance(found, Plan):
-        return replace(found, status=Status.FEASIBLE)
-    raise _budget_error(step, budget_bytes, found)
+    needed_bytes: list[int] = []
+    # What an error has named may be the peak of one of these.
+    for other in (None, least, _keeping_all(step)):
+        if other is not None:
+            found = _by_regions(step, replace(plan, schedule=other), budget_bytes)
+        if isinstance(found, Plan):
+            return replace(found, status=Status.FEASIBLE)
+        needed_bytes.append(found)
+    raise _budget_error(step, budget_bytes, min(needed_bytes))
 
 
 _ATTEMPTS = 4
@@ -1225,10 +1231,17 @@ def _true_error(
             schedule = _smallest_plan(solve, error.required_bytes)[0].schedule
         except BudgetError:
             return error
-    trace = _judged(step, step.by_regions(schedule), None)
-    if trace.peak_bytes[0] <= error.required_bytes:
+    needed_bytes = min(
+        _judged(step, step.by_regions(known), None).peak_bytes[0]
+        for known in (schedule, _keeping_all(step))
+    )
+    if needed_bytes <= error.required_bytes:
         return error
-    return _budget_error(step, error.budget_bytes, trace.peak_bytes[0])
+    return _budget_error(step, error.budget_bytes, needed_bytes)
+
+
+def _keeping_all(step: ComposedStep) -> Schedule:
+    return schedule_from_order(step.graph, store_all_order(step.graph))
 
 
 def _budget_error(
