@@ -936,10 +936,11 @@ class _Analysis:
         None do where the step writes to what it takes a gradient of: autograd has to
         know of it, and knows only gates (:mod:`remat.runtime.early_gradients`).
         """
-        written = (
-            self.backward_values[p] for p in self.changed_inputs if p is not None
-        )
-        if any(isinstance(gradient, fx.Node) for gradient in written):
+        written = set(self.changed_inputs)
+        if any(
+            position in written and isinstance(gradient, fx.Node)
+            for position, gradient in enumerate(self.backward_values)
+        ):
             return {}
         positions: dict[int, list[int]] = {}
         for position, node in enumerate(self.backward_values):
