@@ -309,6 +309,25 @@ def test_an_optimizer_of_the_users_own_is_traced():
     assert workspace_bytes == 200 * 100 * 4
 
 
+def test_what_an_optimizer_begins_later_counts():
+    class Rectified(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.count = getattr(self, "count", 0) + 1
+            if self.count > 5:
+                kept = [p.grad.clone() for g in self.param_groups for p in g["params"]]
+                super().step(closure)
+                del kept
+            else:
+                super().step(closure)
+
+    optimizer = Rectified(params(), lr=0.1)
+    _, workspace_bytes = optimizer_bytes(optimizer)
+    for _ in range(5):
+        optimizer.step()
+    used = memory_growth(optimizer.step)
+    assert abs(workspace_bytes - used.peak_bytes) <= BOXED_BYTES
+
+
 @pytest.mark.parametrize("every", [None, 3])
 def test_whether_every_kth_step_differs_is_seen_with_one_parameter_of_each_kind(every):
     class Periodic(torch.optim.Optimizer):

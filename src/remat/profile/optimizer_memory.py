@@ -43,6 +43,9 @@ from remat.torch_compat.patches import alone, foreach_of_fakes, patched
 _TAKES_NEW_CONSTANTS = frozenset(
     {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default}
 )
+_STEPS_TO_BEGIN = 8
+"""RAdam rectifies from the sixth step on."""
+
 _OF_MATRICES = ("linalg_", "_linalg_", "cholesky", "geqrf")
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 _OF_FEW_BITS = frozenset({torch.bfloat16, torch.float16})
@@ -204,8 +207,9 @@ def optimizer_bytes(
     Notes
     -----
     Two steps are taken: one that makes the state, and one that is measured. Where the
-    optimizer does something every k steps only, k of each. Whether it does is seen with
-    one parameter of each shape and type.
+    optimizer does something every k steps only, k of each; ``_STEPS_TO_BEGIN`` at least
+    where it is not torch's own. Whether steps differ is seen with one parameter of each
+    shape and type.
     """
     trained = None if params is None else {id(param) for param in params}
     optimizer = stepping_optimizer(optimizer)
@@ -224,6 +228,9 @@ def optimizer_bytes(
         by_lists = partial(foreach_of_fakes, as_on_accelerator=is_accelerated())
         with patched(by_lists), disable_current_modes(), mode:
             period = period_of(optimizer)
+            if not type(optimizer).__module__.startswith("torch.optim"):
+                # They may count their steps anywhere, and begin something later.
+                period = max(period, _STEPS_TO_BEGIN)
             if period > 1:
                 few = _one_of_each_kind(optimizer, trained)
                 _, *later = _steps(optimizer, mode, few, period + 1)
