@@ -427,6 +427,24 @@ def test_gradients_of_what_blocks_return_as_it_is_are_added(
     assert "another way" not in caplog.text
 
 
+class CoupledAndUsed(Coupled):
+    """Uses what a block is given once more, after it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, more = self.first(x), torch.zeros(())
+        for block in self.blocks:
+            one, two = block(x)
+            more = more + x.tanh().sum() + two.sin().sum()
+            x = torch.cat([two, one], dim=1)
+        return x + more
+
+
+def test_gradients_are_added_in_the_order_of_eager_execution() -> None:
+    plain, model = CoupledAndUsed(), CoupledAndUsed()
+    remat.fit(model, X, budget="200%", regions=["blocks.*"], costs="estimated")
+    assert not compare(passes(plain), passes(model))
+
+
 @pytest.mark.parametrize("is_weighted", [False, True])
 def test_gradients_may_come_from_what_blocks_return_as_it_is_alone(
     *, is_weighted: bool

@@ -147,10 +147,11 @@ class _Passes:
 
 
 class _Gate(torch.autograd.Function):
-    """Hands on inputs, and in backward the gradients of one piece.
+    """Hands on inputs, which it is given twice, and in backward gradients of one piece.
 
     Where the model returns one of the inputs, or a view of it, a gradient may come from
-    there as well.
+    there as well. Autograd adds up both, with others of the input, and in the order in
+    which it would without gates: that of the piece comes last.
     """
 
     @staticmethod
@@ -158,19 +159,14 @@ class _Gate(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.passes, ctx.number = passes, number
         setattr(ctx, GATE, True)
-        return tuple(value.detach() for value in values)
+        return tuple(value.detach() for value in values[: len(values) // 2])
 
     @staticmethod
     def backward(ctx: Any, *returned: Any) -> Any:
         with torch.no_grad(), autocast_again(()):
             found = ctx.passes.take(ctx.number)
-            for place, more in enumerate(returned):
-                if more is not None:
-                    made = found[place]
-                    # In autograd's order: strides of the sum are those of the first.
-                    found[place] = more if made is None else more + made
             # Autograd takes over a gradient that nobody else holds, and copies others.
-            gradients = (None, None, *found)
+            gradients = (None, None, *returned, *found)
             found.clear()
             return gradients
 
@@ -292,7 +288,8 @@ class EarlyGradients:
         # What is made last runs first.
         for number in reversed(range(len(pieces))):
             piece = pieces[number]
-            gated: Any = _Gate.apply(passes, number, *(values[p] for p in piece))
+            inputs = [values[position] for position in piece]
+            gated: Any = _Gate.apply(passes, number, *inputs, *inputs)
             for position, value in zip(piece, gated, strict=True):
                 found[position] = value
         return tuple(found), passes
