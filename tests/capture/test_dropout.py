@@ -258,3 +258,38 @@ def test_the_twin_draws_what_pytorch_draws() -> None:
     expected = torch.empty_like(mask).bernoulli_(0.6, generator=generator)
     assert torch.equal(mask, expected)
     assert torch.equal(state, generator.get_state())
+
+
+class DrawsInVain(nn.Module):
+    """Draws numbers that nothing reads, in ways of its own, before others."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        if self.how == "dropout":
+            functional.dropout(hidden, 0.3)
+        elif self.how == "numbers":
+            torch.rand(3)
+        else:
+            with torch.no_grad():
+                functional.dropout(x, 0.3)
+        return functional.dropout(self.last(hidden.tanh()), 0.3)
+
+
+@pytest.mark.parametrize("regions", ["whole", ["first", "last"], "breaks"])
+@pytest.mark.parametrize("how", ["dropout", "numbers", "of no gradient"])
+def test_numbers_that_nothing_uses_are_drawn(
+    how: str, regions: str | list[str]
+) -> None:
+    model, x = DrawsInVain(how), torch.randn(8, 16)
+    (expected, state) = drawn(lambda: model(x))
+    remat.fit(model, x, budget=10**7, regions=regions, costs="estimated")
+    for _ in range(2):
+        found, after = drawn(lambda: model(x))
+        assert torch.equal(found, expected)
+        assert torch.equal(after, state)
+        found.sum().backward()

@@ -15,6 +15,7 @@ from remat.capture.real_layouts import real_layouts
 from remat.capture.recurrent import run_layers, whole_layers
 from remat.capture.slice_gradients import join_gradient_pieces
 from remat.capture.undecomposed import whole_operators
+from remat.torch_compat.names import inductor_config
 
 
 @contextmanager
@@ -27,6 +28,8 @@ def eager_tracing() -> Generator[None]:
         whole_operators(),
         whole_layers(),
         cudnn_batch_norm(),
+        # Else those that nothing uses are left out, and others would be drawn later.
+        inductor_config.patch(fallback_random=True),
         operators,
     ):
         yield

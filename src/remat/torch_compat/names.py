@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch._dynamo.guards
     import torch._dynamo.utils
     import torch._functorch.config
+    import torch._inductor.config
     from torch import _neg_view
     from torch._C import DisableTorchFunction as DisableTorchFunction
     from torch._C import DispatchKey as DispatchKey
@@ -136,6 +137,7 @@ if TYPE_CHECKING:
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     dynamo_config = torch._dynamo.config
+    inductor_config = torch._inductor.config
     optimize = torch._dynamo.optimize
     guards = torch._dynamo.guards
     dynamo_utils = torch._dynamo.utils

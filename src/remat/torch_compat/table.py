@@ -67,6 +67,9 @@ NAMES: dict[str, Private] = {
     "dynamo_config": Private(
         "torch._dynamo.config", "tracing every new shape, and leaving logs out"
     ),
+    "inductor_config": Private(
+        "torch._inductor.config", "keeping random numbers that nothing uses in a trace"
+    ),
     "optimize": Private("torch._dynamo:optimize", "settings that hold in traces only"),
     "comptime": Private("torch._dynamo.comptime:comptime", "noting what is returned"),
     "ComptimeContext": Private(
