@@ -503,6 +503,32 @@ def test_blocks_may_write_to_their_input(kind: type[nn.Module], count: int) -> N
     assert peak_bytes(model, lambda: passes(model, count)) <= budget
 
 
+class HeadOfFirst(WritesToInput):
+    """Uses the first layer's weight for its head as well, outside of its blocks."""
+
+    class Block(WritesToInput.Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(functional.gelu(self.layer(x))).relu()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(self.blocks(self.first(x)), self.first.weight)
+
+
+def test_a_budget_that_the_smallest_schedule_alone_fits_works() -> None:
+    model, x = HeadOfFirst(), torch.randn(8, WIDTH)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    how: dict[str, Any] = {"regions": ["blocks.*"], "costs": "estimated"}
+    with pytest.raises(remat.BudgetError) as caught:
+        remat.fit(model, x, budget=1, **how)
+    least_bytes = caught.value.required_bytes
+    assert remat.fit(model, x, budget=least_bytes, **how).peak_bytes <= least_bytes
+    measured = remat.measure(
+        lambda: model(x).square().mean().backward(), repeats=0, resident=[model, x]
+    )
+    assert measured.peak_bytes <= least_bytes
+
+
 class UsedAround(WritesToInput):
     """Uses what a block is given once more after it, and a part that it returns."""
 

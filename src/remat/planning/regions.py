@@ -1170,7 +1170,7 @@ def plan_regions(
     # What an error has named may be the peak of one of these.
     for other in (None, least, _keeping_all(step)):
         if other is not None:
-            found = _by_regions(step, replace(plan, schedule=other), budget_bytes)
+            found = _by_regions(step, plan, budget_bytes, other)
         if isinstance(found, Plan):
             return replace(found, status=Status.FEASIBLE)
         needed_bytes.append(found)
@@ -1180,9 +1180,14 @@ def plan_regions(
 _ATTEMPTS = 4
 
 
-def _by_regions(step: ComposedStep, plan: Plan, budget_bytes: int) -> Plan | int:
-    """Return a plan as the regions run it, or the bytes that it needs, if more."""
-    schedule = step.by_regions(plan.schedule)
+def _by_regions(
+    step: ComposedStep, plan: Plan, budget_bytes: int, other: Schedule | None = None
+) -> Plan | int:
+    """Return a plan as the regions run it, or the bytes that it needs, if more.
+
+    With another schedule in place of its own, if one is given.
+    """
+    schedule = step.by_regions(other or plan.schedule)
     is_as_planned = schedule == plan.schedule and plan.budget_bytes == budget_bytes
     trace = plan.trace if is_as_planned else _judged(step, schedule, budget_bytes)
     if trace.violation is not None:
