@@ -34,6 +34,7 @@ from remat.capture.varying_sizes import (
     at_largest,
     largest_shape,
 )
+from remat.core.contributors import contributors, largest
 from remat.core.device_graph import arrange, home_of, place_of
 from remat.core.errors import (
     BudgetError,
@@ -54,7 +55,7 @@ from remat.planning.in_flight import plan_in_flight
 from remat.planning.one_device import one_budget, plan_graph, several_budgets
 from remat.planning.plan import Plan
 from remat.planning.plan_cache import PlanCall, plan_digest, planned_once
-from remat.planning.proofs import on_graph, unproved
+from remat.planning.proofs import at_budget, on_graph, unproved
 from remat.planning.replanning import at_sizes, equal_plan, replan, with_gradients
 from remat.planning.reserved import with_allocator
 from remat.planning.several_devices import Budget, budget_of
@@ -97,6 +98,9 @@ PlanKey: TypeAlias = tuple[str, int, OptimizerMemory]
 
 _MANY_REPETITIONS = 8
 """As often the tracer itself compiles a function again before it gives up."""
+
+_BISECTIONS = 5
+"""How often a smaller budget is looked for where gradients may leave early."""
 
 
 def gradient_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -187,6 +191,8 @@ class Planner:
         # Steps that may vary, of which each shape is traced by itself all the same.
         self._traced_alone: list[SizedPlan] = []
         self._asked_sizes: Sizes | None = None
+        # What was planned last, with its costs.
+        self._planned_graph: TrainingGraph | None = None
         self.planned_sizes: Sizes = ()
         # Tensors of the call whose dimensions may vary, and their ranges.
         self.varying_inputs: Sequence[tuple[torch.Tensor, Mapping[int, Range]]] = ()
@@ -480,6 +486,7 @@ class Planner:
         Gradients wait that would leave before something reads what changes with them.
         """
         asked, passed = bare.pieces, list[tuple[JointProgram, JointProgram, Plan]]()
+        first, graph = (bare, program), None
         while True:
             try:
                 plan = self.with_allocator(self.make_plan(program), program)
@@ -491,7 +498,9 @@ class Planner:
                     # One that another budget's error has named may be of those before.
                     for found in filter(None, map(self._smallest, passed)):
                         return found
-                    raise
+                    if graph is None:
+                        raise
+                    return *first, self._below(error, *first, graph)
             else:
                 pieces = pieces_before_changes(program, plan.schedule)
                 if pieces == bare.pieces:
@@ -499,6 +508,7 @@ class Planner:
                     is_all = pieces == asked
                     return bare, program, plan if is_all else unproved(plan)
                 passed.append((bare, program, plan))
+            graph = graph or self._planned_graph
             bare = replace(bare, pieces=pieces)
             program = add_surroundings(bare, self.surroundings(bare))
 
@@ -519,6 +529,62 @@ class Planner:
         smallest = {"schedule": floor.schedule, "solver": "smallest_budget"}
         plan = replace(unproved(plan), **smallest, status=Status.FEASIBLE)
         return bare, program, plan
+
+    def _below(
+        self,
+        error: BudgetError,
+        bare: JointProgram,
+        program: JointProgram,
+        graph: TrainingGraph,
+    ) -> Plan:
+        """Return a plan of fewer bytes than an error names, if it will do.
+
+        A schedule for one budget may change nothing too early where one for a smaller
+        budget does: it is looked for by bisection.
+
+        Raises
+        ------
+        BudgetError
+            If it will not do, naming its bytes, or the one given if none is found.
+        """
+        request, asked_bytes = self.request, error.budget_bytes
+        if request.in_flight > 1 or session_now() is not None:
+            raise error
+        limits = Limits.after(request.time_limit, request.seed)
+        kind, most_bytes = graph.device_kinds[0], error.required_bytes
+        floor = smallest_budget(graph, kind=kind, limits=limits)
+        least_bytes, found = floor.budget_bytes, None
+        for _ in range(_BISECTIONS):
+            middle_bytes = (least_bytes + most_bytes) // 2
+            try:
+                plan = self._solve(program, graph, None, middle_bytes)
+            except BudgetError:
+                least_bytes = middle_bytes
+                continue
+            if pieces_before_changes(program, plan.schedule) != bare.pieces:
+                least_bytes = middle_bytes
+                continue
+            most_bytes, found = plan.peak_bytes, plan
+            if most_bytes <= asked_bytes:
+                return at_budget(plan, asked_bytes)
+        if found is None:
+            raise error
+        parts = contributors(found.graph, found.schedule, found.trace.peak_step())
+        listing = ", ".join(
+            f"{format_bytes(size)} {name}" for name, size in largest(parts, 6)
+        )
+        msg = (
+            f"no schedule was found within {format_bytes(asked_bytes)} ({asked_bytes:_} "
+            f"bytes): the smallest known budget is {format_bytes(most_bytes)} "
+            f"({most_bytes:_} bytes), made of {listing}; raise the budget to at least "
+            f"{most_bytes} bytes, or shrink the batch"
+        )
+        raise BudgetError(
+            msg,
+            budget_bytes=asked_bytes,
+            required_bytes=most_bytes,
+            schedule=found.schedule,
+        )
 
     @property
     def has_several_devices(self) -> bool:
@@ -754,6 +820,7 @@ class Planner:
                 request.progress,
                 known=request.platform,
             )
+        self._planned_graph = graph
         session = session_now()
         if session is None or platform is not None:
             return self._solve(program, graph, platform, budget)
