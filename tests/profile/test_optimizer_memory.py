@@ -142,7 +142,7 @@ class AveragingAside(Averaging):
         self.kept = self._state = state
 
     @property
-    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def state(self) -> Any:
         return self.base.state
 
 

@@ -470,7 +470,7 @@ class Gathering:
     def note_node(self, outputs: Sequence[Any]) -> None:
         """Note autograd's node of the region that ran last, from what it returned."""
         tensors = [value for value in outputs if isinstance(value, torch.Tensor)]
-        nodes = [tensor.grad_fn for tensor in tensors]
+        nodes: list[Any] = [tensor.grad_fn for tensor in tensors]
         looked_at: set[Any] = {None}
         while nodes:
             node = nodes.pop(0)

@@ -21,6 +21,7 @@ from remat.profile.memory import measure
 from remat.profile.optimizers_in_backward import OptimizersInBackward, optimizer_memory
 from remat.solvers import registry
 from remat.solvers.base import ProgressCallback
+from remat.training import step_planning
 
 Optimizers = dict[nn.Parameter, Optimizer]
 Make = Callable[[nn.Parameter], Optimizer]
@@ -391,6 +392,26 @@ def test_what_hooks_of_tensors_change_is_not_read_again(regions: str) -> None:
     expected = train(is_fitted=False).state_dict()
     found = train(is_fitted=True).state_dict()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_gradients_wait_no_longer_than_they_have_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of schedules in which none leaves too early a small one is looked for."""
+
+    def named_bytes() -> int:
+        model, optimizers = made(Borrows, adamw)
+        given: dict[str, Any] = {"optimizer": optimizers, "costs": "estimated"}
+        with pytest.raises(remat.BudgetError) as caught:
+            remat.fit(model, (batch(),), budget=1, **given)
+        least_bytes = caught.value.required_bytes
+        remat.fit(model, (batch(),), budget=least_bytes, **given)
+        assert max(peaks_bytes(model, optimizers, batch())) <= least_bytes
+        return least_bytes
+
+    found_bytes = named_bytes()
+    monkeypatch.setattr(step_planning, "_BISECTIONS", 0)
+    assert found_bytes < 0.95 * named_bytes()
 
 
 def test_verify_compares_the_parameters() -> None:
