@@ -1026,6 +1026,63 @@ def test_graphs_that_compute_nothing_are_named_as_such() -> None:
         remat.fit(model, torch.ones(4, 8), budget=10**7, regions=["1"])
 
 
+class Breaking(nn.Module):
+    """Breaks the graph, or not, and does something more after that, or not."""
+
+    def __init__(self, *, breaks: bool, does_more: bool) -> None:
+        super().__init__()
+        self.breaks, self.does_more = breaks, does_more
+        self.layer = nn.Linear(512, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.layer(x))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return y.view(-1, 512) if self.does_more else y
+
+
+class Around(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(512, 512), nn.Linear(512, 512)
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.gelu(self.first(x))
+        x = nn.functional.gelu(self.blocks[0](x) + x)
+        return self.last(self.blocks[1](x))
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+@pytest.mark.parametrize("regions", ["breaks", ["blocks.*"]])
+def test_modules_of_one_class_may_break_otherwise(
+    regions: str | list[str], caplog: pytest.LogCaptureFixture, *, breaks: bool
+) -> None:
+    """The tracer leaves out what follows on a break once it found nothing there."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        first = Breaking(breaks=breaks, does_more=breaks)
+        second = Breaking(breaks=True, does_more=False)
+        return Around(first, second)
+
+    def passes(model: nn.Module) -> list[torch.Tensor]:
+        for _ in range(3):
+            model(x).square().mean().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    x, model = torch.randn(8, 512), made()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    options: dict[str, Any] = {"regions": regions, "costs": "estimated"}
+    with pytest.raises(BudgetError) as caught:
+        remat.fit(model, x, budget=1, **options)
+    remat.fit(model, x, budget=caught.value.required_bytes, **options)
+    expected = passes(made())
+    assert all(map(torch.equal, expected, passes(model)))
+    assert "another way" not in caplog.text
+
+
 def test_outputs_in_objects_that_hide_them_are_named() -> None:
     class Hidden(Layers):
         def forward(self, x: torch.Tensor) -> Any:
@@ -1395,15 +1452,18 @@ def test_beside_threads_the_recording_counts_that_saw_most_releases(
     sizes = [4096, 1024, 8192]
 
     # In the place of a forward pass: what stays is as if a thread had released it.
-    def run(_args: Any, _kwargs: Any, around: Any, _before: Any) -> None:
+    def run(_args: Any, _kwargs: Any, around: Any, _before: Any) -> list[Gathering]:
         with around:
             unseen.append(torch.empty(sizes[len(unseen)], dtype=torch.uint8))
+        return [Gathering([])]
 
     monkeypatch.setattr(fitted, "_gathered_once", run)
-    assert fitted._recorded((X,), {}, Gathering([])).final_bytes() == 4096
+    recording, _ = fitted._recorded((X,), {}, Gathering([]))
+    assert recording.final_bytes() == 4096
     unseen.clear()
     monkeypatch.setattr(
         fitted.planner, "groups", [SimpleNamespace(has_threads=has) for has in (0, 1)]
     )
-    assert fitted._recorded((X,), {}, Gathering([])).final_bytes() == 1024
+    recording, _ = fitted._recorded((X,), {}, Gathering([]))
+    assert recording.final_bytes() == 1024
     assert len(unseen) == 3

@@ -13,7 +13,7 @@ from torch import nn
 
 from remat.capture.autocast import autocast_now
 from remat.capture.first_call import prepare
-from remat.capture.gathering import MARK, Gathering, Route
+from remat.capture.gathering import MARK, Gathering, RegionCode, Route
 from remat.capture.surroundings import plain_tensors, tensors_in
 from remat.capture.tracing import (
     TRACE_ERRORS,
@@ -238,8 +238,7 @@ class FittedRegions(FittedModel):
             try:
                 if self._blocks is not None:
                     self._blocks.checkpointed.clear()
-                gathering, outputs = self._gathered(args, kwargs)
-                recording = self._recorded(args, kwargs, gathering)
+                gathering, outputs, recording = self._gathered_alike(args, kwargs)
                 planner.gathering, planner.batch = gathering, (args, kwargs)
                 planner.backward_autocast = self.backend.backward_autocast_now()
                 self._check_checkpoints(gathering)
@@ -359,6 +358,21 @@ class FittedRegions(FittedModel):
             gathering, outputs, _ = self._gathered_once(args, kwargs, nullcontext())
         return gathering, outputs
 
+    def _gathered_alike(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Gathering, Any, Recording]:
+        """Return what a forward pass showed, and what was recorded in one like it.
+
+        The tracer looks anew at code for another module of its class, and may leave it
+        out of its graphs from then on: then two further passes are like those to come.
+        """
+        gathering, outputs = self._gathered(args, kwargs)
+        recording, codes = self._recorded(args, kwargs, gathering)
+        if codes != [seen.code for seen in gathering.seen]:
+            gathering, outputs = self._gathered(args, kwargs)
+            recording, _ = self._recorded(args, kwargs, gathering)
+        return gathering, outputs, recording
+
     def _gathered_once(
         self,
         args: tuple[Any, ...],
@@ -437,20 +451,23 @@ class FittedRegions(FittedModel):
 
     def _recorded(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: Gathering
-    ) -> Recording:
+    ) -> tuple[Recording, list[RegionCode]]:
         """Run the same once more and return what was allocated between the regions.
 
-        What regions return is known from before, and they run again only where not.
+        And these regions. What they return is known from before, and they run again
+        only where not.
         """
         recordings: list[Recording] = []
+        codes: list[RegionCode] = []
         are_threads = any(group.has_threads for group in self.planner.groups)
         for _ in range(_RECORDINGS_BESIDE_THREADS if are_threads else 1):
             recorder = AllocationRecorder(self.planner.device.type, mark_prefix=MARK)
             with recorder:
-                self._gathered_once(args, kwargs, recorder.region(), before)
+                again, *_ = self._gathered_once(args, kwargs, recorder.region(), before)
+            codes = [seen.code for seen in again.seen]
             recordings.append(recorder.recording)
         # Of releases by other threads, hardly any is unseen each time.
-        return min(recordings, key=Recording.final_bytes)
+        return min(recordings, key=Recording.final_bytes), codes
 
     def before_call(
         self,
