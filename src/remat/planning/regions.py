@@ -26,11 +26,7 @@ from itertools import accumulate
 from remat.core.errors import BudgetError
 from remat.core.gradient_pieces import ADDING
 from remat.core.graph import Op, Phase, Role, Storage, TrainingGraph
-from remat.core.liveness import (
-    BOUNDARY,
-    schedule_from_order,
-    store_all_order,
-)
+from remat.core.liveness import BOUNDARY, schedule_from_order, store_all_order
 from remat.core.platform import Platform, single_device
 from remat.core.problem import Status
 from remat.core.schedule import Boundary, Compute, Schedule
