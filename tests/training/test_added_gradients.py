@@ -169,6 +169,17 @@ def test_gradients_that_are_taken_and_not_added_are_right_and_told() -> None:
         loss(model(X)).backward()
 
 
+def test_gradients_that_are_taken_before_others_are_added_are_told() -> None:
+    model = Net()
+    passes(model, 1)
+    remat.fit(model, X, budget="200%", loss=loss)
+    value = loss(model(X))
+    weight = model.get_parameter("blocks.1.up.weight")
+    torch.autograd.grad(value, [weight], retain_graph=True)
+    with pytest.warns(PlanWarning, match="others were taken"):
+        value.backward()
+
+
 def test_a_gradient_in_the_place_of_one_that_is_gone_is_no_sign_of_that() -> None:
     model = Net()
     remat.fit(model, X, budget="200%", loss=loss, accumulate=True)

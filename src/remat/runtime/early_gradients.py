@@ -201,9 +201,10 @@ class EarlyGradients:
         self._codes: dict[tuple[tuple[Piece, ...], bool], tuple[Code, list[Piece]]] = {}
         self._begun = threading.local()
         # Of the gradient that the first planned piece is added to: its leaf, and its
-        # block and how often that was written, when the last backward pass began.
+        # block and how often that was written, when the last backward pass began, and
+        # the number of that pass.
         self._first: Callable[[], torch.Tensor | None] = lambda: None
-        self._begun_at: tuple[Callable[[], bool], int, int] | None = None
+        self._begun_at: tuple[Callable[[], bool], int, int, int] | None = None
 
     def read(
         self,
@@ -300,7 +301,7 @@ class EarlyGradients:
         if gradient is None:
             return
         if self._begun_at is not None:
-            lives, *known = self._begun_at
+            lives, *known, _ = self._begun_at
             # Another one may be in the place of one that is gone.
             if lives() and known == [storage_identity(gradient), version_of(gradient)]:
                 self._tell("taken", _TAKEN)
@@ -349,9 +350,13 @@ class EarlyGradients:
         passes.begin(code(list(values)), undefined, read_later)
         leaf = self._first()
         gradient = None if leaf is None else existing_gradient(leaf)
+        # In one pass through several forward passes, gradients are added at its end.
+        if leaf is not None and self._begun_at and self._begun_at[-1] != passes.number:
+            self._check_added(leaf)
         if self._planned and gradient is not None and not undefined:
             identity, version = storage_identity(gradient), version_of(gradient)
-            self._begun_at = block_lives(gradient), identity, version
+            lives = block_lives(gradient)
+            self._begun_at = lives, identity, version, passes.number
         values.clear()
         return True
 
