@@ -286,7 +286,7 @@ def test_numbers_that_nothing_uses_are_drawn(
     how: str, regions: str | list[str]
 ) -> None:
     model, x = DrawsInVain(how), torch.randn(8, 16)
-    (expected, state) = drawn(lambda: model(x))
+    expected, state = drawn(lambda: model(x))
     remat.fit(model, x, budget=10**7, regions=regions, costs="estimated")
     for _ in range(2):
         found, after = drawn(lambda: model(x))

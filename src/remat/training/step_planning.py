@@ -34,7 +34,6 @@ from remat.capture.varying_sizes import (
     at_largest,
     largest_shape,
 )
-from remat.core.contributors import contributors, largest
 from remat.core.device_graph import arrange, home_of, place_of
 from remat.core.errors import (
     BudgetError,
@@ -500,7 +499,8 @@ class Planner:
                         return found
                     if graph is None:
                         raise
-                    return *first, self._below(error, *first, graph)
+                    plan = self._below(error, *first, graph)
+                    return *first, self.with_allocator(plan, first[1])
             else:
                 pieces = pieces_before_changes(program, plan.schedule)
                 if pieces == bare.pieces:
@@ -569,15 +569,12 @@ class Planner:
                 return at_budget(plan, asked_bytes)
         if found is None:
             raise error
-        parts = contributors(found.graph, found.schedule, found.trace.peak_step())
-        listing = ", ".join(
-            f"{format_bytes(size)} {name}" for name, size in largest(parts, 6)
-        )
         msg = (
             f"no schedule was found within {format_bytes(asked_bytes)} ({asked_bytes:_} "
             f"bytes): the smallest known budget is {format_bytes(most_bytes)} "
-            f"({most_bytes:_} bytes), made of {listing}; raise the budget to at least "
-            f"{most_bytes} bytes, or shrink the batch"
+            f"({most_bytes:_} bytes), in which nothing reads a parameter again that hooks "
+            f"in backward may have changed; raise the budget to at least {most_bytes} "
+            "bytes, or shrink the batch"
         )
         raise BudgetError(
             msg,
