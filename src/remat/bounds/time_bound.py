@@ -1,13 +1,15 @@
 """Bounds on the time of every schedule within a budget, and how hard to try for them.
 
-The program of the boundary alone comes first: it takes milliseconds for hundreds of
-ops. The next one has more moments, all in backward: memory is tightest around the
-boundary, so they lie along a longest chain at distances that grow from there. Any
-multipliers prove a bound, so a program that is left unsolved costs nothing but time.
+The program of the boundary comes first: it takes milliseconds for hundreds of ops. The
+next one has more moments, all in backward: memory is tightest around the boundary, so
+they lie along a longest chain at distances that grow from there. Once a schedule is
+known, a last one has the moments at which it is fullest. Any multipliers prove a bound,
+so a program that is left unsolved costs nothing but time.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise
 
 from remat.backends.linear import LinearProgram, row_multipliers
@@ -25,6 +27,11 @@ _SHARES = (1 / 64, 1 / 16, 1 / 4, 1.0)
 
 _MOST_NODES = 6_000
 """Of a step, times the moments in backward; beyond it a program takes seconds."""
+
+_MOST_FULL_NODES = 4_000
+_MOST_FULL = 6
+"""The same where a schedule is fullest, and most of these moments: they lie close
+together, so that more ops may run between any two of them."""
 
 _EFFORT = 2.0
 """How long one program may take: about seconds."""
@@ -71,53 +78,75 @@ class TimeBounds:
         self.certificate: Certificate | None = None
         self._limits = limits or Limits()
         self._is_quick = is_quick
-        self._stages = self._programs(graph, budget_bytes, kind)
+        self._graph, self._budget_bytes, self._kind = graph, budget_bytes, kind
+        self._stages = self._programs()
+
+    @cached_property
+    def _instance(self) -> Instance | None:
+        """The step, ``None`` where nothing can be proved of it."""
+        if self._budget_bytes is None:
+            return None
+        found = instance_of(self._graph, self._kind)
+        if found is None or found.resident_bytes > self._budget_bytes:
+            return None
+        return found
 
     def prove(self, enough_ns: int) -> int:
         """Return the bound, made better until it is ``enough_ns`` or nothing is left.
 
         Notes
         -----
-        Solves at most two linear programs, the first of about two variables an op.
+        Solves at most two linear programs, the first of two to four variables an op.
         """
         while self.best_ns < enough_ns:
             found = next(self._stages, None)
             if found is None:
                 break
-            bound_ns, certificate = found
-            if bound_ns > self.best_ns:
-                self.best_ns, self.certificate = bound_ns, certificate
+            self._take(found)
         return self.best_ns
 
-    def _programs(
-        self, graph: TrainingGraph, budget_bytes: int | None, kind: str | None
-    ) -> Iterator[tuple[int, Certificate]]:
-        instance = None if budget_bytes is None else instance_of(graph, kind)
-        if instance is None or budget_bytes is None:
+    def prove_where_full(self, fullest: Sequence[int]) -> int:
+        """Return the bound, made better from where a schedule takes most memory.
+
+        Parameters
+        ----------
+        fullest
+            Ops, those during whose first run most is there first.
+
+        Notes
+        -----
+        Solves one linear program, of moments among these ops.
+        """
+        instance = self._instance
+        if instance is not None and not self._is_quick:
+            moments = full_moments(instance, fullest)
+            if len(moments) > len(_edge(instance, default_chain(instance))):
+                self._take(self._solved(instance, lambda: moments))
+        return self.best_ns
+
+    def _take(self, found: tuple[int, Certificate] | None) -> None:
+        if found is not None and found[0] > self.best_ns:
+            self.best_ns, self.certificate = found
+
+    def _programs(self) -> Iterator[tuple[int, Certificate]]:
+        instance = self._instance
+        if instance is None:
             return
-        memory_bytes = budget_bytes - instance.resident_bytes
-        if memory_bytes < 0:
-            return
-        boundary = (instance.boundary,)
-        found = self._solved(instance, memory_bytes, lambda: boundary)
+        found = self._solved(instance, lambda: _edge(instance, default_chain(instance)))
         if found is not None:
             yield found
         # Of a step that is too long for more moments it is the same program.
         if not self._is_quick and _most_later_moments(instance):
-            found = self._solved(
-                instance, memory_bytes, lambda: spread_moments(instance)
-            )
+            found = self._solved(instance, lambda: spread_moments(instance))
             if found is not None:
                 yield found
 
     def _solved(
-        self,
-        instance: Instance,
-        memory_bytes: int,
-        choose: Callable[[], tuple[int, ...]],
+        self, instance: Instance, choose: Callable[[], tuple[int, ...]]
     ) -> tuple[int, Certificate] | None:
         if self._limits.is_over:
             return None
+        memory_bytes = (self._budget_bytes or 0) - instance.resident_bytes
         part = self._limits.share(_TIME_SHARE)
         try:
             with in_time(part.deadline_s):
@@ -188,7 +217,7 @@ def solved(
 
 
 def spread_moments(instance: Instance) -> tuple[int, ...]:
-    """Return moments: the boundary, and nodes of backward at growing distances.
+    """Return moments: around the boundary, and in backward at growing distances.
 
     Along a longest chain, backward is cut at a 64th, a 16th and a quarter of its nodes;
     of each part the node is taken that needs most memory. Where the program would be
@@ -205,13 +234,46 @@ def spread_moments(instance: Instance) -> tuple[int, ...]:
     boundary = chain.index(instance.boundary)
     later = chain[boundary + 1 :]
     cuts = [0, *(max(1, math.ceil(len(later) * share)) for share in _SHARES)]
-    most = _most_later_moments(instance)
-    moments = [instance.boundary]
+    moments: list[int] = []
     for start, stop in pairwise(cuts):
         part = later[start:stop]
-        if part and len(moments) <= most:
+        if part and len(moments) < _most_later_moments(instance):
             moments.append(max(part, key=instance.needed_bytes))
-    return tuple(moments)
+    return (*_edge(instance, chain), *moments)
+
+
+def full_moments(instance: Instance, fullest: Sequence[int]) -> tuple[int, ...]:
+    """Return moments: around the boundary, and in backward where a schedule is fullest.
+
+    Parameters
+    ----------
+    instance
+        The step.
+    fullest
+        Ops, those during whose first run most is there first.
+    """
+    chain = default_chain(instance)
+    places = {node: place for place, node in enumerate(chain)}
+    start = places[instance.boundary]
+    most = min(_MOST_FULL, _MOST_FULL_NODES // len(instance.order))
+    later = [places[op] for op in fullest if places.get(op, 0) > start][:most]
+    return (*_edge(instance, chain), *(chain[place] for place in sorted(later)))
+
+
+def _edge(instance: Instance, chain: Sequence[int]) -> tuple[int, ...]:
+    """Return the boundary, after the node before it if that needs more memory.
+
+    That is the work that is done with the outputs, such as the loss: there the step is
+    fullest then.
+    """
+    boundary = instance.boundary
+    before = chain[: chain.index(boundary)][-1:]
+    needs_more = [
+        node
+        for node in before
+        if instance.needed_bytes(node) > instance.needed_bytes(boundary)
+    ]
+    return (*needs_more, boundary)
 
 
 def _most_later_moments(instance: Instance) -> int:

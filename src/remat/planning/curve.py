@@ -14,14 +14,13 @@ from remat.core.platform import Platform, single_device
 from remat.core.problem import Limits, Problem, Status, check_time_limit
 from remat.core.units import format_bytes, parse_budget
 from remat.planning.one_device import (
-    NEGLIGIBLE_GAP,
     local_search_from,
     placed_on,
     plain_peak_bytes,
     solve_alone,
 )
 from remat.planning.plan import Plan, plan_settings
-from remat.planning.proofs import at_budget, with_bound
+from remat.planning.proofs import NEGLIGIBLE_GAP, at_budget, with_bound
 from remat.planning.several_devices import (
     DeviceBudgets,
     budgets_bytes,

@@ -42,7 +42,7 @@ from remat.memory.requests import reserved_use
 from remat.native import core
 from remat.planning.plan import Account, Plan, loss_hint, plan_settings
 from remat.planning.portfolio import solve, solve_portfolio
-from remat.planning.proofs import is_near, with_bound
+from remat.planning.proofs import NEGLIGIBLE_GAP, is_near, with_bound
 from remat.planning.reserved import (
     ReservedAnswer,
     answer_reserved,
@@ -60,9 +60,6 @@ from remat.solvers.base import ProgressCallback, Solver, ignore_progress
 from remat.solvers.local_search import LocalSearch
 from remat.solvers.registry import QUICK, chosen_solvers
 
-NEGLIGIBLE_GAP = 0.001
-"""A plan that is proved to be as near as this is searched around only with a time
-limit: then there is time."""
 _PROBE_SHARE = 0.3
 """How much of the time that is left a schedule within fewer live bytes may take."""
 
