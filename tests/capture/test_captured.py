@@ -2,6 +2,7 @@
 
 import functools
 import types
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from remat.capture.captured import captured_tensors, plain_tensors
+from remat.capture.captured import (
+    captured_tensors,
+    collected_put_back,
+    plain_tensors,
+)
 
 global_target = torch.zeros(3)
 module = types.ModuleType("settings")
@@ -116,3 +121,34 @@ def test_modules_hold_tensors_in_containers() -> None:
     model = Keeps()
     sizes = sorted(tensor.numel() for tensor in plain_tensors(model))
     assert sizes == [1, 2, 2, 3, 4]
+
+
+class TestCollected:
+    class Object:
+        def __init__(self) -> None:
+            self.seen = deque[Any]([torch.ones(1)])
+            self.count = [0]
+
+        def hook(self, _module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+            self.seen.append({"output": output})
+            self.count.append(1)
+
+    def test_what_hooks_and_functions_in_place_of_forward_collect(self):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        held, by_name, own = self.Object(), dict[int, Any](), model[1].forward
+        before = held.seen[0]
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            by_name[len(by_name)] = x
+            return own(x)
+
+        model[0].register_forward_hook(held.hook)
+        model[1].forward = forward
+        with collected_put_back(model):
+            model(torch.ones(1, 2))
+            assert len(held.seen) == 2
+            assert len(by_name) == 1
+        assert [id(each) for each in held.seen] == [id(before)]
+        assert by_name == {}
+        # What holds no tensors may be what is prepared once.
+        assert held.count == [0, 1]

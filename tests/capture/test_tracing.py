@@ -357,6 +357,16 @@ def test_a_first_call_is_prepared_without_touching_anything() -> None:
     assert "first" not in vars(model)
 
 
+def test_what_hooks_collect_in_a_first_call_is_taken_out_again() -> None:
+    model = Prepares()
+    collected: list[torch.Tensor] = []
+    model.norm.register_forward_hook(lambda *call: collected.append(call[-1]))
+    remat.fit(model, X, budget="100%", costs="estimated")
+    assert collected == []
+    model(X).backward()
+    assert list(map(type, collected)) == [torch.Tensor]
+
+
 def test_a_prepared_model_trains_as_one_that_was_called_before() -> None:
     called = Prepares()
     random_state = torch.get_rng_state()

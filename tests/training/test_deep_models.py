@@ -16,6 +16,7 @@ from remat.capture.gathering import Gathering
 from remat.core.errors import BudgetError, CaptureError
 from remat.training.blocks import is_deep
 from remat.training.fitted_model import FittedModel, fitted_on
+from remat.training.fitting import fit_at_first_batch
 from remat.training.request import PlanRequest
 
 WIDTH = 16
@@ -125,6 +126,18 @@ def test_what_blocks_cannot_keep_is_planned_as_one_graph_and_said(
     assert report.is_exact
     assert report.is_within_budget
     assert "graphs" not in str(report.plan)
+
+
+def test_a_loop_whose_first_step_blocks_cannot_keep_is_planned_as_one_graph(
+    only_whole_bytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, plain = pair(Deep)
+    fit_at_first_batch(model, budget=only_whole_bytes, **QUICK)
+    with caplog.at_level(logging.WARNING, "remat"):
+        mine = trained(model, [LARGER, LARGER])
+    assert "planned as one graph" in caplog.text
+    assert installed(model).regions == "whole"
+    assert_equal(mine, trained(plain, [LARGER, LARGER]))
 
 
 def test_what_blocks_could_not_keep_holds_no_value_of_the_callers(

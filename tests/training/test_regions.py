@@ -979,6 +979,38 @@ def test_hooks_of_a_first_call_are_installed_once() -> None:
         assert torch.equal(one, other)
 
 
+class Collector:
+    """A hook that collects outputs, for a loss of them."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def __call__(self, _module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+        self.seen.append(output)
+
+
+@pytest.mark.parametrize("regions", ["breaks", "blocks"])
+def test_planning_takes_out_what_hooks_have_collected(regions: str) -> None:
+    def trained_with_collected(model: nn.Module, budget: str | None) -> list[Any]:
+        collector = Collector()
+        model.get_submodule("norm").register_forward_hook(collector)
+        if budget is not None:
+            remat.fit(model, X, budget=budget, regions=regions, costs="estimated")
+        assert collector.seen == []
+        torch.manual_seed(1)
+        for batch in (X, X[:100], X):
+            loss = model(batch)
+            (collected,) = collector.seen
+            (loss + collected.square().mean()).backward()
+            collector.seen.clear()
+        return [parameter.grad for parameter in model.parameters()]
+
+    model, plain = pair(Layers)
+    mine = trained_with_collected(model, "200%")
+    for one, other in zip(mine, trained_with_collected(plain, None), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("regions", ["breaks", "blocks"])
 def test_planning_leaves_alone_what_the_batch_was_computed_by(regions: str) -> None:
     encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())

@@ -1,16 +1,22 @@
-"""The tensors that a function of the caller's holds on to: targets, weights, tables."""
+"""What functions of the caller's hold on to: targets, weights, tables, collections."""
 
 import functools
 import inspect
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from remat.torch_compat.attributes import forward_hooks
+from remat.torch_compat.names import tree_leaves
+
 _NOT_THE_USERS = ("torch", "builtins", "functools", "numpy")
-_CONTAINERS = (Mapping, list, tuple, set, frozenset)
+_CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
+_COLLECTIONS = (list, dict, set, deque)
 _Names = frozenset[str]
 
 
@@ -64,9 +70,41 @@ def captured_tensors(function: object) -> list[torch.Tensor]:
     return list(search.found.values())
 
 
+@contextmanager
+def collected_put_back(model: nn.Module) -> Generator[None]:
+    """Let hooks of a model collect tensors inside, and take these out again.
+
+    Looked at are the lists, mappings, sets and queues that hooks of its modules reach,
+    and functions that somebody has put in the place of a ``forward``. One that has
+    other tensors at the end is as it was at the beginning then.
+    """
+    search = _Search()
+    for module in model.modules():
+        replaced = vars(module).get("forward")
+        for function in (*forward_hooks(module), replaced):
+            # What remat has installed looks after itself.
+            if not type(function).__module__.startswith("remat."):
+                search.run(function)
+    before = [(each, each.copy()) for each in search.collections.values()]
+    try:
+        yield
+    finally:
+        for each, items in before:
+            if _has_other_tensors(each, items):
+                each.clear()
+                (each.extend if isinstance(each, list | deque) else each.update)(items)
+
+
+def _has_other_tensors(now: Any, before: Any) -> bool:
+    known = set(map(id, _elements(before)))
+    others = [each for each in _elements(now) if id(each) not in known]
+    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(others))
+
+
 class _Search:
     def __init__(self) -> None:
         self.found: dict[int, torch.Tensor] = {}
+        self.collections: dict[int, Any] = {}
         self.seen: set[tuple[int, _Names]] = set()
         self.waiting: list[tuple[object, _Names]] = []
         # Bound methods are made on access; kept, so that no identity is used twice.
@@ -94,7 +132,9 @@ class _Search:
                 return
             case nn.Module():
                 self.add(plain_tensors(item), names)
-            case Mapping() | list() | tuple() | set() | frozenset():
+            case Mapping() | list() | tuple() | set() | frozenset() | deque():
+                if isinstance(item, _COLLECTIONS):
+                    self.collections[id(item)] = item
                 self.add(_elements(cast("Iterable[object]", item)), names)
             case functools.partial():
                 self.add([item.func, item.args, item.keywords], names)

@@ -817,6 +817,20 @@ class FittedDeepModel(FittedRegions):
         if self._whole is not None:
             self._whole.set_budget(plan)
 
+    def before_call(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        contents: Contents,
+        *,
+        runs_hooks: bool,
+    ) -> None:
+        """Plan a call of a new kind before it runs, if it is not one graph by now."""
+        # The first call of a loop was planned just now, as a first step.
+        if self._whole is not None:
+            raise _OneGraphError(self._whole)
+        super().before_call(args, kwargs, contents, runs_hooks=runs_hooks)
+
     def begin_call(self, gradient_bytes: int) -> None:
         """Let the call that is about to run, of the kind seen last, run by its plan."""
         if self._whole is not None:

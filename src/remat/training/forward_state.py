@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from remat.capture.captured import collected_put_back
 from remat.torch_compat.accelerators import (
     forked_random_state,
     is_accelerator,
@@ -58,8 +59,8 @@ def kept(model: nn.Module) -> Generator[Kept]:
 
     Buffers, and tensors that are attributes, are copies meanwhile. Random generators,
     those of Python and NumPy and those that are attributes too, the attributes of the
-    modules, what is in lists, mappings, sets, queues and arrays among them, hooks, and
-    what ``parametrize.cached`` has are put back.
+    modules, what is in lists, mappings, sets, queues and arrays among them, hooks, what
+    these have collected, and what ``parametrize.cached`` has are put back.
     """
     found = Kept()
     modules = list(model.modules())
@@ -83,7 +84,11 @@ def kept(model: nn.Module) -> Generator[Kept]:
                 vars(module)[name] = copy.requires_grad_(value.requires_grad)
     host = host_random_state()
     try:
-        with forked_random_state(_accelerators(model)), parametrizations_put_back():
+        with (
+            forked_random_state(_accelerators(model)),
+            parametrizations_put_back(),
+            collected_put_back(model),
+        ):
             yield found
     finally:
         set_host_random_state(host)
