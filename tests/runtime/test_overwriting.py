@@ -221,6 +221,7 @@ def test_overwriting_saves_memory_below_the_peak_and_none_at_it() -> None:
     assert peak_bytes <= plan.peak_bytes <= peak_bytes + 1024
 
 
+@pytest.mark.filterwarnings("ignore:.*with retain_graph=True")
 def test_saved_values_survive_a_second_backward_pass() -> None:
     model, x = Chain(), torch.randn(64, 8)
     model(x).backward()

@@ -136,6 +136,7 @@ def test_gradients_that_are_zeroed_are_added_to(
 
 
 @pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.filterwarnings("ignore:.*with retain_graph=True")
 def test_a_backward_pass_that_is_retained_adds_the_same_again(count: int) -> None:
     model = Net()
     passes(model, 1)
@@ -169,6 +170,7 @@ def test_gradients_that_are_taken_and_not_added_are_right_and_told() -> None:
         loss(model(X)).backward()
 
 
+@pytest.mark.filterwarnings("ignore:.*with retain_graph=True")
 def test_gradients_that_are_taken_before_others_are_added_are_told() -> None:
     model = Net()
     passes(model, 1)
@@ -439,6 +441,7 @@ def test_gradients_of_what_blocks_return_as_it_is_are_added(
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.filterwarnings("ignore:.*with retain_graph=True")
 def test_gradients_may_come_from_what_blocks_return_as_it_is_alone(
     *, is_weighted: bool
 ) -> None:

@@ -519,6 +519,7 @@ def test_all_searches_for_a_step_share_one_time_limit(
     "ignore:.*more were allocated:remat.core.errors.PlanWarning"
 )
 @pytest.mark.parametrize("others", [False, True])
+@pytest.mark.filterwarnings("ignore:.*with retain_graph=True")
 def test_what_is_made_again_is_made_for_each_backward_pass(
     again: Again, others: bool
 ) -> None:

@@ -413,6 +413,7 @@ def test_a_size_may_fit_onto_gradients_where_the_largest_does_not() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:2 forward passes of Layers")
+@pytest.mark.filterwarnings("ignore:.*with retain_graph=True")
 def test_passes_of_several_sizes_may_wait_for_their_backward(layers: Case) -> None:
     def gradients(called: nn.Module) -> list[torch.Tensor | None]:
         called.zero_grad(set_to_none=True)

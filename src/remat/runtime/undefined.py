@@ -24,6 +24,7 @@ from remat.torch_compat.metadata import (
     may_be_one_zero,
     output_position,
 )
+from remat.torch_compat.names import keeps_graph_now
 
 Tell = Callable[[str, str], None]
 """Warns of a cause, once, in words that follow on the name of the step."""
@@ -155,6 +156,8 @@ class DefinedTangents:
             if unexpected:
                 self.unexpected = 0
                 self.tell("differentiated", self.words_of(unexpected))
+            if keeps_graph_now():
+                self.tell("retained", _RETAINED)
             watched = [p for p, found in inner.items() if _is_watched(found())]
             if watched:
                 self.tell("watched", _WATCHED.format(watched))
@@ -199,6 +202,13 @@ class DefinedTangents:
             if mask and not mask & ~undefined
         )
 
+
+_RETAINED = (
+    "is differentiated with retain_graph=True: what its forward pass saved stays beside "
+    "all that backward makes, and no plan counts that, so this step may need up to as much "
+    "more than the budget. Call backward() once, of the sum of what is differentiated; "
+    "or leave retain_graph out of the last call, and that room in the budget"
+)
 
 _WATCHED = (
     "returns tensors {}, of which it makes others that it returns, and hooks or "

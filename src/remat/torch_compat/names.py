@@ -28,7 +28,11 @@ if TYPE_CHECKING:
         _get_dispatch_mode,
         _TorchDispatchModeKey,
     )
-    from torch._C._autograd import _get_sequence_nr, _top_saved_tensors_default_hooks
+    from torch._C._autograd import (
+        _get_current_graph_task_keep_graph,
+        _get_sequence_nr,
+        _top_saved_tensors_default_hooks,
+    )
     from torch._C._functorch import (
         is_functorch_wrapped_tensor as is_functorch_wrapped_tensor,
     )
@@ -157,6 +161,7 @@ if TYPE_CHECKING:
     neg_view = _neg_view
     top_saved_tensors_hooks = _top_saved_tensors_default_hooks
     current_backward_number = _current_graph_task_id
+    keeps_graph_now = _get_current_graph_task_keep_graph
     next_node_number = _get_sequence_nr
     record_memory_history = _record_memory_history
     memory_snapshot = _snapshot

@@ -310,6 +310,10 @@ NAMES: dict[str, Private] = {
         "torch._C:_current_graph_task_id",
         "telling backward passes apart, where gradients leave one early",
     ),
+    "keeps_graph_now": Private(
+        "torch._C:_autograd._get_current_graph_task_keep_graph",
+        "telling that a backward pass retains what was saved",
+    ),
     "next_node_number": Private(
         "torch._C:_autograd._get_sequence_nr",
         "telling before which graph an operator ran",
