@@ -34,6 +34,7 @@ def test_no_bound_is_above_the_best_of_all_schedules(graph: TrainingGraph, extra
     bounds = TimeBounds(graph, budget)
     if found is not None:
         assert bounds.prove(EVERYTHING) <= found[0]
+        assert bounds.prove_where_full(range(len(graph.ops))) <= found[0]
 
 
 def unit_chain(length: int) -> TrainingGraph:

@@ -138,9 +138,9 @@ class TestCollected:
         held, by_name, own = self.Object(), dict[int, Any](), model[1].forward
         before = held.seen[0]
 
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            by_name[len(by_name)] = x
-            return own(x)
+        def forward(input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+            by_name[len(by_name)] = input
+            return own(input)
 
         model[0].register_forward_hook(held.hook)
         model[1].forward = forward

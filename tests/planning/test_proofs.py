@@ -122,7 +122,9 @@ def test_in_the_middle_of_training_the_program_of_the_boundary_is_all(
     found = replan(GRAPH, budget, plan, fingerprint="", limits=limits, settings={})
     assert found is not None
     assert found.certificate is not None
-    assert found.certificate.moments == (len(GRAPH.ops),)
+    *before, last = found.certificate.moments
+    assert last == len(GRAPH.ops)
+    assert len(before) <= 1
     assert found.baseline_cost_ns < proved_anew(found) < proved_anew(plan)
 
 
