@@ -1046,6 +1046,33 @@ def test_a_model_of_which_nothing_is_traced_is_refused() -> None:
         remat.fit(Loop(), X, budget="100%", **BREAK)
 
 
+def test_experts_in_a_loop_over_values_are_graphs_as_the_error_says() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(WIDTH, 2)
+            self.experts = nn.ModuleList(
+                nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+                for _ in range(2)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weights = self.gate(x).softmax(-1)
+            chosen, found = weights.argmax(-1), torch.zeros_like(x)
+            for number, expert in enumerate(self.experts):
+                rows = (chosen == number).nonzero().squeeze(1)
+                if rows.numel():
+                    part = expert(x[rows]) * weights[rows, number, None]
+                    found = found.index_add(0, rows, part)
+            return found.square().mean()
+
+    model, plain = pair(Experts)
+    with pytest.raises(CaptureError, match="regions='blocks'"):
+        remat.fit(model, X, budget="100%", **BREAK)
+    remat.fit(model, X, budget="90%", regions="blocks", costs="estimated")
+    train_alike(model, plain, [X, X])
+
+
 def test_a_model_that_does_not_train_is_refused() -> None:
     model = Layers().requires_grad_(requires_grad=False)
     with pytest.raises(CaptureError, match="does not train"):

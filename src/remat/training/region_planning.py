@@ -392,7 +392,9 @@ class RegionPlanner(Planner):
                 "the tracer made no graph of the model: it leaves out functions that "
                 "break the graph in a loop, and functions that are given or read a "
                 "sparse tensor. Move what breaks it into a function of its own that "
-                "these call; decorate it with torch.compiler.disable if it reads such"
+                "these call; decorate it with torch.compiler.disable if it reads such. Or "
+                "let the modules that the loop calls be graphs, and the loop run as it is: "
+                "regions='blocks', or a list of their names"
             )
             if self.left_out is not None:
                 msg = f"there is no graph of the model: {self.words_of_left_out()}"
