@@ -120,6 +120,19 @@ def test_a_graph_is_retained_after_ordinary_backward_passes() -> None:
     assert not compare(expected, gradients(model))
 
 
+def test_a_gradient_of_a_gradient_is_refused_by_name() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
+    remat.fit(model, x, budget=10**7, costs="estimated")
+    weight = model[0].weight
+    loss = model(x).sum()
+    with pytest.warns(
+        PlanWarning, match="with create_graph=True.*torch.compiler.disable"
+    ):
+        (gradient,) = torch.autograd.grad(loss, [weight], create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        gradient.square().sum().backward()
+
+
 TARGETS = torch.randint(0, 1000, (4, 64))
 LOGITS_BYTES = 4 * 64 * 1000 * 4
 

@@ -3,12 +3,13 @@
 import ctypes
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, ClassVar
 
 import torch
 
+from remat.core.garbage import old_objects_left_alone
 from remat.torch_compat.accelerators import device_module, is_accelerator
 from remat.torch_compat.names import compile_callbacks
 
@@ -101,6 +102,8 @@ class Watch:
             yield
         finally:
             _without_traces.remove(self)
+            if not _without_traces:
+                _before_traces.close()
 
     def begin_trace(self) -> None:
         """Note what is allocated before a trace."""
@@ -126,6 +129,9 @@ class Watch:
 _without_traces: list[Watch] = []
 """Those of the steps that run now."""
 
+_before_traces = ExitStack()
+"""Lets the garbage collector look only at what traces in these steps have made."""
+
 
 # Nothing here is traced: the tracer calls it under a lock that a trace takes.
 _not_traced: Any = torch.compiler.disable
@@ -133,6 +139,8 @@ _not_traced: Any = torch.compiler.disable
 
 @_not_traced
 def _trace_begins(_trace: object) -> None:
+    if _without_traces:
+        _before_traces.enter_context(old_objects_left_alone())
     for watch in _without_traces:
         watch.begin_trace()
 

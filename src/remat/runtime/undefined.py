@@ -156,8 +156,7 @@ class DefinedTangents:
             if unexpected:
                 self.unexpected = 0
                 self.tell("differentiated", self.words_of(unexpected))
-            if keeps_graph_now():
-                self.tell("retained", _RETAINED)
+            noted.is_twice = torch.is_grad_enabled()
             watched = [p for p, found in inner.items() if _is_watched(found())]
             if watched:
                 self.tell("watched", _WATCHED.format(watched))
@@ -168,6 +167,14 @@ class DefinedTangents:
                     self.tell("held", held_words(held_bytes))
 
         step.register_prehook(note)
+
+    def _look_at_retained(self) -> None:
+        """Tell, once a backward pass has begun, if it does not let go what it reads."""
+        # Gradients that take gradients retain what they are of.
+        if getattr(self._noted, "is_twice", False):
+            self.tell("twice", _TWICE)
+        elif keeps_graph_now():
+            self.tell("retained", _RETAINED)
 
     def words_of(self, unexpected: int) -> str:
         """Say that outputs besides the loss have a gradient."""
@@ -191,6 +198,7 @@ class DefinedTangents:
         Those are that depend on undefined tangents only. A tangent that has no output
         has no shape here.
         """
+        self._look_at_retained()
         undefined = getattr(self._noted, "undefined", 0)
         shapes = getattr(self._noted, "shapes", ())
         self._noted.undefined, self._noted.shapes = 0, ()
@@ -202,6 +210,14 @@ class DefinedTangents:
             if mask and not mask & ~undefined
         )
 
+
+_TWICE = (
+    "is differentiated with create_graph=True: its gradients are right, but cannot be "
+    "differentiated again, and no plan counts what is retained for that. If they are "
+    "part of a loss, such as a gradient penalty, put what computes it, with all that it "
+    "differentiates, into a function under @torch.compiler.disable that the model calls, "
+    "and give regions='breaks'; or call remat.release(model)"
+)
 
 _RETAINED = (
     "is differentiated with retain_graph=True: what its forward pass saved stays beside "
