@@ -34,7 +34,7 @@ def test_what_is_so_is_confirmed_without_a_solver(
     assert main(["check", str(path)]) == 0
     text = capsys.readouterr().out
     assert f"valid: {len(plan.schedule.steps)} steps replayed" in text
-    assert "5 moments and " in text
+    assert "6 moments and " in text
     assert text.endswith(f"so            {plan.distance}\n")
     assert main(["check", str(path), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
