@@ -2,7 +2,7 @@
 
 import functools
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -152,3 +152,28 @@ class TestCollected:
         assert by_name == {}
         # What holds no tensors may be what is prepared once.
         assert held.count == [0, 1]
+
+    def test_a_class_of_its_own_and_a_module_that_is_no_part_may_collect(self):
+        class Named(OrderedDict[str, Any]):
+            def __init__(self, owner: str) -> None:
+                super().__init__(owner=owner)
+
+            def copy(self) -> Any:
+                raise NotImplementedError
+
+        class Loss(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.by_name, self.seen = Named("loss"), list[Any]()
+
+            def hook(self, _module: nn.Module, _args: Any, out: torch.Tensor) -> None:
+                self.by_name["output"] = out
+                self.seen.append((out,))
+
+        model, loss = nn.Linear(2, 2), Loss()
+        model.register_forward_hook(loss.hook)
+        with collected_put_back(model):
+            model(torch.ones(1, 2))
+            assert len(loss.seen) == 1
+        assert loss.seen == []
+        assert list(loss.by_name.items()) == [("owner", "loss")]

@@ -17,6 +17,7 @@ from remat.torch_compat.names import tree_leaves
 _NOT_THE_USERS = ("torch", "builtins", "functools", "numpy")
 _CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 _COLLECTIONS = (list, dict, set, deque)
+_OF_EACH_MODULE = frozenset(vars(nn.Module()))
 _Names = frozenset[str]
 
 
@@ -85,20 +86,31 @@ def collected_put_back(model: nn.Module) -> Generator[None]:
             # What remat has installed looks after itself.
             if not type(function).__module__.startswith("remat."):
                 search.run(function)
-    before = [(each, each.copy()) for each in search.collections.values()]
+    before = [(each, _entries(each)) for each in search.collections.values()]
     try:
         yield
     finally:
-        for each, items in before:
-            if _has_other_tensors(each, items):
+        for each, entries in before:
+            known = {id(value) for _, value in entries}
+            others = [value for _, value in _entries(each) if id(value) not in known]
+            if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(others)):
                 each.clear()
-                (each.extend if isinstance(each, list | deque) else each.update)(items)
+                for key, value in entries:
+                    match each:
+                        case dict():
+                            each[key] = value
+                        case set():
+                            each.add(value)
+                        case _:
+                            each.append(value)
 
 
-def _has_other_tensors(now: Any, before: Any) -> bool:
-    known = set(map(id, _elements(before)))
-    others = [each for each in _elements(now) if id(each) not in known]
-    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(others))
+def _entries(collection: Any) -> list[tuple[Any, Any]]:
+    """Return what is in a collection, with keys, whatever a class of its own does."""
+    if isinstance(collection, dict):
+        return list(dict.items(cast("dict[Any, Any]", collection)))
+    kind = next(kind for kind in _COLLECTIONS if isinstance(collection, kind))
+    return [(None, value) for value in kind.__iter__(collection)]
 
 
 class _Search:
@@ -132,6 +144,11 @@ class _Search:
                 return
             case nn.Module():
                 self.add(plain_tensors(item), names)
+                # Such as a loss with layers of its own, whose method is a hook.
+                own = (vars(item)[name] for name in vars(item).keys() - _OF_EACH_MODULE)
+                self.add(
+                    (each for each in own if isinstance(each, _COLLECTIONS)), names
+                )
             case Mapping() | list() | tuple() | set() | frozenset() | deque():
                 if isinstance(item, _COLLECTIONS):
                     self.collections[id(item)] = item
