@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from remat.capture.captured import (
     captured_tensors,
-    collected_put_back,
     plain_tensors,
+    reached_put_back,
 )
 
 global_target = torch.zeros(3)
@@ -123,7 +123,7 @@ def test_modules_hold_tensors_in_containers() -> None:
     assert sizes == [1, 2, 2, 3, 4]
 
 
-class TestCollected:
+class TestReached:
     class Object:
         def __init__(self) -> None:
             self.seen = deque[Any]([torch.ones(1)])
@@ -144,14 +144,13 @@ class TestCollected:
 
         model[0].register_forward_hook(held.hook)
         model[1].forward = forward
-        with collected_put_back(model):
+        with reached_put_back(model):
             model(torch.ones(1, 2))
             assert len(held.seen) == 2
             assert len(by_name) == 1
         assert [id(each) for each in held.seen] == [id(before)]
         assert by_name == {}
-        # What holds no tensors may be what is prepared once.
-        assert held.count == [0, 1]
+        assert held.count == [0]
 
     def test_a_class_of_its_own_and_a_module_that_is_no_part_may_collect(self):
         class Named(OrderedDict[str, Any]):
@@ -165,15 +164,37 @@ class TestCollected:
             def __init__(self) -> None:
                 super().__init__()
                 self.by_name, self.seen = Named("loss"), list[Any]()
+                self.table, self.is_made = list[Any](), False
 
             def hook(self, _module: nn.Module, _args: Any, out: torch.Tensor) -> None:
                 self.by_name["output"] = out
                 self.seen.append((out,))
+                if not self.is_made:
+                    self.table.append(torch.ones(2))
+                    self.is_made = True
 
         model, loss = nn.Linear(2, 2), Loss()
         model.register_forward_hook(loss.hook)
-        with collected_put_back(model):
+        with reached_put_back(model):
             model(torch.ones(1, 2))
             assert len(loss.seen) == 1
         assert loss.seen == []
+        # Else nobody would make it again.
+        assert (loss.table, loss.is_made) == ([], False)
         assert list(loss.by_name.items()) == [("owner", "loss")]
+
+    def test_all_stays_unless_something_is_foreign(self):
+        model, seen, count = nn.Linear(2, 2), list[Any](), 0
+
+        def hook(_module: nn.Module, _args: Any, out: torch.Tensor) -> None:
+            nonlocal count
+            count += 1
+            seen.append(out)
+
+        model.register_forward_hook(hook)
+        for is_foreign, kept in ((None, 0), (torch.is_tensor, 0), (callable, 1)):
+            count = 0
+            with reached_put_back(model, is_foreign):
+                model(torch.ones(1, 2))
+                assert (len(seen), count) == (1, 1)
+            assert (len(seen), count) == (kept, kept)

@@ -4,7 +4,7 @@ import functools
 import inspect
 import types
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -72,51 +72,93 @@ def captured_tensors(function: object) -> list[torch.Tensor]:
 
 
 @contextmanager
-def collected_put_back(model: nn.Module) -> Generator[None]:
-    """Let hooks of a model collect tensors inside, and take these out again.
+def reached_put_back(
+    model: nn.Module, is_foreign: Callable[[object], bool] | None = None
+) -> Generator[None]:
+    """Let hooks of a model run inside, and put back what they change of their own.
 
-    Looked at are the lists, mappings, sets and queues that hooks of its modules reach,
-    and functions that somebody has put in the place of a ``forward``. One that has
-    other tensors at the end is as it was at the beginning then.
+    Hooks of its modules are looked at, and functions that somebody has put in the place
+    of a ``forward``: the attributes of objects that these reach, what is in lists,
+    mappings, sets and queues, and variables of functions around them.
+
+    Parameters
+    ----------
+    model
+        The model.
+    is_foreign
+        If given, all stays unless there is something now for which this says so: then
+        nothing that the hooks have made inside is of use.
     """
-    search = _Search()
+    search = _Search(model.modules())
     for module in model.modules():
         replaced = vars(module).get("forward")
         for function in (*forward_hooks(module), replaced):
-            # What remat has installed looks after itself.
-            if not type(function).__module__.startswith("remat."):
-                search.run(function)
-    before = [(each, _entries(each)) for each in search.collections.values()]
+            search.run(function)
+    states = [_State(each) for each in search.states.values()]
     try:
         yield
     finally:
-        for each, entries in before:
-            known = {id(value) for _, value in entries}
-            others = [value for _, value in _entries(each) if id(value) not in known]
-            if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(others)):
-                each.clear()
-                for key, value in entries:
-                    match each:
-                        case dict():
-                            each[key] = value
-                        case set():
-                            each.add(value)
-                        case _:
-                            each.append(value)
+        others = [value for state in states for value in state.others()]
+        if is_foreign is None or any(map(is_foreign, tree_leaves(others))):
+            for state in states:
+                state.put_back()
 
 
-def _entries(collection: Any) -> list[tuple[Any, Any]]:
-    """Return what is in a collection, with keys, whatever a class of its own does."""
-    if isinstance(collection, dict):
-        return list(dict.items(cast("dict[Any, Any]", collection)))
-    kind = next(kind for kind in _COLLECTIONS if isinstance(collection, kind))
-    return [(None, value) for value in kind.__iter__(collection)]
+class _State:
+    """What is in a collection, or in a variable of a function, at some time."""
+
+    def __init__(self, place: Any) -> None:
+        self._place = place
+        self._entries = _entries(place)
+
+    def others(self) -> list[Any]:
+        """Return what is there now and was not then."""
+        known = {id(value) for _, value in self._entries}
+        return [value for _, value in _entries(self._place) if id(value) not in known]
+
+    def put_back(self) -> None:
+        """Let it be as it was, if it is not."""
+        place = self._place
+        now, then = (
+            [(id(key), id(value)) for key, value in entries]
+            for entries in (_entries(place), self._entries)
+        )
+        if now == then:
+            return
+        if isinstance(place, types.CellType):
+            del place.cell_contents
+        else:
+            place.clear()
+        for key, value in self._entries:
+            match place:
+                case types.CellType():
+                    place.cell_contents = value
+                case dict():
+                    place[key] = value
+                case set():
+                    place.add(value)
+                case _:
+                    place.append(value)
+
+
+def _entries(place: Any) -> list[tuple[Any, Any]]:
+    """Return what is in a place, with keys, whatever a class of its own does."""
+    if isinstance(place, types.CellType):
+        return [(None, value) for value in _contents(place)]
+    if isinstance(place, dict):
+        return list(dict.items(cast("dict[Any, Any]", place)))
+    kind: Any = next(kind for kind in _COLLECTIONS if isinstance(place, kind))
+    return [(None, value) for value in kind.__iter__(place)]
 
 
 class _Search:
-    def __init__(self) -> None:
+    """What functions reach, beyond modules whose state others look after."""
+
+    def __init__(self, own: Iterable[nn.Module] = ()) -> None:
+        self.own = frozenset(own)
         self.found: dict[int, torch.Tensor] = {}
-        self.collections: dict[int, Any] = {}
+        # What hooks may change: collections, attributes, and variables of functions.
+        self.states: dict[int, Any] = {}
         self.seen: set[tuple[int, _Names]] = set()
         self.waiting: list[tuple[object, _Names]] = []
         # Bound methods are made on access; kept, so that no identity is used twice.
@@ -144,14 +186,10 @@ class _Search:
                 return
             case nn.Module():
                 self.add(plain_tensors(item), names)
-                # Such as a loss with layers of its own, whose method is a hook.
-                own = (vars(item)[name] for name in vars(item).keys() - _OF_EACH_MODULE)
-                self.add(
-                    (each for each in own if isinstance(each, _COLLECTIONS)), names
-                )
+                self.visit_module(item, names)
             case Mapping() | list() | tuple() | set() | frozenset() | deque():
                 if isinstance(item, _COLLECTIONS):
-                    self.collections[id(item)] = item
+                    self.states[id(item)] = item
                 self.add(_elements(cast("Iterable[object]", item)), names)
             case functools.partial():
                 self.add([item.func, item.args, item.keywords], names)
@@ -165,11 +203,20 @@ class _Search:
             case _:
                 self.visit_object(item, names)
 
+    def visit_module(self, module: nn.Module, names: _Names) -> None:
+        if module in self.own:
+            return
+        # Such as a loss with layers of its own, whose method is a hook.
+        self.states[id(vars(module))] = vars(module)
+        own = (vars(module)[name] for name in vars(module).keys() - _OF_EACH_MODULE)
+        self.add((each for each in own if isinstance(each, _COLLECTIONS)), names)
+
     def visit_function(self, function: types.FunctionType) -> None:
         if _is_foreign(function.__module__):
             return
         names = _names_in(function)
         for cell in function.__closure__ or ():
+            self.states[id(cell)] = cell
             # A cell of a name that was never assigned is empty.
             self.add(_contents(cell), names)
         self.add(function.__defaults__ or (), names)
@@ -187,6 +234,10 @@ class _Search:
     def visit_object(self, item: object, names: _Names) -> None:
         if _is_foreign(type(item).__module__):
             return
+        attributes = getattr(item, "__dict__", None)
+        # What remat has installed looks after itself.
+        if type(attributes) is dict and not _is_ours(item):
+            self.states[id(attributes)] = attributes
         for name in {*names, "__call__"}:
             value = inspect.getattr_static(item, name, None)
             match value:
@@ -213,6 +264,10 @@ def _contents(cell: types.CellType) -> list[object]:
         return [cell.cell_contents]
     except ValueError:
         return []
+
+
+def _is_ours(item: object) -> bool:
+    return type(item).__module__.partition(".")[0] == "remat"
 
 
 def _is_foreign(module: str | None) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from remat.capture.captured import collected_put_back
+from remat.capture.captured import reached_put_back
 from remat.torch_compat.attributes import plain_call
 from remat.torch_compat.names import (
     FakeTensor,
@@ -46,8 +46,8 @@ def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     """Call a model once on fake tensors, so that it prepares what it prepares once.
 
     Parameters, buffers, gradients and random state stay as they are, and so does every
-    attribute that would hold a fake tensor. Hooks of the model run, on fake tensors;
-    what they collect of these is taken out again.
+    attribute that would hold a fake tensor. Hooks of the model run, on fake tensors; if
+    they keep any, what they reach is put back.
 
     Notes
     -----
@@ -69,7 +69,7 @@ def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     inputs = tree_map_only(torch.Tensor, fake, (args, dict(kwargs)))
     with (
         _without_fakes(model),
-        collected_put_back(model),
+        reached_put_back(model, lambda value: isinstance(value, FakeTensor)),
         preserve_rng_state(),
         torch.no_grad(),
         mode,

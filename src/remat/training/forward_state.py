@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from remat.capture.captured import collected_put_back
+from remat.capture.captured import reached_put_back
 from remat.torch_compat.accelerators import (
     forked_random_state,
     is_accelerator,
@@ -60,7 +60,7 @@ def kept(model: nn.Module) -> Generator[Kept]:
     Buffers, and tensors that are attributes, are copies meanwhile. Random generators,
     those of Python and NumPy and those that are attributes too, the attributes of the
     modules, what is in lists, mappings, sets, queues and arrays among them, hooks, what
-    these have collected, and what ``parametrize.cached`` has are put back.
+    these change of their own, and what ``parametrize.cached`` has are put back.
     """
     found = Kept()
     modules = list(model.modules())
@@ -87,7 +87,7 @@ def kept(model: nn.Module) -> Generator[Kept]:
         with (
             forked_random_state(_accelerators(model)),
             parametrizations_put_back(),
-            collected_put_back(model),
+            reached_put_back(model),
         ):
             yield found
     finally:
