@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import types
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -17,6 +18,9 @@ from remat.torch_compat.names import tree_leaves
 _NOT_THE_USERS = ("torch", "builtins", "functools", "numpy")
 _CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 _COLLECTIONS = (list, dict, set, deque)
+_MOST_ELEMENTS = 10_000
+"""A list of a million samples takes seconds to look into, and hooks keep no such."""
+
 _OF_EACH_MODULE = frozenset(vars(nn.Module()))
 _Names = frozenset[str]
 
@@ -89,7 +93,7 @@ def reached_put_back(
         If given, all stays unless there is something now for which this says so: then
         nothing that the hooks have made inside is of use.
     """
-    search = _Search(model.modules())
+    search = _Search(model.modules(), _MOST_ELEMENTS)
     for module in model.modules():
         replaced = vars(module).get("forward")
         for function in (*forward_hooks(module), replaced):
@@ -154,8 +158,12 @@ def _entries(place: Any) -> list[tuple[Any, Any]]:
 class _Search:
     """What functions reach, beyond modules whose state others look after."""
 
-    def __init__(self, own: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self, own: Iterable[nn.Module] = (), most_elements: float = math.inf
+    ) -> None:
         self.own = frozenset(own)
+        # Larger collections are not looked into.
+        self.most_elements = most_elements
         self.found: dict[int, torch.Tensor] = {}
         # What hooks may change: collections, attributes, and variables of functions.
         self.states: dict[int, Any] = {}
@@ -190,6 +198,8 @@ class _Search:
             case Mapping() | list() | tuple() | set() | frozenset() | deque():
                 if isinstance(item, _COLLECTIONS):
                     self.states[id(item)] = item
+                if len(item) > self.most_elements:
+                    return
                 self.add(_elements(cast("Iterable[object]", item)), names)
             case functools.partial():
                 self.add([item.func, item.args, item.keywords], names)
