@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import math
 import types
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -93,7 +92,7 @@ def reached_put_back(
         If given, all stays unless there is something now for which this says so: then
         nothing that the hooks have made inside is of use.
     """
-    search = _Search(model.modules(), _MOST_ELEMENTS)
+    search = _SearchOfHooks(model.modules())
     for module in model.modules():
         replaced = vars(module).get("forward")
         for function in (*forward_hooks(module), replaced):
@@ -129,20 +128,26 @@ class _State:
         )
         if now == then:
             return
-        if isinstance(place, types.CellType):
-            del place.cell_contents
-        else:
-            place.clear()
-        for key, value in self._entries:
-            match place:
-                case types.CellType():
+        values = [value for _, value in self._entries]
+        match place:
+            case types.CellType():
+                for value in values:
                     place.cell_contents = value
-                case dict():
-                    place[key] = value
-                case set():
-                    place.add(value)
-                case _:
-                    place.append(value)
+            case dict():
+                # Never empty, as others may read attributes meanwhile.
+                known = dict(self._entries)
+                for key, _ in _entries(place):
+                    if key not in known:
+                        del place[key]
+                for key, value in self._entries:
+                    if key not in place or place[key] is not value:
+                        place[key] = value
+            case set():
+                place.clear()
+                place.update(values)
+            case _:
+                place.clear()
+                place.extend(values)
 
 
 def _entries(place: Any) -> list[tuple[Any, Any]]:
@@ -156,17 +161,8 @@ def _entries(place: Any) -> list[tuple[Any, Any]]:
 
 
 class _Search:
-    """What functions reach, beyond modules whose state others look after."""
-
-    def __init__(
-        self, own: Iterable[nn.Module] = (), most_elements: float = math.inf
-    ) -> None:
-        self.own = frozenset(own)
-        # Larger collections are not looked into.
-        self.most_elements = most_elements
+    def __init__(self) -> None:
         self.found: dict[int, torch.Tensor] = {}
-        # What hooks may change: collections, attributes, and variables of functions.
-        self.states: dict[int, Any] = {}
         self.seen: set[tuple[int, _Names]] = set()
         self.waiting: list[tuple[object, _Names]] = []
         # Bound methods are made on access; kept, so that no identity is used twice.
@@ -194,12 +190,7 @@ class _Search:
                 return
             case nn.Module():
                 self.add(plain_tensors(item), names)
-                self.visit_module(item, names)
             case Mapping() | list() | tuple() | set() | frozenset() | deque():
-                if isinstance(item, _COLLECTIONS):
-                    self.states[id(item)] = item
-                if len(item) > self.most_elements:
-                    return
                 self.add(_elements(cast("Iterable[object]", item)), names)
             case functools.partial():
                 self.add([item.func, item.args, item.keywords], names)
@@ -213,20 +204,11 @@ class _Search:
             case _:
                 self.visit_object(item, names)
 
-    def visit_module(self, module: nn.Module, names: _Names) -> None:
-        if module in self.own:
-            return
-        # Such as a loss with layers of its own, whose method is a hook.
-        self.states[id(vars(module))] = vars(module)
-        own = (vars(module)[name] for name in vars(module).keys() - _OF_EACH_MODULE)
-        self.add((each for each in own if isinstance(each, _COLLECTIONS)), names)
-
     def visit_function(self, function: types.FunctionType) -> None:
         if _is_foreign(function.__module__):
             return
         names = _names_in(function)
         for cell in function.__closure__ or ():
-            self.states[id(cell)] = cell
             # A cell of a name that was never assigned is empty.
             self.add(_contents(cell), names)
         self.add(function.__defaults__ or (), names)
@@ -244,10 +226,6 @@ class _Search:
     def visit_object(self, item: object, names: _Names) -> None:
         if _is_foreign(type(item).__module__):
             return
-        attributes = getattr(item, "__dict__", None)
-        # What remat has installed looks after itself.
-        if type(attributes) is dict and not _is_ours(item):
-            self.states[id(attributes)] = attributes
         for name in {*names, "__call__"}:
             value = inspect.getattr_static(item, name, None)
             match value:
@@ -265,6 +243,60 @@ class _Search:
             self.add([function, owner], _names_in(function))
 
 
+class _SearchOfHooks(_Search):
+    """What hooks reach, and may change.
+
+    Parameters
+    ----------
+    modules
+        Whose state others look after.
+
+    Attributes
+    ----------
+    states
+        Collections, attributes of objects, and variables of functions.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.modules = frozenset(modules)
+        self.states: dict[int, Any] = {}
+
+    def visit(self, item: object, names: _Names) -> None:
+        # What remat has installed looks after itself.
+        if _is_ours(item):
+            return
+        if isinstance(item, nn.Module):
+            self.visit_module(item, names)
+            return
+        if isinstance(item, _COLLECTIONS):
+            self.states[id(item)] = item
+            if len(cast("list[Any]", item)) > _MOST_ELEMENTS:
+                return
+        super().visit(item, names)
+
+    def visit_module(self, module: nn.Module, names: _Names) -> None:
+        if module in self.modules:
+            return
+        # Such as a loss with layers of its own, whose method is a hook.
+        self.states[id(vars(module))] = vars(module)
+        own = (vars(module)[name] for name in vars(module).keys() - _OF_EACH_MODULE)
+        self.add((each for each in own if isinstance(each, _COLLECTIONS)), names)
+
+    def visit_function(self, function: types.FunctionType) -> None:
+        if not _is_foreign(function.__module__):
+            cells = function.__closure__ or ()
+            self.states |= {id(cell): cell for cell in cells}
+        super().visit_function(function)
+
+    def visit_object(self, item: object, names: _Names) -> None:
+        # Attributes of some mappings are their entries.
+        attributes = item.__dict__ if type(item).__dictoffset__ else None
+        if type(attributes) is dict and not _is_foreign(type(item).__module__):
+            self.states[id(attributes)] = attributes
+        super().visit_object(item, names)
+
+
 def _elements(items: Iterable[object]) -> Iterable[object]:
     return items.values() if isinstance(items, Mapping) else items
 
@@ -277,7 +309,10 @@ def _contents(cell: types.CellType) -> list[object]:
 
 
 def _is_ours(item: object) -> bool:
-    return type(item).__module__.partition(".")[0] == "remat"
+    function = item.__func__ if isinstance(item, types.MethodType) else item
+    is_function = isinstance(function, types.FunctionType)
+    module = function.__module__ if is_function else type(item).__module__
+    return (module or "").partition(".")[0] == "remat"
 
 
 def _is_foreign(module: str | None) -> bool:
