@@ -10,11 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import remat
 from remat.capture.captured import (
     captured_tensors,
     plain_tensors,
     reached_put_back,
 )
+from remat.training.fitted_model import fitted_on
 
 global_target = torch.zeros(3)
 module = types.ModuleType("settings")
@@ -198,3 +200,31 @@ class TestReached:
                 model(torch.ones(1, 2))
                 assert (len(seen), count) == (1, 1)
             assert (len(seen), count) == (kept, kept)
+
+    def test_objects_with_ways_of_their_own_are_looked_at(self):
+        class ByName(dict[str, Any]):
+            def __getattr__(self, name: str) -> Any:
+                return self[name]
+
+        model, entries, large = nn.Linear(2, 2), ByName(seen=[]), [[]] * 20_000
+
+        def hook(_module: nn.Module, _args: Any, out: torch.Tensor) -> None:
+            entries.seen.append(out)
+            entries["latest"] = out
+            large.append([])
+
+        model.register_forward_hook(hook)
+        with reached_put_back(model):
+            model(torch.ones(1, 2))
+        assert entries == {"seen": []}
+        assert len(large) == 20_000
+
+    def test_what_remat_has_installed_is_left_alone(self):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        x = torch.randn(2, 4)
+        remat.fit(model, x, budget="100%", costs="estimated")
+        fitted = fitted_on(model)
+        assert fitted is not None
+        with reached_put_back(model):
+            fitted.told.add("something")
+        assert "something" in fitted.told
