@@ -224,7 +224,9 @@ class TestReached:
         x = torch.randn(2, 4)
         remat.fit(model, x, budget="100%", costs="estimated")
         fitted = fitted_on(model)
-        calls = vars(fitted)["_call_count"]
-        with reached_put_back(model):
+        names, calls = list[str](), vars(fitted)["_call_count"]
+        other = nn.Linear(4, 4)
+        other.register_forward_hook(lambda *_: names.append(fitted.name))
+        with reached_put_back(other):
             model(x)
         assert vars(fitted)["_call_count"] == calls + 1
