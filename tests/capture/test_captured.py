@@ -223,7 +223,7 @@ class TestReached:
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
         x = torch.randn(2, 4)
         remat.fit(model, x, budget="100%", costs="estimated")
-        fitted = fitted_on(model)
+        fitted: Any = fitted_on(model)
         names, calls = list[str](), vars(fitted)["_call_count"]
         other = nn.Linear(4, 4)
         other.register_forward_hook(lambda *_: names.append(fitted.name))
