@@ -640,14 +640,14 @@ def difference(outputs: Any) -> torch.Tensor:
 
 def test_a_loss_outside_is_planned_at_the_largest_size() -> None:
     how: dict[str, Any] = {"budget": "80%", "loss": difference, "costs": "estimated"}
+    # The local search of "auto" also moves the ops for sizes, which only one graph has.
+    how["solver"] = "min-cut-retention"
     model = Outer()
     plain = copy.deepcopy(model)
     plan = remat.fit(model, batch_of(20), dynamic={"x": {1: (2, 64)}}, **how)
     static = remat.plan(Outer(), batch_of(64), **how)
-    for name in ("budget_bytes", "baseline_peak_bytes"):
+    for name in ("peak_bytes", "budget_bytes", "baseline_peak_bytes"):
         assert getattr(plan, name) == getattr(static, name)
-    # Its graph has ops for sizes, so that a search may end with another schedule.
-    assert plan.peak_bytes == pytest.approx(static.peak_bytes, rel=1e-3)
     for size in (64, 3, 20):
         for each in (model, plain):
             torch.manual_seed(size)

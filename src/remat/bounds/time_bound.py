@@ -120,7 +120,8 @@ class TimeBounds:
         instance = self._instance
         if instance is not None and not self._is_quick:
             moments = full_moments(instance, fullest)
-            if len(moments) > len(_edge(instance, default_chain(instance))):
+            # Else it is the program of the boundary.
+            if moments[-1] != instance.boundary:
                 self._take(self._solved(instance, lambda: moments))
         return self.best_ns
 

@@ -15,8 +15,8 @@ from remat.core.schedule import Compute
 from remat.planning.plan import Plan
 
 NEGLIGIBLE_GAP = 0.001
-"""A plan that is proved to be as near as this is searched around only with a time
-limit: then there is time."""
+"""Of a plan that is proved to be as near as this, no more is proved, and it is searched
+around only with a time limit: then there is time."""
 
 
 def is_near(bounds: TimeBounds, cost_ns: int, gap: float) -> bool:

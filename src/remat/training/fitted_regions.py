@@ -826,7 +826,7 @@ class FittedDeepModel(FittedRegions):
         runs_hooks: bool,
     ) -> None:
         """Plan a call of a new kind before it runs, if it is not one graph by now."""
-        # The first call of a loop was planned just now, as a first step.
+        # The first call of a loop, or among other processes, was planned just now.
         if self._whole is not None:
             raise _OneGraphError(self._whole)
         super().before_call(args, kwargs, contents, runs_hooks=runs_hooks)
