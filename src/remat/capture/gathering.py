@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
 from remat.capture.joint_program import JointProgram
+from remat.capture.varying_sizes import Sizes
 from remat.torch_compat.accelerators import note_random_state
 from remat.torch_compat.attributes import (
     CAST_NODE,
@@ -53,13 +54,24 @@ class RegionCode:
     Parameters
     ----------
     sources
-        Where its inputs come from.
+        Where its inputs come from, those left out that are sizes.
+    sizes
+        What varies among its sizes, where one trace is for many.
+    traced
+        The same at the sizes at which it was traced, ``None`` for these themselves.
     set_up
         The numbers of the orders in which it has run.
     """
 
     sources: tuple[str, ...]
+    sizes: Sizes = ()
+    traced: "RegionCode | None" = None
     set_up: set[int] = field(default_factory=set[int], repr=False)
+
+    @property
+    def trace(self) -> "RegionCode":
+        """What is the same at all sizes that were traced together."""
+        return self.traced or self
 
 
 @dataclass(frozen=True)
@@ -287,11 +299,11 @@ class SeenRegion:
 
 @dataclass(frozen=True)
 class _Returned:
-    """What a region returned, and how many values more it had saved for backward."""
+    """What a region returned, and what it had saved for backward but tensors."""
 
     code: RegionCode
     values: list[Any]
-    saved_count: int
+    saved: list[Any]
 
 
 class Gathering:
@@ -405,6 +417,8 @@ class Gathering:
             if not is_tangent(node)
         ]
         for node, value in zip(inputs, values, strict=True):
+            if not isinstance(value, torch.Tensor):
+                continue  # A size that varies.
             (storage,) = program.storages_of[node]
             seen.given[storage] = self.note_eager(value, index)
             self._note_version(value)
@@ -423,7 +437,7 @@ class Gathering:
         if self._is_kept or known is None or known.code is not self.seen[-1].code:
             return None
         # Made here, and so recorded, as those of a run would be.
-        return [*_copies(known.values), *[None] * known.saved_count]
+        return [*_copies(known.values), *known.saved]
 
     def _keep(self, seen: SeenRegion, values: Sequence[Any]) -> None:
         """Keep what a region returned if it may stand for another run of it."""
@@ -443,7 +457,9 @@ class Gathering:
             self._keeps_bytes -= sum(sizes)
             # Copies, as it is looked at how long the code holds the blocks themselves.
             self._returned[len(self.seen) - 1] = _Returned(
-                seen.code, _copies(values[:count]), len(values) - count
+                seen.code,
+                _copies(values[:count]),
+                [None if _is_kept_tensor(v) else v for v in values[count:]],
             )
 
     def end(self, values: Sequence[Any]) -> list[Any]:
@@ -464,7 +480,10 @@ class Gathering:
         _mark(f"{len(self.seen) - 1}, which ends")
         return [
             *values[: len(nodes)],
-            *(torch.empty(0, device="cpu") for _ in values[len(nodes) :]),
+            *(
+                torch.empty(0, device="cpu") if _is_kept_tensor(value) else value
+                for value in values[len(nodes) :]
+            ),
         ]
 
     def note_node(self, outputs: Sequence[Any]) -> None:
@@ -523,6 +542,11 @@ def _random_states(program: JointProgram) -> list[torch.Tensor]:
     if not program.random_states:
         return []
     return [note_random_state("cpu"), note_random_state(program.device)]
+
+
+def _is_kept_tensor(saved: Any) -> bool:
+    """Whether a value that is saved for backward is no size, ``None`` if it is gone."""
+    return saved is None or isinstance(saved, torch.Tensor)
 
 
 def _copies(values: Sequence[Any]) -> list[Any]:

@@ -104,7 +104,7 @@ def compiled_entry(
     *,
     traced: Callable[..., Any] | None = None,
     is_whole: bool = True,
-    settings: Mapping[str, Any] | None = None,
+    settings: Callable[[], Mapping[str, Any]] = dict,
     prepared: Callable[[], None] | None = None,
 ) -> Callable[..., Any]:
     """Return the model's call compiled by ``compiler``, with a code cache of its own.
@@ -126,7 +126,7 @@ def compiled_entry(
     is_whole
         Whether a model that the tracer splits into several graphs is refused.
     settings
-        Settings of the tracer and their values.
+        Returns, for each trace, settings of the tracer and their values.
     prepared
         Called when a library has prepared the model in the first call, before anything
         was traced, after which it may have hooks. Given by who looks before each call
@@ -161,7 +161,7 @@ def compiled_code(
     *,
     model: nn.Module,
     is_whole: bool = False,
-    settings: Mapping[str, Any] | None = None,
+    settings: Callable[[], Mapping[str, Any]] = dict,
     guards_hooks: bool = True,
 ) -> Callable[..., Any]:
     """Return a function that a model's call runs, compiled.
@@ -183,7 +183,7 @@ def compiled_code(
         model = found()
         recurrent = nullcontext() if model is None else recurrent_layers(model)
         ignored = _ignored_logs()
-        changed = tracer_settings(ignore_logging_functions=ignored, **(settings or {}))
+        changed = tracer_settings(ignore_logging_functions=ignored, **settings())
         patches: list[Patch] = [untimed_guards]
         if ignored:
             patches.append(unlogged_settings)

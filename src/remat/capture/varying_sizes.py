@@ -193,6 +193,9 @@ def size_inputs(
     for place, value in enumerate(traced):
         if is_symbol(value) and expression_of(value).is_Symbol:
             places.setdefault(expression_of(value), place)
+            # A number of the caller's need be no size of a tensor. To take it for an
+            # integer would let the trace be for this one alone.
+            values.setdefault(expression_of(value), value.node.hint)
     symbols = tuple(symbol for symbol in places if symbol in values)
     return SizeInputs(
         symbols=symbols,

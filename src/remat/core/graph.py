@@ -149,6 +149,12 @@ class Op:
     is_external: bool = False
     source: str = ""
 
+    @property
+    def kind(self) -> str:
+        """The name without the number that tells it from others of its operator."""
+        name, _, number = self.name.rpartition("_")
+        return name if name and number.isdigit() else self.name
+
     def __post_init__(self) -> None:
         self._check_types()
         if len(self.cost_ns) != len(self.workspace_bytes) or not self.cost_ns:

@@ -1050,9 +1050,26 @@ def _structure(graph: TrainingGraph) -> tuple[object, ...]:
     """Return what is equal for graphs that differ in nothing but sizes and times."""
     return (
         [(s.role, s.is_resident) for s in graph.storages],
-        [(op.name, op.reads, op.writes, op.is_recomputable) for op in graph.ops],
+        [(op.kind, op.reads, op.writes, op.is_recomputable) for op in graph.ops],
         (graph.forward_outputs, graph.tangents, graph.final_outputs),
     )
+
+
+def growth_bytes(known: TrainingGraph, found: TrainingGraph) -> int | None:
+    """Return how much more a graph may need, in any order, than one of other sizes.
+
+    ``None`` if they differ in more than sizes and times.
+    """
+    if _structure(known) != _structure(found):
+        return None
+    blocks = zip(known.storages, found.storages, strict=True)
+    workspaces = (
+        new - old
+        for one, other in zip(known.ops, found.ops, strict=True)
+        for old, new in zip(one.workspace_bytes, other.workspace_bytes, strict=True)
+    )
+    more_bytes = sum(max(0, new.size_bytes - old.size_bytes) for old, new in blocks)
+    return more_bytes + max(0, 0, *workspaces)
 
 
 def _slot_blocks(parts: Parts) -> dict[Slot, Storage]:

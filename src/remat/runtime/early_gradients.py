@@ -30,6 +30,7 @@ from remat.capture.autocast import autocast_again
 from remat.capture.gathering import GATE
 from remat.capture.joint_program import InputSpec, is_view
 from remat.capture.surroundings import existing_gradient
+from remat.capture.varying_sizes import varies
 from remat.core.errors import ExecutionError
 from remat.core.gradient_pieces import Piece, divided
 from remat.runtime.copies import copy_bytes
@@ -402,7 +403,9 @@ def _users(value: fx.Node) -> list[fx.Node]:
 
 def _size_bytes(value: fx.Node) -> int:
     example = value.meta.get("val")
-    return example.nbytes if isinstance(example, torch.Tensor) else 0
+    # Sizes vary of activations alone, whose gradients are small beside the others.
+    is_fixed = isinstance(example, torch.Tensor) and not any(map(varies, example.shape))
+    return example.nbytes if is_fixed else 0
 
 
 def _in_pieces(

@@ -184,7 +184,7 @@ def lower(
 
 def lower_again(
     program: JointProgram, ops: Sequence[int], storages: Sequence[int]
-) -> tuple[fx.GraphModule, list[int]]:
+) -> tuple[fx.GraphModule, list[int], list[fx.Node]]:
     """Return a module that runs a part of the forward pass again.
 
     Parameters
@@ -202,6 +202,8 @@ def lower_again(
         Returns a tensor in the block of each of the storages.
     list
         The storages that it is given, each as the tensor that the step keeps it in.
+    list
+        The inputs of the step that it is given before these: sizes that vary.
     """
     kept = replace(program.graph, final_outputs=tuple(storages))
     order = [*range(kept.forward_count), BOUNDARY, *ops]
@@ -226,7 +228,7 @@ def lower_again(
     for tangent in again.tangents:
         again.graph.erase_node(tangent)
     again.graph.output(made)
-    return _module(program.module, again.graph), given
+    return _module(program.module, again.graph), given, again.saved_sizes
 
 
 def _home(program: JointProgram) -> tuple[str, ...]:

@@ -832,7 +832,7 @@ class FittedModel:
             note,
             traced=call,
             is_whole=self.is_whole,
-            settings=_tracer_settings(is_whole=self.is_whole),
+            settings=self.tracer_settings(),
             prepared=prepared,
         )
 
@@ -842,8 +842,12 @@ class FittedModel:
             function,
             self.backend,
             model=self.model,
-            settings=_tracer_settings(is_whole=self.is_whole),
+            settings=self.tracer_settings(),
         )
+
+    def tracer_settings(self) -> Callable[[], Mapping[str, Any]]:
+        """Return what gives the tracer its settings; the tracer never forgets it."""
+        return functools.partial(_tracer_settings, is_whole=self.is_whole)
 
     def forward_to_trace(self) -> Callable[..., Any]:
         """Return the forward that the model had before it was fitted."""

@@ -208,6 +208,26 @@ class FittedRegions(FittedModel):
             backward_in_autocast=self.planner.request.backward_in_autocast,
         )
 
+    def tracer_settings(self) -> Callable[[], Mapping[str, Any]]:
+        """Return what gives the tracer its settings; the tracer never forgets it.
+
+        What is of another size in a call whose kind was planned, depends on values, and
+        so may vary for ever: from its second size on one trace is for all.
+        """
+        fixed, planner = super().tracer_settings(), weakref.ref(self.planner)
+
+        def settings() -> Mapping[str, Any]:
+            now = planner()
+            is_running = now is not None and now.running is not None
+            return {
+                **fixed(),
+                "automatic_dynamic_shapes": is_running,
+                # It would read a number again that it has put into a tensor.
+                "specialize_float": True,
+            }
+
+        return settings
+
     def plan_step(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], gradient_bytes: int
     ) -> Plan:

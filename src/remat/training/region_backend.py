@@ -4,20 +4,31 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from remat.capture.gathering import RegionCode
 from remat.capture.joint_program import InputSpec, JointProgram, analyse
 from remat.capture.surroundings import with_pieces
 from remat.capture.tracing import GRADIENT_INSIDE
+from remat.capture.varying_sizes import (
+    SizeInputs,
+    Sizes,
+    VaryingSizes,
+    is_symbol,
+    size_inputs,
+    symbolic_value,
+)
 from remat.core.errors import CaptureError, ExecutionError
 from remat.core.schedule import Schedule
 from remat.planning.regions import RegionOrder, frugal_order
 from remat.runtime.lowering import LoweredStep, lower, lower_again, saved_name
 from remat.runtime.remade import Given, remade
 from remat.torch_compat.attributes import boxed
+from remat.torch_compat.metadata import example_of
 from remat.torch_compat.names import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -46,7 +57,9 @@ class _RunAgain:
     Parameters
     ----------
     run
-        Returns what it makes, from a list of what it starts from.
+        Returns what it makes, from a list of sizes and of what it starts from.
+    sizes
+        The positions of these sizes among the arguments of forward.
     given
         Of what it starts from, the position among the arguments of forward, or, from
         what forward saves for backward, the position there: negative from -1 on.
@@ -57,6 +70,7 @@ class _RunAgain:
     """
 
     run: Callable[[list[Any]], Any]
+    sizes: tuple[int, ...]
     given: tuple[int, ...]
     made: tuple[int, ...]
     unread: frozenset[int]
@@ -69,6 +83,66 @@ def _dropped_inputs(backward: fx.GraphModule) -> tuple[int, ...]:
     """Return the positions of inputs of backward that forward does not keep."""
     inputs = backward.graph.find_nodes(op="placeholder")
     return tuple(i for i, node in enumerate(inputs) if node.meta.get(_DROPPED))
+
+
+def _run_with(
+    sizes: list[Any], run: Callable[[list[Any]], Any], given: list[Any]
+) -> Any:
+    """Run what takes sizes before all else; whoever calls keeps none of the rest."""
+    given[:0] = sizes
+    return run(given)
+
+
+class _Codes:
+    """The codes of one traced function, one for each of the sizes that it has had.
+
+    Parameters
+    ----------
+    module
+        What the tracer hands over.
+    sizes
+        The inputs that are sizes, ``None`` if none varies.
+    """
+
+    def __init__(self, module: fx.GraphModule, sizes: SizeInputs | None) -> None:
+        values = map(example_of, module.graph.find_nodes(op="placeholder"))
+        self._sources = tuple(
+            source
+            for source, value in zip(sources_of(module), values, strict=True)
+            if not is_symbol(value)
+        )
+        self._sizes = sizes
+        # Under each autocast of backward passes it is another graph.
+        self._traced: dict[Any, RegionCode] = {}
+        self._known: dict[Any, RegionCode] = {}
+
+    def traced(self, state: Any) -> RegionCode:
+        """Return the code at the sizes at which it was traced."""
+        if state not in self._traced:
+            first = () if self._sizes is None else self._sizes.first
+            self._traced[state] = RegionCode(self._sources, first)
+        return self._traced[state]
+
+    def of(self, state: Any, inputs: Sequence[Any]) -> RegionCode:
+        """Return the code at the sizes of a call."""
+        traced = self.traced(state)
+        if self._sizes is None:
+            return traced
+        sizes = self._sizes.sizes_in(inputs)
+        if sizes == traced.sizes:
+            return traced
+        found = self._known.get((state, sizes))
+        if found is None:
+            # Plans keep those that they are of.
+            if len(self._known) == _MOST_SIZES:
+                del self._known[next(iter(self._known))]
+            found = RegionCode(self._sources, sizes, traced)
+            self._known[state, sizes] = found
+        return found
+
+
+_MOST_SIZES = 256
+"""How many sizes of one trace are remembered."""
 
 
 class RegionBackend(PlannedBackend):
@@ -84,8 +158,9 @@ class RegionBackend(PlannedBackend):
         Name of the training graphs, for people.
     """
 
-    # What is compiled now.
+    # What is compiled now, and what was called last.
     _now: "_Compiling"
+    _called: RegionCode
 
     def __init__(
         self,
@@ -122,23 +197,16 @@ class RegionBackend(PlannedBackend):
     ) -> Callable[..., Any]:
         """Compile one graph, to run in the order that keeps nothing; others later."""
         specs = self.describe_inputs(module, example_inputs)
-        sources = tuple(sources_of(module))
-        # Under each autocast of backward passes it is another graph.
-        codes: dict[Any, RegionCode] = {}
+        sizes = size_inputs(module, example_inputs, ())
+        codes = _Codes(module, sizes)
         variants: dict[tuple[RegionCode, int], Callable[..., Any]] = {}
 
-        def code_now() -> RegionCode:
-            state = self.backward_autocast
-            if state not in codes:
-                codes[state] = RegionCode(sources)
-            return codes[state]
-
         def variant(choice: RegionChoice, inputs: Sequence[Any]) -> Callable[..., Any]:
-            key = choice.code, choice.number
+            key = choice.code.trace, choice.number
             if key not in variants:
                 self._now = _Compiling(choice=choice, inputs=specs)
                 with preserve_rng_state():
-                    compiled = self.compile(module, inputs, specs)
+                    compiled = self.compile(module, inputs, specs, sizes)
                 variants[key] = compiled
             return variants[key]
 
@@ -154,15 +222,19 @@ class RegionBackend(PlannedBackend):
                 # It collects young ones only, so that values of the step would stay.
                 gc.collect()
             between = planner.between.leading_to(inputs)
-            choice = planner.choice_for(code_now(), between)
-            outputs = variant(choice, inputs)(*inputs)
+            code = codes.of(self.backward_autocast, inputs)
+            choice = planner.choice_for(code, between)
+            compiled = variant(choice, inputs)
+            self._called = code
+            outputs = compiled(*inputs)
             if planner.gathering is not None:
                 planner.gathering.note_node(outputs)
             planner.check_region_end(choice)
             return outputs
 
         try:
-            first = RegionChoice(code=code_now(), number=FRUGAL)
+            code = codes.traced(self.backward_autocast)
+            first = RegionChoice(code=code, number=FRUGAL)
             variant(first, example_inputs)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             # The tracer takes a smaller graph then, or none.
@@ -185,8 +257,19 @@ class RegionBackend(PlannedBackend):
                 and isinstance(value, nn.Parameter)
                 and value.requires_grad,
             )
+            if isinstance(value, torch.Tensor)
+            else spec
             for spec, value in zip(inputs, values, strict=True)
         ]
+
+    @property
+    def takes_sizes(self) -> bool:
+        """Whether sizes may be among the inputs of a traced function."""
+        return True
+
+    def choose_sizes(self, varying: VaryingSizes) -> Sizes:
+        """Return the sizes at which a graph was traced."""
+        return varying.inputs.first
 
     @property
     def is_alone(self) -> bool:
@@ -211,7 +294,7 @@ class RegionBackend(PlannedBackend):
 
     def _note(self, program: JointProgram) -> None:
         self._now.program = program
-        self.planner.programs.setdefault(self._now.choice.code, program)
+        self.planner.programs.setdefault(self._now.choice.code.trace, program)
 
     def lower(self, program: JointProgram, schedule: Schedule) -> LoweredStep:
         """Return the modules that run a region's part of the plan."""
@@ -220,12 +303,15 @@ class RegionBackend(PlannedBackend):
         lowered = lower(program, schedule, fullest)
         if order is not None and order.remade:
             inputs = list(lowered.backward.graph.find_nodes(op="placeholder"))
-            saved = [str(node.target) for node in inputs]
+            # Forward returns sizes last, and backward is given them first.
+            saved = [str(n.target) for n in inputs if not is_symbol(symbolic_value(n))]
             names = set(map(saved_name, order.remade))
             for node in inputs:
                 # Backward is compiled when it is first called, long after forward.
                 node.meta[_DROPPED] = node.target in names
-            self._now.dropped = _dropped_inputs(lowered.backward)
+            self._now.dropped = tuple(
+                place for place, name in enumerate(saved) if name in names
+            )
             if order.again:
                 self._now.again = self._run_again(program, order, saved)
         return lowered
@@ -237,11 +323,11 @@ class RegionBackend(PlannedBackend):
         writes = [s for op in ops for s in op.writes]
         reads = {s for op in ops for s in op.reads}
         made = [storage for storage in writes if storage in order.remade]
-        module, given = lower_again(program, order.again, made)
+        module, given, sizes = lower_again(program, order.again, made)
         inputs: dict[int, int] = {}
-        nodes = program.module.graph.find_nodes(op="placeholder")
+        nodes = list(program.module.graph.find_nodes(op="placeholder"))
         for position, node in enumerate(nodes):
-            for storage in program.storages_of[node]:
+            for storage in program.storages_of.get(node, ()):
                 inputs.setdefault(storage, position)
         outputs: dict[int, int] = {}
         for position, node in enumerate(program.forward_values):
@@ -250,6 +336,7 @@ class RegionBackend(PlannedBackend):
                     outputs.setdefault(storage, position)
         return _RunAgain(
             run=self.compile_pass(module, ()),
+            sizes=tuple(nodes.index(node) for node in sizes),
             given=tuple(
                 inputs[storage]
                 if storage in inputs
@@ -292,6 +379,7 @@ class RegionBackend(PlannedBackend):
                 for place in known
                 if again is not None and place >= 0
             }
+            sizes = [] if again is None else [arguments[place] for place in again.sizes]
             values = list(forward(arguments))
             if again is not None:
                 given |= {
@@ -300,7 +388,7 @@ class RegionBackend(PlannedBackend):
                     if place < 0
                 }
                 running.remade.note_maker(
-                    again.run,
+                    partial(_run_with, sizes, again.run),
                     [given[place] for place in known],
                     [values[place] for place in again.made],
                 )
@@ -341,13 +429,12 @@ class RegionBackend(PlannedBackend):
     def _watched(
         self, forward: Callable[[list[Any]], Any]
     ) -> Callable[[list[Any]], Any]:
-        code, program = self._now.choice.code, self._now.program
-
         def run(arguments: list[Any]) -> Any:
             gathering = self.planner.gathering
             if gathering is None:
                 return forward(arguments)
-            gathering.begin(code, program, arguments)
+            code = self._called
+            gathering.begin(code, self.planner.program_of(code), arguments)
             values = gathering.known_values()
             if values is None:
                 values = forward(arguments)

@@ -30,6 +30,7 @@ from remat.capture.joint_program import HELD_OUTPUT, JointProgram
 from remat.capture.outputs import FakeOutputs, fakes_like
 from remat.capture.returned import is_loss, loss_in
 from remat.capture.surroundings import FREES_TANGENTS, add_surroundings, tensors_in
+from remat.capture.varying_sizes import is_symbol, symbolic_value
 from remat.core.errors import BudgetError, CaptureError
 from remat.core.graph import Role, TrainingGraph
 from remat.core.liveness import BOUNDARY, kept_for_backward
@@ -55,6 +56,7 @@ from remat.planning.regions import (
     compose,
     frugal_needs,
     frugal_order,
+    growth_bytes,
     plan_regions,
 )
 from remat.planning.replanning import at_sizes
@@ -122,6 +124,9 @@ _SET_UP_BYTES = 512 << 10
 _SET_UP_OP_BYTES = 16 << 10
 """How much more for each graph that runs for the first time, which sets up what stays:
 2 to 4 MB were seen for 9 to 37 graphs."""
+
+_MOST_GROWN = 4096
+"""How many pairs of graphs that differ in sizes are remembered."""
 
 _NOTHING_TO_PLAN = (
     "no graph of the model computes anything that backward goes through, but views at "
@@ -239,8 +244,11 @@ class Running:
     route: Route = field(default_factory=Route)
     # Of what ran between graphs so far.
     more: MoreThanPlanned = AS_PLANNED
-    # The step with the sizes that its regions have had in this call.
+    # The step with the sizes that its first regions have had in this call, how many
+    # these are, and how much more than planned the others have together.
     composed: ComposedStep = field(init=False)
+    sized_count: int = 0
+    grown_bytes: int = 0
     unplanned: int | None = None
     set_up_bytes: int = 0
     excess: int | None = None
@@ -261,11 +269,15 @@ class Running:
 
     def room_bytes(self, way: PlannedStep) -> float:
         """Return how much more than planned may be made between graphs of a way."""
-        return math.inf if self.takes_any_size else way.room_bytes
+        if self.takes_any_size:
+            return math.inf
+        grown_bytes = self.grown_bytes if way is self.step else 0
+        return max(0, way.room_bytes - grown_bytes // _NEEDED_PER_BYTE)
 
     def turn_to(self, step: PlannedStep, composed: ComposedStep) -> None:
         """Go on as a way that began like this step."""
         self.step, self.composed = step, composed
+        self.sized_count, self.grown_bytes = len(self.route.codes), 0
         self.more = AS_PLANNED
         for found, planned in zip(self.route.between, step.between, strict=False):
             self.more = self.more.then(found, planned)
@@ -336,6 +348,11 @@ class RegionPlanner(Planner):
             weakref.WeakKeyDictionary()
         )
         self._graphs: dict[str, TrainingGraph] = {}
+        # Pairs of a planned graph and one called in its place.
+        self._grown: dict[tuple[RegionCode, RegionCode], int | None] = {}
+        self._sized_by_trace: weakref.WeakKeyDictionary[RegionCode, SizedStep] = (
+            weakref.WeakKeyDictionary()
+        )
         # Where sizes vary, those whose operators were measured.
         self._sized_regions: list[SizedStep] = []
         self._fronts: Fronts = {}
@@ -722,8 +739,15 @@ class RegionPlanner(Planner):
                 slots[storage] = backward.slot(node, position)
                 if may_be_one_zero(tangent):
                     one_zeros.add(storage)
+            # Sizes are inputs as well, and autograd knows of tensors alone.
+            inputs = program.module.graph.find_nodes(op="placeholder")
+            gradients_of_tensors = (
+                gradient
+                for given, gradient in zip(inputs, program.backward_values, strict=False)
+                if not is_symbol(symbolic_value(given))
+            )
             for (following, number), value in zip(
-                node.next_functions, program.backward_values, strict=False
+                node.next_functions, gradients_of_tensors, strict=False
             ):
                 if following is not None and isinstance(value, fx.Node):
                     found = program.storages_of[value]
@@ -731,7 +755,7 @@ class RegionPlanner(Planner):
                     views.update(s for s in found if value not in program.base_nodes[s])
         blocks = {**seen.given, **seen.made}
         return Region(
-            graph=self._costed(program),
+            graph=self._graph_of(seen.code),
             given=seen.given,
             made=seen.made,
             changed=frozenset(n for n, block in blocks.items() if block in changed),
@@ -905,11 +929,34 @@ class RegionPlanner(Planner):
             peak_bytes=plan.trace.peak_bytes[0],
         )
 
+    def program_of(self, code: RegionCode) -> JointProgram:
+        """Return the analysis of a graph, at its sizes."""
+        if code not in self.programs:
+            self.programs[code] = self._sized_step(code).program_at(code.sizes)
+        return self.programs[code]
+
+    def _sized_step(self, code: RegionCode) -> SizedStep:
+        """Return what is known of a graph at the sizes at which it was traced."""
+        trace = code.trace
+        if trace not in self._sized_by_trace:
+            program = self.programs[trace]
+            sized = SizedStep.of(program, self._costed(program))
+            self._sized_by_trace[trace] = sized
+        return self._sized_by_trace[trace]
+
+    def _graph_of(self, code: RegionCode) -> TrainingGraph:
+        """Return a graph with what its operators cost, at its sizes."""
+        program = self.program_of(code)
+        if code.traced is None:
+            return self._costed(program)
+        sized = self._sized_step(code)
+        return sized.with_costs(program.graph, sized.graph)
+
     def _choice(self, code: RegionCode, order: RegionOrder | None) -> RegionChoice:
         """Return the choice to run a graph in an order, under that order's number."""
         if order is None:
             return RegionChoice(code=code, number=FRUGAL)
-        known = self._orders.setdefault(code, [])
+        known = self._orders.setdefault(code.trace, [])
         if order not in known:
             known.append(order)
         number = FRUGAL + 1 + known.index(order)
@@ -1043,9 +1090,10 @@ class RegionPlanner(Planner):
         running = self.running
         if running is None or self.gathering is not None:
             return
-        if choice.number not in choice.code.set_up:
-            choice.code.set_up.add(choice.number)
-            ops = self.programs[choice.code].graph.ops
+        set_up = choice.code.trace.set_up
+        if choice.number not in set_up:
+            set_up.add(choice.number)
+            ops = self.programs[choice.code.trace].graph.ops
             running.set_up_bytes += _SET_UP_BYTES + len(ops) * _SET_UP_OP_BYTES
         self._check_live(running, is_over=False)
 
@@ -1086,7 +1134,9 @@ class RegionPlanner(Planner):
         running.route.codes.append(code)
         running.route.between.append(between)
         if running.unplanned is None and (
-            _is_next(running, code, between) or self._goes_on(running, position)
+            _is_next(running, code, between)
+            or self._has_room(running, code, between)
+            or self._goes_on(running, position)
         ):
             choice = running.step.choices[position]
             return choice if choice.code is code else self._choice(code, choice.order)
@@ -1094,6 +1144,45 @@ class RegionPlanner(Planner):
             self._refuse_known(running, is_over=False)
         self._run_unplanned(running, code, position)
         return RegionChoice(code=code, number=FRUGAL)
+
+    def _has_room(self, running: Running, code: RegionCode, between: Between) -> bool:
+        """Whether the next graph is the planned one at sizes that surely fit.
+
+        All that has more bytes than planned, taken together, is no more than the plan
+        leaves of the budget; so no replay is needed.
+        """
+        step, position = running.step, len(running.route.codes) - 1
+        if position >= len(step.choices):
+            return False
+        planned = step.between[position]
+        grown_bytes = self._grown_bytes(step.choices[position].code, code)
+        if grown_bytes is None or between.kinds != planned.kinds:
+            return False
+        more = running.more.then(between, planned)
+        left_bytes = (step.plan.budget_bytes or 0) - step.peak_bytes
+        needed_bytes = running.grown_bytes + grown_bytes
+        if not running.takes_any_size:
+            needed_bytes += _NEEDED_PER_BYTE * more.size_bytes
+        if needed_bytes > left_bytes:
+            return False
+        running.more = more
+        running.grown_bytes += grown_bytes
+        return True
+
+    def _grown_bytes(self, planned: RegionCode, code: RegionCode) -> int | None:
+        """Return how much more a graph may need than a planned one, if it is like that.
+
+        The growth of all blocks, and the largest of an operator's workspace.
+        """
+        if planned.sources != code.sources or not (planned.sizes or code.sizes):
+            return None
+        pair = planned, code
+        if pair not in self._grown:
+            if len(self._grown) == _MOST_GROWN:
+                self._grown.clear()
+            known, found = self._graph_of(planned), self._graph_of(code)
+            self._grown[pair] = growth_bytes(known, found)
+        return self._grown[pair]
 
     def _resized(
         self,
@@ -1107,8 +1196,8 @@ class RegionPlanner(Planner):
             return composed
         if planned.sources != code.sources:
             return None
-        known, found = self.programs[planned], self.programs[code]
-        return composed.resized(position, self._costed(known), self._costed(found))
+        known, found = self._graph_of(planned), self._graph_of(code)
+        return composed.resized(position, known, found)
 
     def _goes_on(self, running: Running, position: int) -> bool:
         """Whether a step may go on with a graph that is not the planned one.
@@ -1208,10 +1297,10 @@ class RegionPlanner(Planner):
 
     def _are_same(self, one: RegionCode, other: RegionCode) -> bool:
         """Whether graphs are one, or traced again with the same result."""
-        return one is other or (
-            one.sources == other.sources
-            and self.programs[one].fingerprint == self.programs[other].fingerprint
-        )
+        if one is other or one.sources != other.sources:
+            return one is other
+        known, found = self.programs[one.trace], self.programs[other.trace]
+        return one.sizes == other.sizes and known.fingerprint == found.fingerprint
 
     def _taken_so_far(self, running: Running, way: PlannedStep) -> ComposedStep | None:
         """Return a way's step with the sizes seen in this call, if that goes this way.
@@ -1228,7 +1317,7 @@ class RegionPlanner(Planner):
             running.room_bytes(way),
         ):
             return None
-        first = len(running.route.codes) - 1 if is_own else 0
+        first = running.sized_count if is_own else 0
         return self._sized_like(running.route, way, composed, first)
 
     def is_known(self, route: Route, ways: Sequence[PlannedStep]) -> bool:
@@ -1262,7 +1351,7 @@ class RegionPlanner(Planner):
             running.unplanned = position
             running.held_bytes = step.held_bytes[before]
             running.backward_bytes = step.backward_bytes[before]
-        graph = self._costed(self.programs[code])
+        graph = self._graph_of(code)
         peak_bytes, held_bytes = frugal_needs(graph)
         # They are there while the regions before run backward.
         running.backward_bytes += sum(
@@ -1393,7 +1482,8 @@ def _fingerprint(gathering: Gathering, composed: ComposedStep) -> str:
     digest = hashlib.sha256()
     for seen, mapped in zip(gathering.seen, composed.storages, strict=True):
         links = sorted(mapped[storage] for storage in seen.given)
-        digest.update(f"{seen.program.fingerprint}|{links}\n".encode())
+        sizes = seen.code.sizes or ""
+        digest.update(f"{seen.program.fingerprint}{sizes}|{links}\n".encode())
     for index, region in enumerate(composed.regions):
         if region.changed:
             digest.update(f"{index} changed {sorted(region.changed)}\n".encode())

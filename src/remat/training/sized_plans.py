@@ -180,7 +180,7 @@ def have_same_ops(first: TrainingGraph, second: TrainingGraph) -> bool:
     if len(first.storages) != len(second.storages):
         return False
     one, other = (
-        [(op.name, op.reads, op.writes, op.phase) for op in graph.ops]
+        [(op.kind, op.reads, op.writes, op.phase) for op in graph.ops]
         for graph in (first, second)
     )
     return one == other

@@ -331,7 +331,7 @@ class PlannedBackend:
                 describe_input(source) if source else InputSpec(node.name, Role.INPUT)
             )
         for value, spec in zip(example_inputs, specs, strict=True):
-            if isinstance(value, int | float | torch.SymInt) and not self.asked:
+            if isinstance(value, int | float | torch.SymInt) and not self.takes_sizes:
                 msg = (
                     f"input {spec.name!r} is a {type(value).__name__}, not a tensor: the "
                     "step was traced with dynamic shapes; compile with dynamic=False, "
@@ -341,6 +341,11 @@ class PlannedBackend:
                 )
                 self.fail(CaptureError(msg))
         return specs
+
+    @property
+    def takes_sizes(self) -> bool:
+        """Whether sizes may be among the inputs of a traced function."""
+        return bool(self.asked)
 
     def given_inputs(
         self, inputs: Sequence[InputSpec], values: Sequence[Any]
