@@ -87,6 +87,8 @@ class Between:
         that they hand to graphs and to leaves.
     largest_bytes
         Most that one operator returned.
+    wholes_bytes
+        Bytes of the gradients of all tensors of which a part was taken as a view.
     kept_bytes
         Bytes of what they keep for their backward pass, parameters and buffers left
         out.
@@ -95,10 +97,13 @@ class Between:
     kinds: frozenset[tuple[str, int]]
     made_bytes: int
     largest_bytes: int
+    wholes_bytes: int
     kept_bytes: int
 
 
-NOTHING_BETWEEN = Between(frozenset(), made_bytes=0, largest_bytes=0, kept_bytes=0)
+NOTHING_BETWEEN = Between(
+    frozenset(), made_bytes=0, largest_bytes=0, wholes_bytes=0, kept_bytes=0
+)
 
 
 @dataclass(frozen=True)
@@ -111,8 +116,8 @@ class MoreThanPlanned:
         In all places up to this one; less of the one makes up for more of the other
         nowhere.
     here_bytes
-        What was made at this place alone, in all or in one piece. Less of it earlier
-        does not make up for that either.
+        What was made at this place alone, in all or in one piece, or half of what is
+        in backward for views. Less of it earlier does not make up for that either.
     """
 
     made_bytes: int = 0
@@ -124,7 +129,12 @@ class MoreThanPlanned:
         made_bytes = found.made_bytes - planned.made_bytes
         return MoreThanPlanned(
             self.made_bytes + made_bytes,
-            max(made_bytes, found.largest_bytes - planned.largest_bytes),
+            max(
+                made_bytes,
+                found.largest_bytes - planned.largest_bytes,
+                # All others may be needed once more, as gradients; these are such.
+                (found.wholes_bytes - planned.wholes_bytes + 1) // 2,
+            ),
             self.kept_bytes + found.kept_bytes - planned.kept_bytes,
         )
 
@@ -177,7 +187,7 @@ class NodesBetween:
     def leading_to(self, values: Iterable[Any]) -> Between:
         """Return what ran to make these values, and was not told of before."""
         kinds, new = set[tuple[str, int]](), set[int]()
-        made = largest = kept = 0
+        made = largest = wholes = kept = 0
         nodes: list[Any] = []
         # There may be very many: each is asked for little, and once.
         reached = [(node, -1) for node in _nodes_of(values)]
@@ -207,16 +217,20 @@ class NodesBetween:
                 reached = ()  # Nor are those gradients counted.
                 continue
             kinds.add((kind, len(reached)))
+            returned = made_bytes(node)
             if kind not in VIEW_NODES:
-                returned = sum(made_bytes(node))
-                made += returned
-                largest = max(largest, returned)
+                made += sum(returned)
+                largest = max(largest, sum(returned))
+            else:
+                # The gradient of a part of a tensor is one of the whole.
+                given = (made_bytes(each)[slot] for each, slot in reached if each)
+                wholes += sum(whole for whole in given if [whole] != returned)
             for tensor in packed_tensors(node):
                 kept += self._kept_bytes(tensor)
         if not new and not made:
             return NOTHING_BETWEEN
         self._known |= new
-        return Between(frozenset(kinds), made, largest, kept)
+        return Between(frozenset(kinds), made, largest, wholes, kept)
 
     def _kept_bytes(self, tensor: torch.Tensor) -> int:
         """Return the bytes of what a node keeps, if none before it kept that."""

@@ -1,6 +1,7 @@
 """A backend for ``torch.compile`` that runs the graphs of one step by one plan."""
 
 import gc
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -76,6 +77,11 @@ class _RunAgain:
     unread: frozenset[int]
 
 
+logger = logging.getLogger("remat")
+
+_BY_VALUE = DynamicOutputShapeException, DataDependentOutputException
+"""What is raised where a size or a number depends on values."""
+
 _DROPPED = "remat_dropped"
 
 
@@ -93,52 +99,126 @@ def _run_with(
     return run(given)
 
 
-class _Codes:
-    """The codes of one traced function, one for each of the sizes that it has had.
+class _Traced:
+    """A function that the tracer handed over, and what it was compiled to.
 
     Parameters
     ----------
-    module
+    backend
+        Compiles it.
+    module, inputs
         What the tracer hands over.
-    sizes
-        The inputs that are sizes, ``None`` if none varies.
     """
 
-    def __init__(self, module: fx.GraphModule, sizes: SizeInputs | None) -> None:
+    def __init__(
+        self, backend: "RegionBackend", module: fx.GraphModule, inputs: Sequence[Any]
+    ) -> None:
+        self._backend = backend
+        self._module = module
+        self._specs = backend.describe_inputs(module, inputs)
         values = map(example_of, module.graph.find_nodes(op="placeholder"))
         self._sources = tuple(
             source
             for source, value in zip(sources_of(module), values, strict=True)
             if not is_symbol(value)
         )
-        self._sizes = sizes
-        # Under each autocast of backward passes it is another graph.
-        self._traced: dict[Any, RegionCode] = {}
-        self._known: dict[Any, RegionCode] = {}
+        self._sizes = size_inputs(module, inputs, ())
+        self._is_for_all_sizes = True
+        # By sizes, and by the autocast of backward passes: under each it is another
+        # graph.
+        self._codes: dict[tuple[Sizes, Any], RegionCode] = {}
+        self._variants: dict[tuple[RegionCode, int], Callable[..., Any]] = {}
 
-    def traced(self, state: Any) -> RegionCode:
-        """Return the code at the sizes at which it was traced."""
-        if state not in self._traced:
-            first = () if self._sizes is None else self._sizes.first
-            self._traced[state] = RegionCode(self._sources, first)
-        return self._traced[state]
+    def code(self, inputs: Sequence[Any]) -> RegionCode:
+        """Return which graph a call is of."""
+        return (
+            self._code()
+            if self._sizes is None
+            else self._code(self._sizes.sizes_in(inputs))
+        )
 
-    def of(self, state: Any, inputs: Sequence[Any]) -> RegionCode:
-        """Return the code at the sizes of a call."""
-        traced = self.traced(state)
-        if self._sizes is None:
-            return traced
-        sizes = self._sizes.sizes_in(inputs)
-        if sizes == traced.sizes:
-            return traced
-        found = self._known.get((state, sizes))
-        if found is None:
+    def _code(self, sizes: Sizes | None = None) -> RegionCode:
+        """Return the graph at these sizes, or at those at which it was traced."""
+        first = () if self._sizes is None else self._sizes.first
+        sizes = first if sizes is None else sizes
+        key = sizes, self._backend.backward_autocast
+        if key not in self._codes:
             # Plans keep those that they are of.
-            if len(self._known) == _MOST_SIZES:
-                del self._known[next(iter(self._known))]
-            found = RegionCode(self._sources, sizes, traced)
-            self._known[state, sizes] = found
-        return found
+            others = [each for each in self._codes if each[0] != first]
+            if len(others) >= _MOST_SIZES:
+                del self._codes[others[0]]
+            is_own = sizes == first or not self._is_for_all_sizes
+            traced = None if is_own else self._code()
+            self._codes[key] = RegionCode(self._sources, sizes, traced)
+        return self._codes[key]
+
+    def variant(
+        self, choice: RegionChoice, inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """Return what runs a graph in an order, compiled if it is new."""
+        key = choice.code.trace, choice.number
+        if key not in self._variants:
+            compiled = self._backend.compile_in_order
+            self._variants[key] = (
+                compiled(self._module, inputs, self._specs, choice, self._sizes)
+                if self._is_for_all_sizes
+                else self._compiled_alone(inputs, choice)
+            )
+        return self._variants[key]
+
+    def _compiled_alone(
+        self, inputs: Sequence[Any], choice: RegionChoice
+    ) -> Callable[..., Any]:
+        """Return what runs a graph in an order, for the sizes of a call only."""
+        module = _with_numbers(self._module, inputs)
+        places = [p for p, v in enumerate(inputs) if isinstance(v, torch.Tensor)]
+        compiled = self._backend.compile_in_order(
+            module,
+            [inputs[place] for place in places],
+            [self._specs[place] for place in places],
+            choice,
+            None,
+        )
+        return lambda *values: compiled(*[values[place] for place in places])
+
+    def compile_first(self, inputs: Sequence[Any]) -> RegionCode | None:
+        """Compile it to run in the order that keeps nothing, and return which it is.
+
+        Where that cannot be done for all sizes together, each is compiled when it is
+        called, and the answer is ``None``.
+        """
+        code = self._code()
+        try:
+            self.variant(RegionChoice(code=code, number=FRUGAL), inputs)
+        except _BY_VALUE:
+            raise
+        # Operators run with symbols in the place of numbers, and may raise anything.
+        except Exception as error:
+            if self._sizes is None:
+                raise
+            self._is_for_all_sizes = False
+            self._codes.clear()
+            self._backend.note_each_size(error)
+            return None
+        return code
+
+    def ready(self, inputs: Sequence[Any]) -> RegionCode:
+        """Return which graph a call is of, once it is known what it does."""
+        code = self.code(inputs)
+        if not self._is_for_all_sizes:
+            self.variant(RegionChoice(code=code, number=FRUGAL), inputs)
+        return code
+
+
+def _with_numbers(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """Return a traced function with the numbers of a call in the place of inputs."""
+    graph, copies = fx.Graph(), dict[fx.Node, Any]()
+    nodes = module.graph.find_nodes(op="placeholder")
+    for node, value in zip(nodes, inputs, strict=True):
+        is_number = not isinstance(value, torch.Tensor)
+        copies[node] = value if is_number else graph.node_copy(node)
+    graph.output(graph.graph_copy(module.graph, copies))
+    return fx.GraphModule(module, graph)
 
 
 _MOST_SIZES = 256
@@ -196,20 +276,7 @@ class RegionBackend(PlannedBackend):
         self, module: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """Compile one graph, to run in the order that keeps nothing; others later."""
-        specs = self.describe_inputs(module, example_inputs)
-        sizes = size_inputs(module, example_inputs, ())
-        codes = _Codes(module, sizes)
-        variants: dict[tuple[RegionCode, int], Callable[..., Any]] = {}
-
-        def variant(choice: RegionChoice, inputs: Sequence[Any]) -> Callable[..., Any]:
-            key = choice.code.trace, choice.number
-            if key not in variants:
-                self._now = _Compiling(choice=choice, inputs=specs)
-                with preserve_rng_state():
-                    compiled = self.compile(module, inputs, specs, sizes)
-                variants[key] = compiled
-            return variants[key]
-
+        traced = _Traced(self, module, example_inputs)
         # While a step runs, memory counts.
         is_trace_held = self.planner.running is not None
 
@@ -222,9 +289,9 @@ class RegionBackend(PlannedBackend):
                 # It collects young ones only, so that values of the step would stay.
                 gc.collect()
             between = planner.between.leading_to(inputs)
-            code = codes.of(self.backward_autocast, inputs)
+            code = traced.ready(inputs)
             choice = planner.choice_for(code, between)
-            compiled = variant(choice, inputs)
+            compiled = traced.variant(choice, inputs)
             self._called = code
             outputs = compiled(*inputs)
             if planner.gathering is not None:
@@ -233,16 +300,40 @@ class RegionBackend(PlannedBackend):
             return outputs
 
         try:
-            code = codes.traced(self.backward_autocast)
-            first = RegionChoice(code=code, number=FRUGAL)
-            variant(first, example_inputs)
-        except (DynamicOutputShapeException, DataDependentOutputException) as error:
+            code = traced.compile_first(example_inputs)
+        except _BY_VALUE as error:
             # The tracer takes a smaller graph then, or none.
             self.planner.left_out = str(error)
             raise
-        if self.planner.running is not None:
-            self.planner.note_repetition(self.planner.programs[first.code])
+        if self.planner.running is not None and code is not None:
+            self.planner.note_repetition(self.planner.programs[code])
         return run
+
+    def compile_in_order(
+        self,
+        module: fx.GraphModule,
+        inputs: Sequence[Any],
+        specs: list[InputSpec],
+        choice: RegionChoice,
+        sizes: SizeInputs | None,
+    ) -> Callable[..., Any]:
+        """Compile one graph, to run in one order."""
+        self._now = _Compiling(choice=choice, inputs=specs)
+        with preserve_rng_state():
+            return self.compile(module, inputs, specs, sizes)
+
+    def note_each_size(self, error: Exception) -> None:
+        """Say, once, that a graph is compiled for each of its sizes."""
+        self.failure = None
+        if "each size" not in self._told:
+            self._told.add("each size")
+            logger.warning(
+                "a graph of %s, of which some size depends on values, cannot be traced "
+                "once for all sizes: %s. Each size is traced when it comes, which takes "
+                "longer than the step",
+                self.name,
+                str(error).partition("\n")[0],
+            )
 
     def given_inputs(
         self, inputs: Sequence[InputSpec], values: Sequence[Any]
@@ -327,7 +418,7 @@ class RegionBackend(PlannedBackend):
         inputs: dict[int, int] = {}
         nodes = list(program.module.graph.find_nodes(op="placeholder"))
         for position, node in enumerate(nodes):
-            for storage in program.storages_of.get(node, ()):
+            for storage in program.storages_of[node]:
                 inputs.setdefault(storage, position)
         outputs: dict[int, int] = {}
         for position, node in enumerate(program.forward_values):

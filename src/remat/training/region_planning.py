@@ -274,6 +274,16 @@ class Running:
         grown_bytes = self.grown_bytes if way is self.step else 0
         return max(0, way.room_bytes - grown_bytes // _NEEDED_PER_BYTE)
 
+    def more_bytes(self, way: PlannedStep) -> int:
+        """Return what may be needed for what was made between graphs beyond a way."""
+        if self.takes_any_size:
+            return 0
+        more, most_bytes = AS_PLANNED, 0
+        for found, planned in zip(self.route.between, way.between, strict=False):
+            more = more.then(found, planned)
+            most_bytes = max(most_bytes, more.size_bytes)
+        return _NEEDED_PER_BYTE * most_bytes
+
     def turn_to(self, step: PlannedStep, composed: ComposedStep) -> None:
         """Go on as a way that began like this step."""
         self.step, self.composed = step, composed
@@ -743,7 +753,9 @@ class RegionPlanner(Planner):
             inputs = program.module.graph.find_nodes(op="placeholder")
             gradients_of_tensors = (
                 gradient
-                for given, gradient in zip(inputs, program.backward_values, strict=False)
+                for given, gradient in zip(
+                    inputs, program.backward_values, strict=False
+                )
                 if not is_symbol(symbolic_value(given))
             )
             for (following, number), value in zip(
@@ -1221,7 +1233,9 @@ class RegionPlanner(Planner):
             if composed is running.composed:
                 running.turn_to(way, composed)
                 return True
-            found = self._turned(running.step, position, way, composed)
+            found = self._turned(
+                running.step, position, way, composed, running.more_bytes(way)
+            )
             if isinstance(found, PlannedStep):
                 running.turn_to(found, composed)
                 self.running_plan = way.plan
@@ -1239,6 +1253,7 @@ class RegionPlanner(Planner):
         position: int,
         way: PlannedStep,
         composed: ComposedStep,
+        more_bytes: int = 0,
     ) -> PlannedStep | int | None:
         """Return a step that goes on by a way's plan, or else with nothing kept.
 
@@ -1248,6 +1263,8 @@ class RegionPlanner(Planner):
             The step that it begins with, and how many regions have run by its plan.
         way, composed
             The way, and its step with the sizes of now.
+        more_bytes
+            What it may need besides.
 
         Returns
         -------
@@ -1255,8 +1272,8 @@ class RegionPlanner(Planner):
             If it breaks the budget, the bytes that it needs; ``None`` if regions of it
             run again as a whole.
         """
-        if composed is not way.composed:
-            return _turn(begun.choices[:position], way, composed)
+        if composed is not way.composed or more_bytes:
+            return _turn(begun.choices[:position], way, composed, more_bytes)
         if (position, way) not in begun.turns:
             taken = begun.choices[:position]
             begun.turns[position, way] = _turn(taken, way, composed)
@@ -1397,7 +1414,10 @@ def _with_steps(
 
 
 def _turn(
-    taken: Sequence[RegionChoice], way: PlannedStep, composed: ComposedStep
+    taken: Sequence[RegionChoice],
+    way: PlannedStep,
+    composed: ComposedStep,
+    more_bytes: int = 0,
 ) -> PlannedStep | int | None:
     needed: list[int] = []
     frugal = [replace(c, number=FRUGAL, order=None) for c in way.choices]
@@ -1409,7 +1429,8 @@ def _turn(
                 continue
             schedule = composed.schedule_of(_orders(choices, composed.regions))
         trace = simulate(composed.graph, way.plan.platform, schedule)
-        if trace.violation is None:
+        needed_bytes = trace.peak_bytes[0] + more_bytes
+        if trace.violation is None and needed_bytes <= (way.plan.budget_bytes or 0):
             return replace(
                 way,
                 choices=choices,
@@ -1419,7 +1440,7 @@ def _turn(
                 peak_bytes=trace.peak_bytes[0],
                 turns={},
             )
-        needed.append(trace.peak_bytes[0])
+        needed.append(needed_bytes)
     return min(needed, default=None)
 
 
@@ -1459,7 +1480,7 @@ def _no_room(step: PlannedStep, position: int, needed_bytes: int) -> BudgetError
     budget_bytes = step.plan.budget_bytes or 0
     msg = (
         f"graph {position} of the step, or what runs before it, was not there when it "
-        "was planned, or not of this size: the step needs at least "
+        "was planned, or not of this size: the step may need "
         f"{format_bytes(needed_bytes)} ({needed_bytes} bytes) with it, of "
         f"{format_bytes(budget_bytes)} ({budget_bytes} bytes). Give a larger budget, or "
         "fit an example that takes this way"
