@@ -135,6 +135,21 @@ class SizeInputs:
         """Return the symbols' values in a call."""
         return tuple(inputs[place] for place in self.places)
 
+    def conditions(self) -> tuple[Any, ...]:
+        """Return what the tracer takes for known of the sizes: more with each guard.
+
+        When the trace is over nobody checks further ones, so code that was compiled
+        since they were added is not for all sizes.
+        """
+        if not self.symbols:
+            return ()
+        environment = next(filter(is_symbol, self.traced)).node.shape_env
+        return (
+            len(environment.guards),
+            dict(environment.replacements),
+            [environment.var_to_range[symbol] for symbol in self.symbols],
+        )
+
     def is_asked_for(self, sizes: Sizes) -> bool:
         """Whether sizes lie in the ranges that were asked for."""
         return all(

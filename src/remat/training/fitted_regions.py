@@ -212,16 +212,18 @@ class FittedRegions(FittedModel):
         """Return what gives the tracer its settings; the tracer never forgets it.
 
         What is of another size in a call whose kind was planned, depends on values, and
-        so may vary for ever: from its second size on one trace is for all.
+        so may vary for ever: from its second size on one trace is for all. So it is
+        where the caller has said that sizes vary.
         """
         fixed, planner = super().tracer_settings(), weakref.ref(self.planner)
+        vary = self.ranges is not None
 
         def settings() -> Mapping[str, Any]:
             now = planner()
             is_running = now is not None and now.running is not None
             return {
                 **fixed(),
-                "automatic_dynamic_shapes": is_running,
+                "automatic_dynamic_shapes": vary or is_running,
                 # It would read a number again that it has put into a tensor.
                 "specialize_float": True,
             }

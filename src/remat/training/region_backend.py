@@ -124,6 +124,8 @@ class _Traced:
         )
         self._sizes = size_inputs(module, inputs, ())
         self._is_for_all_sizes = True
+        # What the tracer knew of the sizes when the trace was over.
+        self._conditions: tuple[Any, ...] | None = None
         # By sizes, and by the autocast of backward passes: under each it is another
         # graph.
         self._codes: dict[tuple[Sizes, Any], RegionCode] = {}
@@ -156,15 +158,21 @@ class _Traced:
         self, choice: RegionChoice, inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """Return what runs a graph in an order, compiled if it is new."""
-        key = choice.code.trace, choice.number
-        if key not in self._variants:
-            compiled = self._backend.compile_in_order
-            self._variants[key] = (
-                compiled(self._module, inputs, self._specs, choice, self._sizes)
-                if self._is_for_all_sizes
-                else self._compiled_alone(inputs, choice)
-            )
-        return self._variants[key]
+        key, own = (choice.code.trace, choice.number), (choice.code, choice.number)
+        if key in self._variants or own in self._variants:
+            return self._variants[key if key in self._variants else own]
+        if not self._is_for_all_sizes:
+            self._variants[own] = self._compiled_alone(inputs, choice)
+            return self._variants[own]
+        compiled = self._backend.compile_in_order(
+            self._module, inputs, self._specs, choice, self._sizes
+        )
+        known = self._conditions
+        if self._sizes is not None and known not in (None, self._sizes.conditions()):
+            self._backend.note_each_size("a size became fixed when its trace was over")
+            key, compiled = own, self._compiled_alone(inputs, choice)
+        self._variants[key] = compiled
+        return compiled
 
     def _compiled_alone(
         self, inputs: Sequence[Any], choice: RegionChoice
@@ -198,12 +206,14 @@ class _Traced:
                 raise
             self._is_for_all_sizes = False
             self._codes.clear()
-            self._backend.note_each_size(error)
+            self._backend.note_each_size(str(error).partition("\n")[0])
             return None
         return code
 
     def ready(self, inputs: Sequence[Any]) -> RegionCode:
         """Return which graph a call is of, once it is known what it does."""
+        if self._sizes is not None and self._conditions is None:
+            self._conditions = self._sizes.conditions()
         code = self.code(inputs)
         if not self._is_for_all_sizes:
             self.variant(RegionChoice(code=code, number=FRUGAL), inputs)
@@ -322,7 +332,7 @@ class RegionBackend(PlannedBackend):
         with preserve_rng_state():
             return self.compile(module, inputs, specs, sizes)
 
-    def note_each_size(self, error: Exception) -> None:
+    def note_each_size(self, reason: str) -> None:
         """Say, once, that a graph is compiled for each of its sizes."""
         self.failure = None
         if "each size" not in self._told:
@@ -332,7 +342,7 @@ class RegionBackend(PlannedBackend):
                 "once for all sizes: %s. Each size is traced when it comes, which takes "
                 "longer than the step",
                 self.name,
-                str(error).partition("\n")[0],
+                reason,
             )
 
     def given_inputs(

@@ -99,6 +99,8 @@ class SizedStep:
         new_bytes = [
             None if by is None else by.symbolic_bytes() for by in other.sized_by
         ]
+        if other.varying is not None:
+            new_bytes = other.varying.evaluated(new_bytes, other.sizes)
         pairs = zip(new_bytes, self.traced_bytes, strict=True)
         if any(new is not None and new > traced for new, traced in pairs):
             return None
