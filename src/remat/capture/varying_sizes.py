@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.proxy import GraphAppendingTracer
 
 from remat.core.errors import CaptureError
-from remat.torch_compat.attributes import storage_identity
+from remat.torch_compat.attributes import storage_bytes, storage_identity, viewed
 from remat.torch_compat.metadata import example_of
 from remat.torch_compat.names import (
     FakeTensor,
@@ -112,11 +112,14 @@ class SizeInputs:
     symbols
         The symbols, in the order of their first input.
     places
-        Per symbol the position of an input that is it.
+        Per symbol the position of an input that is it, or else of a view of a block
+        whose size depends on it.
     ranges
         Per symbol the range that was asked for, ``None`` if none was.
     first
         The symbols' values in the call that was traced.
+    block_bytes
+        Per symbol the size of the block then, 0 where none depends on it.
     traced
         The inputs as the tracer knows them.
     shapes
@@ -128,12 +131,23 @@ class SizeInputs:
     places: tuple[int, ...]
     ranges: tuple[Range | None, ...]
     first: Sizes
+    block_bytes: tuple[int, ...]
     traced: tuple[Any, ...]
     shapes: tuple[tuple[Any, ...] | None, ...]
 
     def sizes_in(self, inputs: Sequence[Any]) -> Sizes:
         """Return the symbols' values in a call."""
-        return tuple(inputs[place] for place in self.places)
+        return tuple(
+            [
+                # No operator of the function sees the rest of a view's block.
+                -(-first * storage_bytes(given) // block_bytes)
+                if isinstance(given := inputs[place], torch.Tensor)
+                else given
+                for place, first, block_bytes in zip(
+                    self.places, self.first, self.block_bytes, strict=True
+                )
+            ]
+        )
 
     def conditions(self) -> tuple[Any, ...]:
         """Return what the tracer takes for known of the sizes: more with each guard.
@@ -189,21 +203,16 @@ def size_inputs(
         if not isinstance(fake, torch.Tensor):
             continue
         limits = next((found for tensor, found in asked if tensor is real), {})
-        for dim, size in enumerate(fake.shape):
-            symbol = expression_of(size) if is_symbol(size) else None
-            if symbol is not None and symbol.is_Symbol:
-                values[symbol] = real.shape[dim]
-                if (
-                    dim in limits
-                    and ranges.setdefault(symbol, limits[dim]) != limits[dim]
-                ):
-                    (low, high), (least, most) = ranges[symbol], limits[dim]
-                    msg = (
-                        f"dynamic lets one dimension go from {low} to {high} and another "
-                        f"from {least} to {most}, and the model needs them to be of one "
-                        "size: give both the same range"
-                    )
-                    raise UnequalRangesError(msg)
+        for dim, symbol in _symbols_in(fake):
+            values[symbol] = real.shape[dim]
+            if dim in limits and ranges.setdefault(symbol, limits[dim]) != limits[dim]:
+                (low, high), (least, most) = ranges[symbol], limits[dim]
+                msg = (
+                    f"dynamic lets one dimension go from {low} to {high} and another "
+                    f"from {least} to {most}, and the model needs them to be of one "
+                    "size: give both the same range"
+                )
+                raise UnequalRangesError(msg)
     places: dict[Any, int] = {}
     for place, value in enumerate(traced):
         if is_symbol(value) and expression_of(value).is_Symbol:
@@ -211,12 +220,18 @@ def size_inputs(
             # A number of the caller's need be no size of a tensor. To take it for an
             # integer would let the trace be for this one alone.
             values.setdefault(expression_of(value), value.node.hint)
+    blocks: dict[Any, int] = {}
+    for place, symbol, value in _symbols_of_blocks(traced, inputs):
+        if symbol not in places:
+            places[symbol], values[symbol] = place, value
+            blocks[symbol] = storage_bytes(inputs[place])
     symbols = tuple(symbol for symbol in places if symbol in values)
     return SizeInputs(
         symbols=symbols,
         places=tuple(places[symbol] for symbol in symbols),
         ranges=tuple(ranges.get(symbol) for symbol in symbols),
         first=tuple(values[symbol] for symbol in symbols),
+        block_bytes=tuple(blocks.get(symbol, 0) for symbol in symbols),
         traced=traced,
         shapes=tuple(
             next(
@@ -230,6 +245,25 @@ def size_inputs(
             for tensor, _ in asked
         ),
     )
+
+
+def _symbols_of_blocks(
+    traced: Sequence[Any], inputs: Sequence[Any]
+) -> Iterator[tuple[int, Any, int]]:
+    """Yield where views are given, and what varies of what they are views of."""
+    for place, (fake, real) in enumerate(zip(traced, inputs, strict=True)):
+        if not isinstance(fake, torch.Tensor):
+            continue
+        base, real_base = viewed(fake), viewed(real)
+        if base is not None and real_base is not None:
+            for dim, symbol in _symbols_in(base):
+                yield place, symbol, real_base.shape[dim]
+
+
+def _symbols_in(fake: torch.Tensor) -> list[tuple[int, Any]]:
+    """Return the dimensions of a traced tensor that vary by themselves."""
+    sizes = [(d, expression_of(s)) for d, s in enumerate(fake.shape) if is_symbol(s)]
+    return [(dim, symbol) for dim, symbol in sizes if symbol.is_Symbol]
 
 
 class VaryingSizes:
@@ -284,6 +318,10 @@ class VaryingSizes:
             else:
                 continue
             if node.op != "placeholder":
+                graph.erase_node(node)
+        for node in reversed(graph.nodes):
+            # Only its sizes were read.
+            if node.target is torch.ops.aten.empty_like.default and not node.users:
                 graph.erase_node(node)
         self.joint.recompile()
 
