@@ -403,9 +403,10 @@ def _users(value: fx.Node) -> list[fx.Node]:
 
 def _size_bytes(value: fx.Node) -> int:
     example = value.meta.get("val")
+    if not isinstance(example, torch.Tensor):
+        return 0
     # Sizes vary of activations alone, whose gradients are small beside the others.
-    is_fixed = isinstance(example, torch.Tensor) and not any(map(varies, example.shape))
-    return example.nbytes if is_fixed else 0
+    return 0 if any(map(varies, example.shape)) else example.nbytes
 
 
 def _in_pieces(

@@ -638,7 +638,7 @@ class FittedRegions(FittedModel):
         """Plan the step, or the largest one where sizes vary.
 
         The tracer knows the sizes that it is given, and not those of what is made
-        between graphs. So each shape is traced by itself, and judged before it runs.
+        between graphs. So each shape is judged by what a forward pass of it shows.
         """
         if self.ranges is not None:
             args, kwargs = self.ranges.largest(args, kwargs)

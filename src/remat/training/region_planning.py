@@ -421,8 +421,7 @@ class RegionPlanner(Planner):
                 "sparse tensor. Move what breaks it into a function of its own that "
                 "these call; decorate it with torch.compiler.disable if it reads such. Or "
                 "let the modules that the loop calls be graphs, and the loop run as it is: "
-                "regions='blocks', or a list of their names; steps in which these get "
-                "other numbers of rows are planned anew, which takes seconds"
+                "regions='blocks', or a list of their names"
             )
             if self.left_out is not None:
                 msg = f"there is no graph of the model: {self.words_of_left_out()}"
