@@ -3,7 +3,7 @@
 import logging
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -124,12 +124,12 @@ def assert_alike(
 @pytest.mark.parametrize("regions", ["breaks", "blocks"])
 @pytest.mark.parametrize("kind", [Experts, Numbers, Attending])
 def test_one_trace_is_for_all_sizes(
-    kind: Callable[[], nn.Module], regions: str
+    kind: Callable[[], nn.Module], regions: Literal["breaks", "blocks"]
 ) -> None:
     if regions == "breaks" and kind is not Attending:
         pytest.skip("breaks the graph in a loop")
     model, plain = pair(kind)
-    plan = remat.fit(model, X, budget="110%", regions=regions, costs="estimated")  # type: ignore[arg-type]
+    plan = remat.fit(model, X, budget="110%", regions=regions, costs="estimated")
     batches = batches_of(24)
     # One trace for what comes first, and one from its second size on.
     assert_alike(model, plain, batches[:8])
@@ -174,12 +174,15 @@ def test_where_symbols_cannot_be_traced_each_size_is(
     compiled = RegionBackend.compile
 
     def refusing(
-        self: RegionBackend, *arguments: Any, sizes: SizeInputs | None = None
+        self: RegionBackend,
+        module: Any,
+        inputs: Any,
+        specs: Any,
+        sizes: SizeInputs | None = None,
     ) -> Any:
-        *arguments, last = arguments
-        if last is not None:
+        if sizes is not None:
             raise CaptureError("no symbols today")
-        return compiled(self, *arguments, sizes)
+        return compiled(self, module, inputs, specs)
 
     monkeypatch.setattr(RegionBackend, "compile", refusing)
     model, plain = pair(Numbers)
