@@ -130,6 +130,8 @@ class _Traced:
         # graph.
         self._codes: dict[tuple[Sizes, Any], RegionCode] = {}
         self._variants: dict[tuple[RegionCode, int], Callable[..., Any]] = {}
+        # The same for the sizes of a graph only.
+        self._alone: dict[tuple[RegionCode, int], Callable[..., Any]] = {}
 
     def code(self, inputs: Sequence[Any]) -> RegionCode:
         """Return which graph a call is of."""
@@ -159,20 +161,20 @@ class _Traced:
     ) -> Callable[..., Any]:
         """Return what runs a graph in an order, compiled if it is new."""
         key, own = (choice.code.trace, choice.number), (choice.code, choice.number)
-        if key in self._variants or own in self._variants:
-            return self._variants[key if key in self._variants else own]
-        if not self._is_for_all_sizes:
-            self._variants[own] = self._compiled_alone(inputs, choice)
-            return self._variants[own]
-        compiled = self._backend.compile_in_order(
-            self._module, inputs, self._specs, choice, self._sizes
-        )
-        known = self._conditions
-        if self._sizes is not None and known not in (None, self._sizes.conditions()):
+        if key in self._variants:
+            return self._variants[key]
+        if self._is_for_all_sizes and own not in self._alone:
+            compiled = self._backend.compile_in_order(
+                self._module, inputs, self._specs, choice, self._sizes
+            )
+            known = self._conditions
+            if self._sizes is None or known in (None, self._sizes.conditions()):
+                self._variants[key] = compiled
+                return compiled
             self._backend.note_each_size("a size became fixed when its trace was over")
-            key, compiled = own, self._compiled_alone(inputs, choice)
-        self._variants[key] = compiled
-        return compiled
+        if own not in self._alone:
+            self._alone[own] = self._compiled_alone(inputs, choice)
+        return self._alone[own]
 
     def _compiled_alone(
         self, inputs: Sequence[Any], choice: RegionChoice
