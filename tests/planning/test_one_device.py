@@ -6,11 +6,14 @@ from hypothesis import strategies as st
 from tests.instances import mlp_chain, resnet_like
 
 from remat.core.errors import BudgetError, SolverUnsuitableError, UnitError
+from remat.core.graph import Op, Phase, Storage, TrainingGraph
+from remat.core.platform import single_device
 from remat.core.problem import Status
 from remat.planning.curve import spread_budgets, trade_off
 from remat.planning.one_device import plain_peak_bytes, plan_graph
 from remat.planning.smallest_budget import smallest_budget
 from remat.solvers.registry import AUTO, SOLVERS, chosen_solvers
+from remat.testing.device_oracles import best_on_devices
 
 GRAPH = mlp_chain(6).graph
 WHOLE_BYTES = plain_peak_bytes(GRAPH)
@@ -35,6 +38,50 @@ def test_a_hundred_percent_recomputes_nothing() -> None:
     assert plan.fingerprint == "f"
     assert plan.settings["torch"] == "x"
     assert plan.settings["solver"] == "auto"
+
+
+def test_small_graphs_are_planned_exactly() -> None:
+    """A large gradient is dropped and made once more at the end."""
+    sizes = [2, 0, 5, 2, 1, 0, 8, 2, 2]
+    forward, backward = Phase.FORWARD, Phase.BACKWARD
+    rows = [
+        ("f0", (0,), (1,), 1, 6, forward, None),
+        ("f1", (1,), (2,), 1, 3, forward, None),
+        ("f2", (2,), (3,), 9, 6, forward, None),
+        ("loss", (1, 3), (), 0, 1, forward, "caller"),
+        ("b2", (3, 4), (5, 6), 5, 0, backward, None),
+        ("b1", (1, 2, 5), (7,), 2, 0, backward, "once"),
+        ("b0", (7,), (8,), 100, 0, backward, None),
+        ("optimizer", (8, 6), (), 5, 0, backward, "caller"),
+    ]
+    graph = TrainingGraph(
+        name="small",
+        storages=tuple(
+            Storage(name=f"s{i}", size_bytes=size, is_resident=i == 0)
+            for i, size in enumerate(sizes)
+        ),
+        ops=tuple(
+            Op(
+                name=name,
+                reads=reads,
+                writes=writes,
+                cost_ns=(cost_ns,),
+                workspace_bytes=(workspace_bytes,),
+                phase=phase,
+                non_recomputable=reason,
+                is_external=reason == "caller",
+            )
+            for name, reads, writes, cost_ns, workspace_bytes, phase, reason in rows
+        ),
+        forward_outputs=(1, 3),
+        tangents=(4,),
+        final_outputs=(8, 6),
+    )
+    found = best_on_devices(graph, single_device(17), is_staged=False)
+    assert found is not None
+    plan = plan_graph(graph, budget=17)
+    assert plan.cost_ns == found[0]
+    assert plan.solver == "Checkmate"
 
 
 @pytest.mark.parametrize("budget", ["0", "-1", "12 apples", "-5%"])

@@ -179,7 +179,10 @@ def plan_graph(  # noqa: PLR0913 - every option that a user has
     )
     budget_bytes = parse_budget(budget, whole_bytes=whole_bytes)
     solvers = chosen_solvers(
-        solver, objective=objective, is_timed=time_limit is not None
+        solver,
+        objective=objective,
+        is_timed=time_limit is not None,
+        op_count=len(graph.ops),
     )
     leading_solvers = [] if leading is None or solver != "auto" else [leading]
     asked = [*leading_solvers, *solvers]

@@ -67,6 +67,10 @@ AUTO: tuple[type[Solver], ...] = (
 )
 """What ``solver="auto"`` runs, in this order, until the bound on every cost is met."""
 
+SMALL_OPS = 16
+"""Up to how many ops :class:`~remat.solvers.checkmate.Checkmate` comes last, which is
+exact, and takes 1 to 150 ms for so many."""
+
 QUICK: tuple[tuple[Solver, float], ...] = (
     (StoreAll(), 1.0),
     (ChenSqrt(), 1.0),
@@ -96,6 +100,7 @@ def chosen_solvers(
     has_several_devices: bool = False,
     objective: Objective = Objective.SERIAL,
     is_timed: bool = False,
+    op_count: int | None = None,
 ) -> list[Solver]:
     """Return the solvers that ``name`` stands for: one, or the portfolio of ``auto``.
 
@@ -107,6 +112,8 @@ def chosen_solvers(
         What is planned for.
     is_timed
         Whether time is limited; then the cheap ones of a portfolio come first.
+    op_count
+        How many ops the graph has, ``None`` for many.
 
     Raises
     ------
@@ -121,7 +128,9 @@ def chosen_solvers(
         _check_overlapped(name, has_several_devices=has_several_devices)
     if name == "auto":
         one_device = AUTO_IN_TIME if is_timed else AUTO
-        chosen = AUTO_DEVICES if has_several_devices else one_device
+        is_small = op_count is not None and op_count <= SMALL_OPS
+        exact = (Checkmate,) if is_small else ()
+        chosen = AUTO_DEVICES if has_several_devices else (*one_device, *exact)
     else:
         chosen = (SOLVERS[name],)
     return [_made(make, objective) for make in chosen]
