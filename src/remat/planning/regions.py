@@ -517,29 +517,33 @@ class ComposedStep:
         )
 
     def resized(
-        self, region: int, known: TrainingGraph, found: TrainingGraph
+        self, changed: Mapping[int, tuple[TrainingGraph, TrainingGraph]]
     ) -> "ComposedStep | None":
-        """Return the step with another graph in the place of a region's, if it can be.
+        """Return the step with other graphs for some regions, if it can be.
 
         Parameters
         ----------
-        region
-            The region.
-        known, found
-            Its graph, and the one to put there: of the same ops on blocks of other
-            sizes, or else the answer is ``None``.
+        changed
+            Per region its graph, and the one to put there: of the same ops on blocks of
+            other sizes, or else the answer is ``None``.
         """
-        if _structure(known) != _structure(found):
+        if not changed:
+            return self
+        if any(_structure(known) != _structure(new) for known, new in changed.values()):
             return None
         storages, ops = list(self.graph.storages), list(self.graph.ops)
-        for number, mapped in self.storages[region].items():
-            size_bytes = found.storages[number].size_bytes
-            storages[mapped] = replace(storages[mapped], size_bytes=size_bytes)
+        for region, (_, found) in changed.items():
+            for number, mapped in self.storages[region].items():
+                size_bytes = found.storages[number].size_bytes
+                if storages[mapped].size_bytes != size_bytes:
+                    storages[mapped] = replace(storages[mapped], size_bytes=size_bytes)
         for index, origin in enumerate(self.origins):
-            is_own = origin is not None and origin[0] == region
             # Gradients of parameters do not vary, nor what their sums need.
-            if origin is not None and is_own and ops[index].name != ADDING:
-                workspace_bytes = found.ops[origin[1]].workspace_bytes
+            if origin is None or origin[0] not in changed or ops[index].name == ADDING:
+                continue
+            _, found = changed[origin[0]]
+            workspace_bytes = found.ops[origin[1]].workspace_bytes
+            if ops[index].workspace_bytes != workspace_bytes:
                 ops[index] = replace(ops[index], workspace_bytes=workspace_bytes)
         graph = replace(self.graph, storages=tuple(storages), ops=tuple(ops))
         return replace(self, graph=graph)

@@ -1195,21 +1195,6 @@ class RegionPlanner(Planner):
             self._grown[pair] = growth_bytes(known, found)
         return self._grown[pair]
 
-    def _resized(
-        self,
-        composed: ComposedStep,
-        position: int,
-        planned: RegionCode,
-        code: RegionCode,
-    ) -> ComposedStep | None:
-        """Return a step with a graph in place of a planned one, if it is like that."""
-        if self._are_same(planned, code):
-            return composed
-        if planned.sources != code.sources:
-            return None
-        known, found = self._graph_of(planned), self._graph_of(code)
-        return composed.resized(position, known, found)
-
     def _goes_on(self, running: Running, position: int) -> bool:
         """Whether a step may go on with a graph that is not the planned one.
 
@@ -1352,12 +1337,15 @@ class RegionPlanner(Planner):
         """Return a way's step with the sizes of a route from one of its graphs on."""
         if len(way.choices) < len(route.codes):
             return None
+        changed: dict[int, tuple[TrainingGraph, TrainingGraph]] = {}
         for place, code in enumerate(route.codes[first:], first):
-            resized = self._resized(composed, place, way.choices[place].code, code)
-            if resized is None:
+            planned = way.choices[place].code
+            if self._are_same(planned, code):
+                continue
+            if planned.sources != code.sources:
                 return None
-            composed = resized
-        return composed
+            changed[place] = self._graph_of(planned), self._graph_of(code)
+        return composed.resized(changed)
 
     def _run_unplanned(self, running: Running, code: RegionCode, position: int) -> None:
         """Count a region that has no plan, which keeps as little as it can."""
