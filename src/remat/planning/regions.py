@@ -532,10 +532,15 @@ class ComposedStep:
         if any(_structure(known) != _structure(new) for known, new in changed.values()):
             return None
         storages, ops = list(self.graph.storages), list(self.graph.ops)
-        for region, (_, found) in changed.items():
+        for region, (known, found) in changed.items():
             for number, mapped in self.storages[region].items():
-                size_bytes = found.storages[number].size_bytes
-                if storages[mapped].size_bytes != size_bytes:
+                old_bytes = known.storages[number].size_bytes
+                new_bytes = found.storages[number].size_bytes
+                size_bytes = storages[mapped].size_bytes
+                if new_bytes not in (old_bytes, size_bytes):
+                    # It may be a part of a larger block, of which others are parts too.
+                    size_bytes += new_bytes - old_bytes
+                    size_bytes = max(size_bytes, new_bytes)
                     storages[mapped] = replace(storages[mapped], size_bytes=size_bytes)
         for index, origin in enumerate(self.origins):
             # Gradients of parameters do not vary, nor what their sums need.
@@ -1140,7 +1145,11 @@ def _kept_for_nothing(region: Region) -> list[int]:
 
 
 def plan_regions(
-    step: ComposedStep, solve: Callable[[Budget | None], Plan], budget: Budget | None
+    step: ComposedStep,
+    solve: Callable[[Budget | None], Plan],
+    budget: Budget | None,
+    *,
+    spare_bytes: int = 0,
 ) -> Plan:
     """Return a plan for a step of several regions, judged as the regions run.
 
@@ -1152,6 +1161,8 @@ def plan_regions(
         Returns a plan of ``step.graph`` on one device for a budget.
     budget
         What is asked for.
+    spare_bytes
+        How much of it is to be left, if that can be, as sizes vary.
 
     Raises
     ------
@@ -1166,6 +1177,15 @@ def plan_regions(
     an error names what that takes: so the budget that it names works. Raises what
     ``solve`` raises, too.
     """
+    if spare_bytes and isinstance(budget, int):
+        for part in (1, 2, 4):
+            try:
+                plan = solve(max(1, budget - spare_bytes // part))
+            except BudgetError:
+                continue
+            found = _by_regions(step, plan, budget)
+            if isinstance(found, Plan):
+                return replace(found, status=Status.FEASIBLE)
     try:
         plan = solve(budget)
     except BudgetError as error:

@@ -51,7 +51,7 @@ from remat.training.caller_state import unchanged
 from remat.training.fitted_model import FittedModel, logger
 from remat.training.forward_state import CallState, kept, values_put_back
 from remat.training.region_backend import RegionBackend
-from remat.training.region_planning import PlannedStep, RegionPlanner
+from remat.training.region_planning import PlannedStep, RegionPlanner, Running
 from remat.training.request import PlanRequest, Regions
 from remat.training.step_planning import Planner
 
@@ -63,6 +63,9 @@ _MOST_KEPT = 2
 
 _RECORDINGS_BESIDE_THREADS = 3
 """How often a forward pass is recorded where some releases may not be seen."""
+
+_MOST_SPARE = 4
+"""How often plans of a kind of call are made anew to leave more, as sizes vary."""
 
 _MOST_PLANS = 8
 """How often a kind of call is planned again as it took another way than planned."""
@@ -126,8 +129,9 @@ class _Call:
     given_versions: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     parameter_versions: list[int] = field(default_factory=list[int])
     state: CallState | None = None
-    # Where it came, if it took a way without a plan.
+    # Where it came, if it took a way without a plan, or without room for its sizes.
     route: Route = field(default_factory=Route)
+    had_plan: bool = False
     # What was allocated beyond its plan, if that was too much, and what is in that.
     excess_bytes: int = 0
     planned_bytes: int = 0
@@ -166,6 +170,9 @@ class FittedRegions(FittedModel):
         self._steps_by_kind: dict[Any, list[PlannedStep]] = {}
         self._kind: Any = None
         self._failed_counts: Counter[Any] = Counter()
+        # Per kind, what plans are to leave of the budget, and how often that grew.
+        self._spare_bytes: dict[Any, int] = {}
+        self._spare_counts: Counter[Any] = Counter()
         # The call that runs now, and per kind the last one without a plan for its way.
         self._call: _Call | None = None
         self._unplanned: dict[Any, _Call] = {}
@@ -255,6 +262,7 @@ class FittedRegions(FittedModel):
         planner.note_groups(gathered_groups(self.model))
         check_groups(planner.groups)
         planner.gradient_bytes = gradient_bytes
+        planner.spare_bytes = self._spare_bytes.get(self._kind, 0)
         planning = self.planning(gradient_bytes, (args, kwargs))
         with unchanged(self.model, None), planning, quiet_tracer():
             try:
@@ -566,6 +574,8 @@ class FittedRegions(FittedModel):
             with nullcontext() if call.state is None else call.state.again():
                 self.plan_step(call.args, call.kwargs, call.gradient_bytes)
         except BudgetError as error:
+            if call.had_plan:
+                return
             refused = self._refused.setdefault(call.kind, [])
             refused.append((call.route, error.required_bytes))
             logger.warning(
@@ -675,6 +685,8 @@ class FittedRegions(FittedModel):
             self.planner.check_end(running, tensors_in(outputs))
             if not self.planner.loop.holds_outputs:
                 self._watch_let_go(running.step, outputs)
+        if call is not None:
+            self._leave_room(call, running, is_done=is_done)
         if running.unplanned is None and running.excess is None:
             return
         if call is not None:
@@ -720,6 +732,31 @@ class FittedRegions(FittedModel):
         begin = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         for node in begin[:1]:
             node.register_prehook(look)
+
+    def _leave_room(self, call: "_Call", running: Running, *, is_done: bool) -> None:
+        """Let plans of a kind leave room for what its sizes vary by.
+
+        A plan takes all that it may, and graphs that have run keep no less afterwards.
+        Where some grow others become smaller: half of what has grown is left, or what
+        was missing and a bit.
+        """
+        plan = running.step.plan
+        left_bytes = (plan.budget_bytes or 0) - plan.peak_bytes
+        spare_bytes = running.varied_bytes // 2
+        if running.short_bytes > 0:
+            missing_bytes = left_bytes + running.short_bytes
+            spare_bytes = max(spare_bytes, missing_bytes * 5 // 4)
+        if spare_bytes <= max(left_bytes, self._spare_bytes.get(call.kind, 0)):
+            return
+        # Processes that plan together have other sizes, and make the same plans.
+        is_alone = self._group_now() is None and not self.planner.groups
+        if self._spare_counts[call.kind] == _MOST_SPARE or not is_alone:
+            return
+        self._spare_counts[call.kind] += 1
+        self._spare_bytes[call.kind] = spare_bytes
+        if is_done and running.unplanned is None and running.excess is None:
+            call.had_plan, call.route = True, running.route
+            self._unplanned[call.kind] = call
 
     def _note_unplanned(self, call: "_Call", route: Route) -> None:
         """Let the way of a call that is over be planned before the next of its kind."""

@@ -1,5 +1,6 @@
 """A backend for ``torch.compile`` that runs the graphs of one step by one plan."""
 
+import copy
 import gc
 import logging
 import weakref
@@ -45,6 +46,7 @@ class _Compiling:
 
     choice: RegionChoice
     inputs: list[InputSpec]
+    sizes: SizeInputs | None
     program: JointProgram = field(init=False)
     # Positions, among what forward saves, of what is not kept.
     dropped: tuple[int, ...] = ()
@@ -330,7 +332,7 @@ class RegionBackend(PlannedBackend):
         sizes: SizeInputs | None,
     ) -> Callable[..., Any]:
         """Compile one graph, to run in one order."""
-        self._now = _Compiling(choice=choice, inputs=specs)
+        self._now = _Compiling(choice=choice, inputs=specs, sizes=sizes)
         with preserve_rng_state():
             return self.compile(module, inputs, specs, sizes)
 
@@ -520,11 +522,18 @@ class RegionBackend(PlannedBackend):
     ) -> Callable[[list[Any]], Any]:
         """Compile a graph without gradients, which is a region as well."""
         (output,) = module.graph.find_nodes(op="output")
+        traced, sizes, varying = module, self._now.sizes, None
+        if sizes is not None:
+            # What runs keeps the values with symbols.
+            traced = fx.GraphModule(module, copy.deepcopy(module.graph))
+            varying = VaryingSizes(traced, sizes)
+            varying.set_sizes(self.choose_sizes(varying))
         program = analyse(
-            module,
+            traced,
             forward_output_count=len(output.args[0]),
             inputs=self._now.inputs,
             name=self.name,
+            varying=varying,
         )
         self._note(program)
         return self._watched(self.compile_pass(module, example_inputs))

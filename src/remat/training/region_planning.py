@@ -164,6 +164,9 @@ class PlannedStep:
         the gradients that later ones have left by then.
     peak_bytes
         The peak of that order.
+    short_bytes
+        How much more than the budget its plan needs at the sizes that it has now, if it
+        keeps nothing from some graph on for that.
     turns
         What is known of steps that begin like this one and turn to another way after so
         many regions: the step, or else what it needs.
@@ -177,6 +180,7 @@ class PlannedStep:
     held_bytes: tuple[int, ...]
     backward_bytes: tuple[int, ...]
     peak_bytes: int
+    short_bytes: int = 0
     kept: Mapping[GatheredGroup, bool] = field(
         default_factory=dict[GatheredGroup, bool]
     )
@@ -249,6 +253,10 @@ class Running:
     composed: ComposedStep = field(init=False)
     sized_count: int = 0
     grown_bytes: int = 0
+    # How much more than planned all have that have more, and how much more than the
+    # budget it would have needed by the plan of its way.
+    varied_bytes: int = 0
+    short_bytes: int = 0
     unplanned: int | None = None
     set_up_bytes: int = 0
     excess: int | None = None
@@ -348,6 +356,8 @@ class RegionPlanner(Planner):
         # The operator for which there was no graph of what holds it.
         self.left_out: str | None = None
         self.watch = Watch()
+        # What plans are to leave of the budget, as sizes vary.
+        self.spare_bytes = 0
         # Of the forward pass that runs now.
         self.between = NodesBetween(model)
         # Of each graph its analysis, and the orders in which it runs by their numbers.
@@ -874,16 +884,23 @@ class RegionPlanner(Planner):
         if is_percentage(budget):
             _, trace = composed.everything
             budget = parse_budget(budget, whole_bytes=trace.peak_bytes[0])
+        spare_bytes = self.spare_bytes
+        if spare_bytes:
+            budget = parse_budget(budget)
         call = PlanCall(
             graph=graph,
             budget=budget,
             fingerprint=program.fingerprint,
             settings=settings,
-            asked={**request.solving, "regions": step_digest(composed)},
+            asked={
+                **request.solving,
+                "regions": step_digest(composed),
+                **({"spare": str(spare_bytes)} if spare_bytes else {}),
+            },
         )
 
         def make() -> Plan:
-            return plan_regions(composed, solve, budget)
+            return plan_regions(composed, solve, budget, spare_bytes=spare_bytes)
 
         try:
             return planned_once(call, make, request.progress)
@@ -1150,7 +1167,10 @@ class RegionPlanner(Planner):
             or self._goes_on(running, position)
         ):
             choice = running.step.choices[position]
-            return choice if choice.code is code else self._choice(code, choice.order)
+            if choice.code is code:
+                return choice
+            running.varied_bytes += self._grown_bytes(choice.code, code) or 0
+            return self._choice(code, choice.order)
         if running.unplanned is None:
             self._refuse_known(running, is_over=False)
         self._run_unplanned(running, code, position)
@@ -1222,12 +1242,14 @@ class RegionPlanner(Planner):
             )
             if isinstance(found, PlannedStep):
                 running.turn_to(found, composed)
+                running.short_bytes = max(running.short_bytes, found.short_bytes)
                 self.running_plan = way.plan
                 return True
             if found is not None:
                 needed.append(found)
         if needed:
             running.unplanned = position
+            running.short_bytes = min(needed) - (running.step.plan.budget_bytes or 0)
             raise _no_room(running.step, position, min(needed))
         return False
 
@@ -1425,6 +1447,9 @@ def _turn(
                 held_bytes=composed.held_bytes(schedule, trace),
                 backward_bytes=composed.backward_bytes(schedule, trace),
                 peak_bytes=trace.peak_bytes[0],
+                short_bytes=sum(needed[:1]) - (way.plan.budget_bytes or 0)
+                if needed
+                else 0,
                 turns={},
             )
         needed.append(needed_bytes)
