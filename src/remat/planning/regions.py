@@ -1178,14 +1178,9 @@ def plan_regions(
     ``solve`` raises, too.
     """
     if spare_bytes and isinstance(budget, int):
-        for part in (1, 2, 4):
-            try:
-                plan = solve(max(1, budget - spare_bytes // part))
-            except BudgetError:
-                continue
-            found = _by_regions(step, plan, budget)
-            if isinstance(found, Plan):
-                return replace(found, status=Status.FEASIBLE)
+        spared = _leaving(step, solve, budget, spare_bytes)
+        if spared is not None:
+            return spared
     try:
         plan = solve(budget)
     except BudgetError as error:
@@ -1215,6 +1210,29 @@ def plan_regions(
 
 
 _ATTEMPTS = 4
+
+
+def _leaving(
+    step: ComposedStep,
+    solve: Callable[[Budget | None], Plan],
+    budget_bytes: int,
+    spare_bytes: int,
+) -> Plan | None:
+    """Return a plan that leaves so much of a budget, or a half or a quarter of it."""
+    least_bytes = 1
+    for part in (1, 2, 4):
+        asked_bytes = budget_bytes - spare_bytes // part
+        if asked_bytes < least_bytes:
+            continue
+        try:
+            plan = solve(asked_bytes)
+        except BudgetError as error:
+            least_bytes = error.required_bytes
+            continue
+        found = _by_regions(step, plan, budget_bytes)
+        if isinstance(found, Plan):
+            return replace(found, status=Status.FEASIBLE)
+    return None
 
 
 def _by_regions(

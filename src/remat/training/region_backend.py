@@ -137,11 +137,8 @@ class _Traced:
 
     def code(self, inputs: Sequence[Any]) -> RegionCode:
         """Return which graph a call is of."""
-        return (
-            self._code()
-            if self._sizes is None
-            else self._code(self._sizes.sizes_in(inputs))
-        )
+        sizes = None if self._sizes is None else self._sizes.sizes_in(inputs)
+        return self._code(sizes)
 
     def _code(self, sizes: Sizes | None = None) -> RegionCode:
         """Return the graph at these sizes, or at those at which it was traced."""
@@ -152,7 +149,9 @@ class _Traced:
             # Plans keep those that they are of.
             others = [each for each in self._codes if each[0] != first]
             if len(others) >= _MOST_SIZES:
-                del self._codes[others[0]]
+                gone = self._codes.pop(others[0])
+                for own in [own for own in self._alone if own[0] is gone]:
+                    del self._alone[own]
             is_own = sizes == first or not self._is_for_all_sizes
             traced = None if is_own else self._code()
             self._codes[key] = RegionCode(self._sources, sizes, traced)

@@ -1429,6 +1429,7 @@ def _turn(
     more_bytes: int = 0,
 ) -> PlannedStep | int | None:
     needed: list[int] = []
+    budget_bytes = way.plan.budget_bytes or 0
     frugal = [replace(c, number=FRUGAL, order=None) for c in way.choices]
     for rest in (way.choices, frugal):
         choices = (*taken, *rest[len(taken) :])
@@ -1439,7 +1440,7 @@ def _turn(
             schedule = composed.schedule_of(_orders(choices, composed.regions))
         trace = simulate(composed.graph, way.plan.platform, schedule)
         needed_bytes = trace.peak_bytes[0] + more_bytes
-        if trace.violation is None and needed_bytes <= (way.plan.budget_bytes or 0):
+        if trace.violation is None and needed_bytes <= budget_bytes:
             return replace(
                 way,
                 choices=choices,
@@ -1447,9 +1448,7 @@ def _turn(
                 held_bytes=composed.held_bytes(schedule, trace),
                 backward_bytes=composed.backward_bytes(schedule, trace),
                 peak_bytes=trace.peak_bytes[0],
-                short_bytes=sum(needed[:1]) - (way.plan.budget_bytes or 0)
-                if needed
-                else 0,
+                short_bytes=needed[0] - budget_bytes if needed else 0,
                 turns={},
             )
         needed.append(needed_bytes)

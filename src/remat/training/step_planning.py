@@ -636,7 +636,8 @@ class Planner:
                 f"{program.graph.name} was traced {_MANY_REPETITIONS} times more with "
                 "equal results, which takes longer than running it: the model changes "
                 "something at each call that the tracer looks at, such as a counter in "
-                "Python, or a number from .item(); keep it in a tensor, or out of forward"
+                "Python, a number from .item(), or a size that values decide; keep it in a "
+                "tensor, or out of forward"
             )
             warnings.warn(msg, RuntimeWarning, stacklevel=2)
 
