@@ -262,7 +262,7 @@ class FittedRegions(FittedModel):
         planner.note_groups(gathered_groups(self.model))
         check_groups(planner.groups)
         planner.gradient_bytes = gradient_bytes
-        planner.spare_bytes = self._spare_bytes.get(self._kind, 0)
+        known_count = self.backend.training_step_count
         planning = self.planning(gradient_bytes, (args, kwargs))
         with unchanged(self.model, None), planning, quiet_tracer():
             try:
@@ -270,6 +270,7 @@ class FittedRegions(FittedModel):
                     self._blocks.checkpointed.clear()
                 gathering, outputs, recording = self._gathered_alike(args, kwargs)
                 planner.gathering, planner.batch = gathering, (args, kwargs)
+                planner.spare_bytes = self._spare_bytes.get(self._kind, 0)
                 planner.backward_autocast = self.backend.backward_autocast_now()
                 self._check_checkpoints(gathering)
                 self._tell_of_left_out(gathering)
@@ -279,6 +280,11 @@ class FittedRegions(FittedModel):
                     step = planner.plan_seen(outputs, recording)
             finally:
                 planner.gathering, planner.batch = None, ()
+            if self.ranges is not None and (
+                self.backend.training_step_count > known_count
+            ):
+                # Of other sizes the calls of now are traced otherwise than planned.
+                self._steps_by_kind.clear()
             ways = self._steps_by_kind.setdefault(self._kind, [])
             others = (way for way in ways if way.route != step.route)
             ways[:] = planner.with_best_beginning([*others, step])
