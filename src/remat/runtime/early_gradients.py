@@ -405,7 +405,7 @@ def _size_bytes(value: fx.Node) -> int:
     example = value.meta.get("val")
     if not isinstance(example, torch.Tensor):
         return 0
-    # Sizes vary of activations alone, whose gradients are small beside the others.
+    # Sizes vary of activations alone, and pieces are for gradients of parameters.
     return 0 if any(map(varies, example.shape)) else example.nbytes
 
 

@@ -283,7 +283,7 @@ class FittedRegions(FittedModel):
             if self.ranges is not None and (
                 self.backend.training_step_count > known_count
             ):
-                # Of other sizes the calls of now are traced otherwise than planned.
+                # What was planned before was traced for one size, and is no more.
                 self._steps_by_kind.clear()
             ways = self._steps_by_kind.setdefault(self._kind, [])
             others = (way for way in ways if way.route != step.route)
