@@ -1500,6 +1500,58 @@ def test_hooks_of_all_modules_that_come_after_the_fit_are_told(regions: Any) -> 
         assert torch.equal(one, other)
 
 
+class Collecting(nn.Module):
+    """A part returns what its parts gather, and the last graph is given some of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = Branches()
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.parts(x)
+        last = self.head(found.last)
+        return last.square().mean() + sum(side.square().mean() for side in found.sides)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Branch() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> "Found":
+        sides: list[torch.Tensor] = []
+        for part in self.parts:
+            x = part(x, sides)
+        return Found(self.norm(x), sides)
+
+
+class Found:
+    def __init__(self, last: torch.Tensor, sides: list[torch.Tensor]) -> None:
+        self.last, self.sides = last, sides
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.side = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor, sides: list[torch.Tensor]) -> torch.Tensor:
+        x = self.layer(x).relu()
+        torch._dynamo.graph_break()
+        sides.append(self.side(x))
+        return x.tanh()
+
+
+def test_what_the_tracer_holds_while_it_compiles_does_not_count() -> None:
+    model = Collecting()
+    # The budget that one fit names is given to the next.
+    first, second = (remat.plan(model, X, budget="150%", **BREAK) for _ in range(2))
+    assert first.peak_bytes == second.peak_bytes
+    assert first.graph == second.graph
+
+
 def test_beside_threads_the_recording_counts_that_saw_most_releases(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -1511,18 +1563,18 @@ def test_beside_threads_the_recording_counts_that_saw_most_releases(
     sizes = [4096, 1024, 8192]
 
     # In the place of a forward pass: what stays is as if a thread had released it.
-    def run(_args: Any, _kwargs: Any, around: Any, _before: Any) -> list[Gathering]:
+    def run(_args: Any, _kwargs: Any, around: Any, _before: Any) -> list[Any]:
         with around:
             unseen.append(torch.empty(sizes[len(unseen)], dtype=torch.uint8))
-        return [Gathering([])]
+        return [Gathering([]), None, True]
 
     monkeypatch.setattr(fitted, "_gathered_once", run)
-    recording, _ = fitted._recorded((X,), {}, Gathering([]))
+    *_, recording = fitted._recorded((X,), {}, Gathering([]))
     assert recording.final_bytes() == 4096
     unseen.clear()
     monkeypatch.setattr(
         fitted.planner, "groups", [SimpleNamespace(has_threads=has) for has in (0, 1)]
     )
-    recording, _ = fitted._recorded((X,), {}, Gathering([]))
+    *_, recording = fitted._recorded((X,), {}, Gathering([]))
     assert recording.final_bytes() == 1024
     assert len(unseen) == 3

@@ -13,7 +13,7 @@ from torch import nn
 
 from remat.capture.autocast import autocast_now
 from remat.capture.first_call import prepare
-from remat.capture.gathering import MARK, Gathering, RegionCode, Route
+from remat.capture.gathering import MARK, Gathering, Route
 from remat.capture.surroundings import plain_tensors, tensors_in
 from remat.capture.tracing import (
     TRACE_ERRORS,
@@ -381,33 +381,30 @@ class FittedRegions(FittedModel):
                 self.name,
             )
 
-    def _gathered(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Gathering, Any]:
+    def _gathered(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Gathering:
         """Run a forward pass that keeps nothing; return what it showed."""
-        gathering, outputs, is_prepared = self._gathered_once(
-            args, kwargs, nullcontext()
-        )
+        gathering, _, is_prepared = self._gathered_once(args, kwargs, nullcontext())
         if not is_prepared:
             # Libraries install hooks in the first call, which stay.
             prepare(self.model, args, kwargs)
-            gathering, outputs, _ = self._gathered_once(args, kwargs, nullcontext())
-        return gathering, outputs
+            gathering, *_ = self._gathered_once(args, kwargs, nullcontext())
+        return gathering
 
     def _gathered_alike(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Gathering, Any, Recording]:
-        """Return what a forward pass showed, and what was recorded in one like it.
+        """Return what a forward pass showed, what it returned, and what it allocated.
 
-        The tracer looks anew at code for another module of its class, and may leave it
-        out of its graphs from then on: then two further passes are like those to come.
+        While the tracer compiles the first one it holds values longer than the code
+        does, so it is the second one. The tracer looks anew at code for another module
+        of its class, and may leave it out of its graphs from then on: then two further
+        passes are like those to come.
         """
-        gathering, outputs = self._gathered(args, kwargs)
-        recording, codes = self._recorded(args, kwargs, gathering)
-        if codes != [seen.code for seen in gathering.seen]:
-            gathering, outputs = self._gathered(args, kwargs)
-            recording, _ = self._recorded(args, kwargs, gathering)
-        return gathering, outputs, recording
+        traced = self._gathered(args, kwargs)
+        found = self._recorded(args, kwargs, traced)
+        if [seen.code for seen in found[0].seen] != [seen.code for seen in traced.seen]:
+            found = self._recorded(args, kwargs, self._gathered(args, kwargs))
+        return found
 
     def _gathered_once(
         self,
@@ -487,23 +484,22 @@ class FittedRegions(FittedModel):
 
     def _recorded(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: Gathering
-    ) -> tuple[Recording, list[RegionCode]]:
-        """Run the same once more and return what was allocated between the regions.
+    ) -> tuple[Gathering, Any, Recording]:
+        """Run the same once more, and record what is allocated between the regions.
 
-        And these regions. What they return is known from before, and they run again
-        only where not.
+        What they return is known from before, and they run again only where not.
         """
-        recordings: list[Recording] = []
-        codes: list[RegionCode] = []
+        found: list[tuple[Gathering, Any, Recording]] = []
         are_threads = any(group.has_threads for group in self.planner.groups)
         for _ in range(_RECORDINGS_BESIDE_THREADS if are_threads else 1):
             recorder = AllocationRecorder(self.planner.device.type, mark_prefix=MARK)
             with recorder:
-                again, *_ = self._gathered_once(args, kwargs, recorder.region(), before)
-            codes = [seen.code for seen in again.seen]
-            recordings.append(recorder.recording)
+                gathering, outputs, _ = self._gathered_once(
+                    args, kwargs, recorder.region(), before
+                )
+            found.append((gathering, outputs, recorder.recording))
         # Of releases by other threads, hardly any is unseen each time.
-        return min(recordings, key=Recording.final_bytes), codes
+        return min(found, key=lambda each: each[-1].final_bytes())
 
     def before_call(
         self,
