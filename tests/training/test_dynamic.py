@@ -587,6 +587,11 @@ def test_steps_of_other_ops_are_planned_one_by_one(
         ({}, ValueError, "dynamic is empty"),
         ([("x", 1)], TypeError, "dynamic is a list; it must be a mapping"),
         ({"x": {1: (2, 64)}, 0: {0: (2, 8)}}, ValueError, "names argument 'x' twice"),
+        ({"x": None}, ValueError, "dynamic is empty"),
+        ({"x": [{1: (2, 64)}]}, TypeError, r"names x\[0\], and 'x' is a Tensor in"),
+        ({"x": {"long": {1: (2, 64)}}}, TypeError, r"x\['long'\], and 'x' is a Tensor"),
+        ({"x": [{1: 64}]}, TypeError, r"dynamic\['x'\]\[0\]\[1\] is 64; it must be"),
+        ({"x": [64]}, TypeError, r"dynamic\['x'\]\[0\] is 64; it must be a mapping"),
     ],
 )
 def test_what_makes_no_sense_is_refused_at_the_door(
@@ -616,6 +621,127 @@ def test_options_that_do_not_go_together_are_refused(
 def test_the_backend_refuses_by_name() -> None:
     with pytest.raises(ValueError, match=r"dynamic= is for remat\.fit"):
         remat.backend(budget="1 GiB", dynamic={"x": {1: (2, 64)}})
+
+
+# --- tensors in lists and mappings ---------------------------------------------------
+
+
+class Boxes(nn.Module):
+    """Finds boxes: each image of a batch has another number of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU()
+        )
+        self.box, self.label = nn.Linear(32, 4), nn.Linear(32, 5)
+
+    def forward(
+        self, images: list[torch.Tensor], targets: list[dict[str, torch.Tensor]]
+    ) -> torch.Tensor:
+        features = self.features(torch.stack(images)).flatten(2).transpose(1, 2)
+        loss = features.square().mean()
+        for found, target in zip(features, targets, strict=True):
+            distances = torch.cdist(target["boxes"], self.box(found))
+            nearest = distances.min(1)
+            labels = self.label(found[nearest.indices])
+            loss = loss + nn.functional.cross_entropy(labels, target["labels"])
+            loss = loss + nearest.values.mean()
+        return loss
+
+
+BOXES = {"boxes": {0: (2, 12)}, "labels": {0: (2, 12)}}
+
+
+def images_with_boxes(*counts: int) -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(sum(counts))
+    images = [torch.randn(3, 16, 16, generator=generator) for _ in counts]
+    return images, [
+        {
+            "boxes": torch.rand(count, 4, generator=generator),
+            "labels": torch.randint(5, (count,), generator=generator),
+        }
+        for count in counts
+    ]
+
+
+@pytest.mark.parametrize("regions", ["whole", "breaks"])
+def test_tensors_in_lists_and_mappings_vary(regions: Any) -> None:
+    model = Boxes()
+    plain = copy.deepcopy(model)
+    remat.fit(
+        model,
+        images_with_boxes(5, 3),
+        budget="150%",
+        costs="estimated",
+        regions=regions,
+        dynamic={"targets": [BOXES, BOXES]},
+    )
+    count = None
+    for counts in ((5, 3), (7, 12), (12, 2), (4, 4)):
+        images, targets = images_with_boxes(*counts)
+        losses = [each(images, targets) for each in (model, plain)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(gradient_of(one), gradient_of(other))
+            one.grad = other.grad = None
+        # Between graphs the first step is traced with symbols.
+        count = count or fitted(model).backend.training_step_count
+    assert fitted(model).backend.training_step_count == count
+    assert fitted(model).planner.planned_count == 1
+    report = remat.verify(
+        Boxes(),
+        images_with_boxes(5, 3),
+        budget="100%",
+        repeats=1,
+        dynamic={"targets": [BOXES, None]},
+    )
+    assert report.is_exact
+    assert "targets[0]['boxes'] [2, 4]" in report.shapes[0].shapes
+
+
+@pytest.mark.parametrize(
+    ("varying", "error", "message"),
+    [
+        ({0: (2, 20)}, TypeError, "targets', which holds several values"),
+        (
+            [{"masks": {0: (2, 20)}}],
+            ValueError,
+            r"targets\[0\]\['masks'\], which is not",
+        ),
+        (
+            [None, {"boxes": {2: (2, 20)}}],
+            ValueError,
+            r"targets\[1\]\['boxes'\], which has 2",
+        ),
+        ([{"boxes": {0: (7, 20)}}], ValueError, r"of targets\[0\]\['boxes'\] is 5 in"),
+        (
+            [{"boxes": {"x": {0: (2, 20)}}}],
+            TypeError,
+            r"and targets\[0\]\['boxes'\] is a Tensor",
+        ),
+    ],
+)
+def test_what_is_not_in_the_lists_is_refused(
+    varying: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        remat.fit(
+            Boxes(), images_with_boxes(5, 3), budget="90%", dynamic={"targets": varying}
+        )
+
+
+def test_a_new_kind_of_step_is_told_with_what_lists_hold(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Boxes()
+    remat.fit(model, images_with_boxes(5, 3), budget="150%", costs="estimated")
+    with caplog.at_level(logging.WARNING, logger="remat"):
+        model(*images_with_boxes(4, 3)).backward()
+    (said,) = (each.message for each in caplog.records if each.name == "remat")
+    assert "[0]['boxes'] float32 [4, 4]" in said
 
 
 # --- with other options --------------------------------------------------------------

@@ -5,6 +5,7 @@ import functools
 import inspect
 import logging
 import sys
+import textwrap
 import time
 import types
 import warnings
@@ -139,6 +140,7 @@ def fitted_on(model: nn.Module) -> "FittedModel | None":
 
 
 _MANY_ALIKE = 8
+_LONGEST_WORDS = 600
 """As often steps are planned for calls that look alike before that is said."""
 
 
@@ -909,10 +911,11 @@ class FittedModel:
         outside = "" if self.ranges is None else self.ranges.outside(args, kwargs)
         words = self.planner.describe_step(args, kwargs)
         self._announced[words] += 1
+        shown = textwrap.shorten(words, _LONGEST_WORDS, placeholder=" ...")
         if self._announced[words] == _MANY_ALIKE:
             self.tell(
                 f"{_MANY_ALIKE} kinds of step of {self.name} were planned in the middle "
-                f"of training for calls that look alike ({words}), which takes longer "
+                f"of training for calls that look alike ({shown}), which takes longer "
                 "than running them. A number in Python that changes at each call, as an "
                 "argument or in the model, is a constant of each trace: give it as a "
                 "tensor, such as torch.tensor(value)"
@@ -921,7 +924,7 @@ class FittedModel:
             "planned a new kind of step of %s in %.1f s: %s%s; peak %s of %s, %+.1f %% time",
             self.name,
             seconds,
-            words,
+            shown,
             outside and f" ({outside})",
             format_bytes(plan.peak_bytes),
             format_bytes(plan.budget_bytes or plan.peak_bytes),

@@ -129,13 +129,15 @@ def fit(
         Which dimensions of the batch vary, and from which size to which, such as
         ``{"input_ids": {1: (2, 512)}}``: arguments of ``forward`` by name or position,
         dimensions counted from 0, and both ends included, or a ``torch.export.Dim``
-        with ``min`` and ``max``. The step is then traced once with sizes that vary and
+        with ``min`` and ``max``. Tensors in lists and mappings are named by such, as in
+        ``{"targets": [{"boxes": {0: (1, 20)}}, None]}``, with ``None`` for what does
+        not vary. The step is then traced once with sizes that vary and
         planned for the largest; ``args`` may have any size in the range. At each other
         size the same schedule is judged before it first runs, and what would break the
         budget is planned by itself. A percentage is one of the largest step. Where the
         model fixes a size, the log ``remat`` says so once: the largest step is planned,
         and each other shape is traced by itself, and runs the same schedule if it is
-        the same step. For one graph, one device, eager kernels, no ``loss``.
+        the same step. For one device and eager kernels.
     backward_in_autocast
         Whether ``backward()`` is called inside of the autocast context of the forward
         pass, as Lightning's manual optimization does; torch advises against it. Some

@@ -1,22 +1,31 @@
 """Which dimensions of the batch vary, between which sizes: the option ``dynamic``."""
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from remat.capture.varying_sizes import Range
-from remat.torch_compat.names import maybe_mark_dynamic
+from remat.torch_compat.names import (
+    maybe_mark_dynamic,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
 
 DynamicShapes: TypeAlias = (
-    Mapping[str, Mapping[int, Any]]
-    | Mapping[int, Mapping[int, Any]]
-    | Mapping[str | int, Mapping[int, Any]]
+    Mapping[str, Any] | Mapping[int, Any] | Mapping[str | int, Any]
 )
-"""Argument, by name or position -> dimension -> ``(from, to)`` or a ``Dim``."""
+"""Argument, by name or position -> dimension -> ``(from, to)`` or a ``Dim``.
+
+For a list or a mapping of tensors, a list or a mapping of these, with ``None`` for what
+does not vary.
+"""
+
+Path: TypeAlias = tuple[str | int, ...]
+"""An argument, and the places by which a tensor is found in it."""
 
 Asked: TypeAlias = tuple[tuple[torch.Tensor, Mapping[int, Range]], ...]
 """Tensors of a call with dimensions that may vary, and their ranges."""
@@ -27,9 +36,10 @@ _SMALLEST = 2
 """The tracer makes another step of a dimension of size 1, and of an empty one."""
 
 _FORM = "as in dynamic={'input_ids': {1: (2, 512)}}"
+_NESTED_FORM = "as in dynamic={'targets': [{'boxes': {0: (2, 20)}}]}"
 
 
-def checked_shapes(dynamic: Any) -> dict[str | int, dict[int, Range]]:
+def checked_shapes(dynamic: Any) -> dict[Path, dict[int, Range]]:
     """Return what may vary, as far as that can be checked without an example.
 
     Raises
@@ -42,36 +52,64 @@ def checked_shapes(dynamic: Any) -> dict[str | int, dict[int, Range]]:
     if not isinstance(dynamic, Mapping):
         msg = f"dynamic is a {type(dynamic).__name__}; it must be a mapping, {_FORM}"
         raise TypeError(msg)
-    found: dict[str | int, dict[int, Range]] = {}
-    for argument, dims in dynamic.items():
+    for argument in dynamic:
         if not isinstance(argument, str | int) or isinstance(argument, bool):
             msg = (
                 f"dynamic has the key {argument!r}; keys are names or positions of "
                 f"arguments of forward, {_FORM}"
             )
             raise TypeError(msg)
-        if not isinstance(dims, Mapping) or not dims:
-            msg = (
-                f"dynamic[{argument!r}] is {dims!r}; it must be a mapping from "
-                f"dimensions to ranges, {_FORM}"
-            )
-            raise TypeError(msg)
-        found[argument] = {
-            _dimension(argument, dim): _range(f"dynamic[{argument!r}][{dim!r}]", limits)
-            for dim, limits in dims.items()
-        }
+    found = dict(_flattened((), dynamic.items()))
     if not found:
         msg = f"dynamic is empty: name what varies, {_FORM}, or leave it out"
         raise ValueError(msg)
     return found
 
 
-def _dimension(argument: str | int, dim: Any) -> int:
+def _flattened(
+    path: Path, items: Iterable[tuple[str | int, Any]]
+) -> Iterator[tuple[Path, dict[int, Range]]]:
+    for key, value in items:
+        here = (*path, key)
+        if value is None:
+            continue
+        if isinstance(value, list | tuple):
+            yield from _flattened(here, enumerate(value))
+        elif not isinstance(value, Mapping) or not value:
+            msg = (
+                f"{_entry(here)} is {value!r}; it must be a mapping from dimensions to "
+                f"ranges, {_FORM}, or a list or mapping of such, {_NESTED_FORM}"
+            )
+            raise TypeError(msg)
+        elif any(isinstance(each, str) for each in value):
+            yield from _flattened(here, value.items())
+        else:
+            yield (
+                here,
+                {
+                    _dimension(here, dim): _range(_entry((*here, dim)), limits)
+                    for dim, limits in value.items()
+                },
+            )
+
+
+def _entry(path: Path) -> str:
+    return "dynamic" + "".join(f"[{key!r}]" for key in path)
+
+
+def _named(path: Path) -> str:
+    name, *places = path
+    return _words(path) if places else repr(name)
+
+
+def _words(path: Path) -> str:
+    name, *places = path
+    return f"{name}{''.join(f'[{key!r}]' for key in places)}"
+
+
+def _dimension(path: Path, dim: Any) -> int:
     if not isinstance(dim, int) or isinstance(dim, bool) or dim < 0:
-        msg = (
-            f"dynamic[{argument!r}] has the key {dim!r}; dimensions are counted from 0, "
-            f"{_FORM}"
-        )
+        msg = f"{_entry(path)} has the key {dim!r}; dimensions are counted from 0, {_FORM}"
         raise TypeError(msg)
     return dim
 
@@ -118,19 +156,19 @@ class ShapeRanges:
 
     Parameters
     ----------
-    by_name
-        Name of a parameter of forward, or position beyond those with a name -> the
-        dimensions that vary -> their ranges.
+    by_path
+        Name of a parameter of forward, or position beyond those with a name, and where
+        in it a tensor is -> the dimensions that vary -> their ranges.
     names
         The names of forward's positional parameters, in order.
     """
 
-    by_name: Mapping[str | int, Mapping[int, Range]]
+    by_path: Mapping[Path, Mapping[int, Range]]
     names: tuple[str, ...]
 
     @classmethod
     def of(
-        cls, model: nn.Module, by_argument: Mapping[str | int, Mapping[int, Range]]
+        cls, model: nn.Module, asked: Mapping[Path, Mapping[int, Range]]
     ) -> "ShapeRanges":
         """Return the ranges by the names that the model's forward gives its arguments.
 
@@ -147,8 +185,8 @@ class ShapeRanges:
         names = tuple(p.name for p in parameters if p.kind in by_position)
         kinds = {p.kind for p in parameters}
         known = {p.name for p in parameters if p.kind not in _VARIADIC}
-        found: dict[str | int, Mapping[int, Range]] = {}
-        for argument, dims in by_argument.items():
+        arguments: dict[str | int, str | int] = {}
+        for argument in dict.fromkeys(path[0] for path in asked):
             name = argument
             if isinstance(argument, int):
                 name = names[argument] if 0 <= argument < len(names) else argument
@@ -163,21 +201,69 @@ class ShapeRanges:
                     f"{type(model).__name__}.forward: it takes {', '.join(names)}"
                 )
                 raise ValueError(msg)
-            if name in found:
+            if name in arguments.values():
                 msg = f"dynamic names argument {name!r} twice, by name and by position"
                 raise ValueError(msg)
-            found[name] = dims
-        return cls(found, names)
+            arguments[argument] = name
+        by_path = {(arguments[path[0]], *path[1:]): asked[path] for path in asked}
+        return cls(by_path, names)
 
-    def name_of(self, position: int) -> str | int:
-        """Return under what name a positional argument is known here."""
-        return self.names[position] if position < len(self.names) else position
+    def _varying(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Iterator[tuple[Path, torch.Tensor, dict[int, Range]]]:
+        """Yield the tensors of a call that vary, and in which dimensions."""
+        for path, value in self._leaves(args, kwargs):
+            dims = self._dims_of(path, value)
+            if dims:
+                yield path, value, dims
 
-    def dims_of(self, name: str | int, value: Any) -> dict[int, Range]:
-        """Return the dimensions of a given argument that vary."""
+    def _leaves(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Iterator[tuple[Path, Any]]:
+        """Yield what is in the arguments in which something varies."""
+        found: list[tuple[Path, Any]] = []
+
+        def note(path: Path, value: Any) -> Any:
+            found.append((path, value))
+            return value
+
+        self._replaced(args, kwargs, note)
+        yield from found
+
+    def _replaced(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        replace: Callable[[Path, Any], Any],
+    ) -> Call:
+        """Return a call with other values in the arguments that vary somewhere."""
+        varying = {path[0] for path in self.by_path}
+
+        def replaced(name: str | int, value: Any) -> Any:
+            if name not in varying:
+                return value
+            if isinstance(value, torch.Tensor):
+                return replace((name,), value)
+            leaves, structure = tree_flatten_with_path(value)
+            values = [
+                replace((name, *(_place(key) for key in keys)), leaf)
+                for keys, leaf in leaves
+            ]
+            return tree_unflatten(values, structure)
+
+        return (
+            tuple(
+                replaced(self.names[i] if i < len(self.names) else i, value)
+                for i, value in enumerate(args)
+            ),
+            {name: replaced(name, value) for name, value in kwargs.items()},
+        )
+
+    def _dims_of(self, path: Path, value: Any) -> dict[int, Range]:
+        """Return the dimensions of a value that vary."""
         if not isinstance(value, torch.Tensor):
             return {}
-        found = self.by_name.get(name, {})
+        found = self.by_path.get(path, {})
         return {dim: limits for dim, limits in found.items() if dim < value.dim()}
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -186,24 +272,17 @@ class ShapeRanges:
         Raises
         ------
         TypeError
-            If an argument is no tensor.
+            If what is named is no tensor.
         ValueError
-            If an argument is missing, or a size is out of its range.
+            If it is missing, or a size is out of its range.
         """
-        given = {self.name_of(i): value for i, value in enumerate(args)} | dict(kwargs)
-        for name, dims in self.by_name.items():
-            value = given.get(name)
-            if value is None:
-                msg = f"dynamic names {name!r}, which is not given in the example"
-                raise ValueError(msg)
+        given = dict(self._leaves(args, kwargs))
+        for path, dims in self.by_path.items():
+            value = given.get(path)
             if not isinstance(value, torch.Tensor):
-                msg = (
-                    f"dynamic names {name!r}, which is a {type(value).__name__} in the "
-                    "example; only tensors have dimensions that vary"
-                )
-                raise TypeError(msg)
+                raise _is_no_tensor(path, given)
             for dim, (low, high) in dims.items():
-                where = f"dimension {dim} of {name!r}"
+                where = f"dimension {dim} of {_named(path)}"
                 if dim >= value.dim():
                     msg = f"dynamic names {where}, which has {value.dim()} dimensions"
                     raise ValueError(msg)
@@ -223,10 +302,10 @@ class ShapeRanges:
         """
         asked: list[tuple[torch.Tensor, Mapping[int, Range]]] = []
 
-        def marked(name: str | int, value: Any) -> Any:
+        def marked(path: Path, value: Any) -> Any:
             dims = {
                 dim: limits
-                for dim, limits in self.dims_of(name, value).items()
+                for dim, limits in self._dims_of(path, value).items()
                 if value.shape[dim] >= _SMALLEST
             }
             if not dims:
@@ -236,11 +315,7 @@ class ShapeRanges:
             asked.append((alias, dims))
             return alias
 
-        call = (
-            tuple(marked(self.name_of(i), value) for i, value in enumerate(args)),
-            {name: marked(name, value) for name, value in kwargs.items()},
-        )
-        return call, tuple(asked)
+        return self._replaced(args, kwargs, marked), tuple(asked)
 
     def largest(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Return stand-ins for a call, as large as it may become."""
@@ -253,8 +328,8 @@ class ShapeRanges:
     def _resized(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], end: int
     ) -> Call:
-        def resized(name: str | int, value: Any) -> Any:
-            dims = self.dims_of(name, value)
+        def resized(path: Path, value: Any) -> Any:
+            dims = self._dims_of(path, value)
             shape = [
                 dims[dim][end] if dim in dims else size
                 for dim, size in enumerate(getattr(value, "shape", ()))
@@ -263,37 +338,63 @@ class ShapeRanges:
                 value if shape == [*getattr(value, "shape", ())] else _cut(value, shape)
             )
 
-        return (
-            tuple(resized(self.name_of(i), value) for i, value in enumerate(args)),
-            {name: resized(name, value) for name, value in kwargs.items()},
-        )
+        return self._replaced(args, kwargs, resized)
 
     def outside(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """Return in words which sizes of a call are out of range, ``""`` if none is."""
-        given = [*((self.name_of(i), v) for i, v in enumerate(args)), *kwargs.items()]
         return ", ".join(
-            f"{value.shape[dim]} in dimension {dim} of {name!r} is outside of {low} to {high}"
-            for name, value in given
-            for dim, (low, high) in self.dims_of(name, value).items()
+            f"{value.shape[dim]} in dimension {dim} of {_named(path)} is outside of "
+            f"{low} to {high}"
+            for path, value, dims in self._varying(args, kwargs)
+            for dim, (low, high) in dims.items()
             if not low <= value.shape[dim] <= high
         )
 
     def words_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """Return in words the shapes of what varies in a call."""
-        given = [*((self.name_of(i), v) for i, v in enumerate(args)), *kwargs.items()]
         return ", ".join(
-            f"{name} {list(value.shape)}"
-            for name, value in given
-            if self.dims_of(name, value)
+            f"{_words(path)} {list(value.shape)}"
+            for path, value, _ in self._varying(args, kwargs)
         )
 
     def words(self) -> str:
         """Return in words what varies."""
         return ", ".join(
-            f"dimension {dim} of {name!r} from {low} to {high}"
-            for name, dims in self.by_name.items()
+            f"dimension {dim} of {_named(path)} from {low} to {high}"
+            for path, dims in self.by_path.items()
             for dim, (low, high) in dims.items()
         )
+
+
+def _place(key: Any) -> str | int:
+    """Return where a value is in what holds it: a position, a key or a name."""
+    (place,) = astuple(key)
+    return place
+
+
+def _is_no_tensor(path: Path, given: Mapping[Path, Any]) -> Exception:
+    """Return an error for a path at which a call holds no tensor."""
+    # What holds it, or what it holds, if anything.
+    holders = [path[:count] for count in range(1, len(path) + 1)]
+    holder = next((each for each in holders if each in given), None)
+    if holder is not None and given[holder] is not None:
+        is_what = f"is a {type(given[holder]).__name__} in the example"
+        msg = (
+            f"dynamic names {_named(path)}, "
+            f"{'which' if holder == path else f'and {_named(holder)}'} {is_what}; only "
+            "tensors have dimensions that vary, by themselves or in lists, tuples and "
+            "dicts"
+        )
+        return TypeError(msg)
+    if any(each[: len(path)] == path for each in given):
+        msg = (
+            f"dynamic names {_named(path)}, which holds several values in the example: "
+            f"name the tensors in it, {_NESTED_FORM}"
+        )
+        return TypeError(msg)
+    return ValueError(
+        f"dynamic names {_named(path)}, which is not given in the example"
+    )
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -80,7 +80,12 @@ from remat.torch_compat.attributes import (
     contents_of,
     storage_identity,
 )
-from remat.torch_compat.names import tree_map, unset_fake_temporarily
+from remat.torch_compat.names import (
+    keystr,
+    tree_flatten_with_path,
+    tree_map,
+    unset_fake_temporarily,
+)
 from remat.torch_compat.patches import callers_function_modes
 from remat.torch_compat.sharding import local_part
 from remat.training.allocator_settings import settings_on
@@ -404,7 +409,7 @@ class Planner:
 
     def describe_step(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """Return in words what the step that was planned last is called with."""
-        words = self._call_words(args, kwargs)
+        words = self._call_words(args, kwargs, is_nested=True)
         bucket_bytes = gradient_buckets_bytes()
         if self.gradient_bytes > bucket_bytes:
             held_bytes = self.gradient_bytes - bucket_bytes
@@ -414,13 +419,17 @@ class Planner:
         words += [f"autocast to {kind.dtype}" for kind in autocast_now()]
         return ", ".join(words)
 
-    def _call_words(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-        tensors = {"": args, **{f"{name} ": (value,) for name, value in kwargs.items()}}
+    def _call_words(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_nested: bool = False
+    ) -> list[str]:
+        """Return in words the tensors of a call, those in lists and mappings too."""
         words = [
-            f"{name}{describe_tensor(value)}"
-            for name, values in tensors.items()
-            for value in values
-            if isinstance(value, torch.Tensor)
+            f"{name}{keystr(path)} {describe_tensor(leaf)}".lstrip()
+            for name, value in [*(("", value) for value in args), *kwargs.items()]
+            for path, leaf in (
+                tree_flatten_with_path(value)[0] if is_nested else [((), value)]
+            )
+            if isinstance(leaf, torch.Tensor)
         ]
         model = self.model
         if model is not None:
