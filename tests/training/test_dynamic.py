@@ -744,6 +744,48 @@ def test_a_new_kind_of_step_is_told_with_what_lists_hold(
     assert "[0]['boxes'] float32 [4, 4]" in said
 
 
+class Graph:
+    """A batch that is an object, as libraries have them."""
+
+    def __init__(self, count: int) -> None:
+        self.x = batch_of(count)[0]
+
+
+class OfGraphs(Layers):
+    def forward(self, graph: Graph) -> torch.Tensor:
+        return super().forward(graph.x)
+
+
+@pytest.mark.parametrize("is_object", [True, False])
+def test_ever_new_sizes_are_told_with_the_cure_that_works(
+    caplog: pytest.LogCaptureFixture, *, is_object: bool
+) -> None:
+    def given(count: int) -> Any:
+        return Graph(count) if is_object else batch_of(count)
+
+    model = OfGraphs(1) if is_object else Layers(1)
+
+    def train() -> None:
+        for count in range(10, 20):
+            model.zero_grad()
+            model(given(count)).backward()
+
+    remat.fit(model, given(9), budget="300%", costs="estimated")
+    with caplog.at_level(logging.WARNING, logger="remat"):
+        train()
+    told = [each.message for each in caplog.records if each.name == "remat"]
+    (said,) = (each for each in told if "each for tensors of other sizes" in each)
+    if not is_object:
+        assert "dynamic={'input_ids'" in said
+        return
+    assert "inside of a Graph" in said
+    assert "regions='breaks'" in said
+    assert "args[0].x of 5.00 KiB" in told[0]
+    remat.fit(model, given(9), budget="300%", costs="estimated", regions="breaks")
+    train()
+    assert fitted(model).planner.planned_count <= 2
+
+
 # --- with other options --------------------------------------------------------------
 
 

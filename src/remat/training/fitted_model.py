@@ -101,7 +101,7 @@ from remat.training.request import (
 from remat.training.same_plan import planning_together
 from remat.training.shape_ranges import ShapeRanges, checked_shapes
 from remat.training.step_backend import PlannedBackend, StoppedBeforeRunningError
-from remat.training.step_planning import Planner
+from remat.training.step_planning import Planner, objects_in
 from remat.training.training_loop import AwaitedBatch, LoopMemory
 from remat.training.variants import Kind, TracedCall, VariantBackend
 
@@ -219,6 +219,7 @@ class FittedModel:
         self.told: set[str] = set()
         # How often a step was planned in the middle of training, by its words.
         self._announced: Counter[str] = Counter()
+        self._calls = set[str]()
         self._awaited: AwaitedBatch | None = None
         self.first_plan: Plan | None = None
         # What is asked for, before a percentage is a number of bytes.
@@ -920,6 +921,9 @@ class FittedModel:
                 "argument or in the model, is a constant of each trace: give it as a "
                 "tensor, such as torch.tensor(value)"
             )
+        self._calls.add(self.planner.describe_call(args, kwargs))
+        if len(self._calls) == _MANY_ALIKE and self.ranges is None:
+            self._tell_of_sizes(args, kwargs)
         logger.warning(
             "planned a new kind of step of %s in %.1f s: %s%s; peak %s of %s, %+.1f %% time",
             self.name,
@@ -929,6 +933,31 @@ class FittedModel:
             format_bytes(plan.peak_bytes),
             format_bytes(plan.budget_bytes or plan.peak_bytes),
             100 * plan.overhead,
+        )
+
+    def _tell_of_sizes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Say, once, what to do where each call is of other sizes."""
+        if "sizes" in self.told:
+            return
+        self.told.add("sizes")
+        objects = objects_in((args, kwargs))
+        cure = (
+            "Name the dimensions that vary with dynamic=, as in dynamic={'input_ids': "
+            "{1: (2, 512)}}, and all sizes are one trace and one plan"
+        )
+        if objects:
+            cure = (
+                f"The tensors that vary are inside of a {type(objects[0]).__name__}, which "
+                "the tracer looks into and dynamic= does not: with regions='breaks' other "
+                "sizes than the example's run without a plan of their own where they fit; "
+                "or give forward the tensors themselves, and name what varies with dynamic="
+            )
+        logger.warning(
+            "%d kinds of step of %s were planned in the middle of training, each for "
+            "tensors of other sizes. %s",
+            _MANY_ALIKE,
+            self.name,
+            cure,
         )
 
 

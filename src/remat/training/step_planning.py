@@ -83,6 +83,7 @@ from remat.torch_compat.attributes import (
 from remat.torch_compat.names import (
     keystr,
     tree_flatten_with_path,
+    tree_leaves,
     tree_map,
     unset_fake_temporarily,
 )
@@ -105,6 +106,14 @@ _MANY_REPETITIONS = 8
 
 _BISECTIONS = 5
 """How often a smaller budget is looked for where gradients may leave early."""
+
+
+def objects_in(items: Any) -> list[Any]:
+    """Return what is nested in ``items`` and may hold tensors that cannot be seen."""
+    return [leaf for leaf in tree_leaves(items) if not isinstance(leaf, _SEEN)]
+
+
+_SEEN = (torch.Tensor, bool, int, float, str, type(None))
 
 
 def gradient_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -408,8 +417,8 @@ class Planner:
         return None
 
     def describe_step(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        """Return in words what the step that was planned last is called with."""
-        words = self._call_words(args, kwargs, is_nested=True)
+        """Return in words what step was planned last."""
+        words = [self.describe_call(args, kwargs)]
         bucket_bytes = gradient_buckets_bytes()
         if self.gradient_bytes > bucket_bytes:
             held_bytes = self.gradient_bytes - bucket_bytes
@@ -417,6 +426,18 @@ class Planner:
         if bucket_bytes:
             words.append(f"with {format_bytes(bucket_bytes)} of gradient buckets")
         words += [f"autocast to {kind.dtype}" for kind in autocast_now()]
+        return ", ".join(words)
+
+    def describe_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """Return in words what the step that was planned last is called with."""
+        words = self._call_words(args, kwargs, is_nested=True)
+        if self.latest is not None and objects_in((args, kwargs)):
+            # The tracer looks into them.
+            words[:0] = [
+                f"{storage.name} of {format_bytes(storage.size_bytes)}"
+                for storage in self.latest.graph.storages
+                if storage.role is Role.INPUT
+            ]
         return ", ".join(words)
 
     def _call_words(
