@@ -105,6 +105,62 @@ def test_a_way_that_ends_before_its_plan_is_planned(
     assert len(said) == 1
 
 
+class SettingUp(nn.Module):
+    """Finds out about its batch in the first call, as torchvision's poolers do."""
+
+    scale: float | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.scale = None
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        inner = torch.tanh(self.first(x))
+        if self.scale is None:
+            self.scale = torch.log2(torch.tensor(8.0)).item()
+        torch._dynamo.graph_break()
+        return torch.tanh(self.last(inner) * self.scale).pow(2).mean()
+
+
+@pytest.mark.parametrize("sizes", [(256, 256), (200, 100)])
+def test_what_later_calls_do_is_planned_as_well_as_the_first(
+    caplog: pytest.LogCaptureFixture, sizes: tuple[int, int]
+) -> None:
+    model, plain = pair(SettingUp)
+    named = smallest_budget(model, X, costs="estimated")
+    assert model.scale is None
+    plan = remat.fit(model, X, budget=named * 11 // 10, **BREAK)
+    assert (model.scale, model.calls) == (None, 0)
+    first, second = (X[:size] for size in sizes)
+    train_alike(model, plain, [first, first, first, second, second])
+    assert (model.scale, model.calls) == (3.0, plain.calls)
+    assert not any("another way" in each.getMessage() for each in caplog.records)
+    for batch in (first, second):
+        assert peak_of_step(model, batch) <= (plan.budget_bytes or 0)
+    fitted = fitted_on(model)
+    assert isinstance(fitted, FittedRegions)
+    # Both ways at the sizes of the first call, and the later one at others.
+    assert fitted.planner.planned_count == (2 if sizes[0] == sizes[1] else 5)
+
+
+def test_what_only_counts_sets_up_nothing() -> None:
+    class Counting(Tied):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    model = Counting()
+    remat.fit(model, X, budget="100%", **BREAK)
+    fitted = fitted_on(model)
+    assert isinstance(fitted, FittedRegions)
+    assert fitted.planner.planned_count == 1
+
+
 def many_exponentials(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([x] * 8).sin().exp().sum(0)
 

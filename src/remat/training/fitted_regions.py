@@ -37,7 +37,11 @@ from remat.torch_compat.attributes import (
     version_of,
     versions_of,
 )
-from remat.torch_compat.names import profiler_enabled, tree_flatten
+from remat.torch_compat.names import (
+    preserve_rng_state,
+    profiler_enabled,
+    tree_flatten,
+)
 from remat.torch_compat.patches import alone
 from remat.torch_compat.sharding import (
     gathered_groups,
@@ -164,6 +168,8 @@ class FittedRegions(FittedModel):
             )
             raise CaptureError(msg)
         self._blocks = self._block_calls(request.regions)
+        # Whether the pass that was looked at last has set up what later ones find.
+        self._has_set_up = False
         self._hooks_seen = forward_hooks_of_all()
         # Per kind of call: what is given, which mode, which gradients exist.
         # The ways that its steps took when they were planned, the last one at the end.
@@ -243,13 +249,32 @@ class FittedRegions(FittedModel):
         """Run a forward pass for planning, and plan the step that it shows.
 
         The step is to start with so many bytes of gradients. Values are real; what
-        forward changes is put back.
+        forward changes is put back. Where it sets something up that later ones find,
+        and these go another way, that is planned as well.
 
         Raises
         ------
         ProfileError
             If a torch profiler is recording.
         """
+        plan = self._plan_way_of(args, kwargs, gradient_bytes)
+        is_alone = self._group_now() is None and not self.planner.groups
+        if not self._has_set_up or not is_alone:
+            return plan
+        self.set_budget(plan)
+        with kept(self.model):
+            if self._goes_the_same_way(args, kwargs):
+                return plan
+            return self._plan_way_of(args, kwargs, gradient_bytes, is_second=True)
+
+    def _plan_way_of(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        gradient_bytes: int,
+        *,
+        is_second: bool = False,
+    ) -> Plan:
         planner = self.planner
         if profiler_enabled():
             msg = (
@@ -280,8 +305,10 @@ class FittedRegions(FittedModel):
                     step = planner.plan_seen(outputs, recording)
             finally:
                 planner.gathering, planner.batch = None, ()
-            if self.ranges is not None and (
-                self.backend.training_step_count > known_count
+            if (
+                self.ranges is not None
+                and self.backend.training_step_count > known_count
+                and not is_second
             ):
                 # What was planned before was traced for one size, and is no more.
                 self._steps_by_kind.clear()
@@ -289,6 +316,20 @@ class FittedRegions(FittedModel):
             others = (way for way in ways if way.route != step.route)
             ways[:] = planner.with_best_beginning([*others, step])
         return self.latest_plan()
+
+    def _goes_the_same_way(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> bool:
+        """Run a forward pass, leave what it set up, and look at the way of a second."""
+        codes = self._steps_by_kind[self._kind][-1].route.codes
+        with self.planning(self.planner.gradient_bytes, (args, kwargs)):
+            try:
+                # Both draw the same.
+                with preserve_rng_state():
+                    self._gather(args, kwargs, nullcontext())
+                return [s.code for s in self._gathered(args, kwargs).seen] == codes
+            finally:
+                self.planner.gathering = None
 
     def run(
         self,
@@ -414,35 +455,45 @@ class FittedRegions(FittedModel):
         before: Gathering | None = None,
     ) -> tuple[Gathering, Any, bool]:
         with kept(self.model) as found:
-            planner = self.planner
-            gathering = planner.gathering = Gathering(
-                self._residents(args, kwargs),
-                before=before,
-                # A step needs as many for gradients, whatever its plan.
-                keeps_bytes=sum(
-                    local_part(p).nbytes
-                    for p in self.model.parameters()
-                    if p.requires_grad
-                ),
-            )
-            try:
-                # Forward may write to what it is given, which is the caller's.
-                own_args, own_kwargs = with_own_containers((args, dict(kwargs)))
-                given = values_put_back(tensors_in((args, dict(kwargs))))
-                alone = gathering_alone(planner.groups)
-                with given, alone as planner.gathered, around:
-                    outputs = self.run(own_args, own_kwargs)
-            # The model's own code runs, which may raise anything.
-            except BaseException as error:
-                self._forget(error)
-                is_of_example = isinstance(error, Exception)
-                if is_of_example and not isinstance(error, (RematError, *TRACE_ERRORS)):
-                    raise example_error(error) from error
-                raise
-            gathering.between.append(planner.between.leading_to(tensors_in(outputs)))
-            gathering.end_step(self._residents(args, kwargs))
-            gathering.stay.update(map(gathering.note, plain_tensors(self.model)))
+            gathering, outputs = self._gather(args, kwargs, around, before)
+        self._has_set_up = found.has_set_up
         return gathering, outputs, not found.has_new_hooks
+
+    def _gather(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        around: AbstractContextManager[None],
+        before: Gathering | None = None,
+    ) -> tuple[Gathering, Any]:
+        """Run a forward pass that leaves what it changes of the model."""
+        planner = self.planner
+        gathering = planner.gathering = Gathering(
+            self._residents(args, kwargs),
+            before=before,
+            # A step needs as many for gradients, whatever its plan.
+            keeps_bytes=sum(
+                local_part(p).nbytes for p in self.model.parameters() if p.requires_grad
+            ),
+        )
+        try:
+            # Forward may write to what it is given, which is the caller's.
+            own_args, own_kwargs = with_own_containers((args, dict(kwargs)))
+            given = values_put_back(tensors_in((args, dict(kwargs))))
+            alone = gathering_alone(planner.groups)
+            with given, alone as planner.gathered, around:
+                outputs = self.run(own_args, own_kwargs)
+        # The model's own code runs, which may raise anything.
+        except BaseException as error:
+            self._forget(error)
+            is_of_example = isinstance(error, Exception)
+            if is_of_example and not isinstance(error, (RematError, *TRACE_ERRORS)):
+                raise example_error(error) from error
+            raise
+        gathering.between.append(planner.between.leading_to(tensors_in(outputs)))
+        gathering.end_step(self._residents(args, kwargs))
+        gathering.stay.update(map(gathering.note, plain_tensors(self.model)))
+        return gathering, outputs
 
     def _residents(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -48,9 +48,18 @@ _DEEPEST = 3
 
 @dataclass
 class Kept:
-    """What a forward pass changed that was put back."""
+    """What a forward pass changed that was put back.
+
+    Parameters
+    ----------
+    has_new_hooks
+        Whether hooks were left.
+    has_set_up
+        Whether attributes have a value that had none before, as in a first call.
+    """
 
     has_new_hooks: bool = False
+    has_set_up: bool = False
 
 
 @contextmanager
@@ -99,6 +108,11 @@ def kept(model: nn.Module) -> Generator[Kept]:
             and each.name.endswith("hooks")
             and each.has_changed
             for each in contents
+        )
+        found.has_set_up = any(
+            value is not None and before.get(name) is None
+            for module, before in zip(modules, attributes, strict=True)
+            for name, value in vars(module).items()
         )
         for each in contents:
             each.put_back()
