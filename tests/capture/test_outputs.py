@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import remat
 from remat.capture.outputs import fake_outputs
+from remat.training.fitted_model import fitted_on
 
 WIDTH = 32
 
@@ -121,3 +122,45 @@ def test_what_only_looked_at_the_outputs_lets_go_of_the_model() -> None:
     del model, found
     gc.collect()
     assert alive() is None
+
+
+class Indexed(nn.Module):
+    """Returns places, or keeps them to itself; its operators are the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, *, returns: bool) -> tuple[torch.Tensor, ...]:
+        places: list[torch.Tensor] = []
+        for layer in self.layers:
+            x, found = layer(x).unflatten(-1, (2, WIDTH)).max(1)
+            places.append(found)
+        loss = x.square().mean()
+        return (loss, *places) if returns else (loss,)
+
+
+def test_steps_that_return_other_values_of_the_same_operators_are_not_the_same() -> (
+    None
+):
+    model, x = Indexed(), torch.randn(256, WIDTH)
+    plans = [
+        remat.plan(
+            model,
+            x,
+            kwargs={"returns": returns},
+            budget="100%",
+            costs="estimated",
+            regions="whole",
+        )
+        for returns in (False, True)
+    ]
+    assert plans[0].fingerprint != plans[1].fingerprint
+    remat.fit(model, x, {"returns": False}, budget="100%", costs="estimated")
+    model(x, returns=False)[0].backward()
+    model.zero_grad()
+    fitted = fitted_on(model)
+    assert fitted is not None
+    assert fitted.planner.planned_count == 1
+    model(x, returns=True)[0].backward()
+    assert fitted.planner.planned_count == 2

@@ -572,6 +572,9 @@ class _Analysis:
             ),
             device_kinds=(self.device().type,),
         )
+        # Steps of the same operators may return, or hand on, other values of them.
+        returned = f"{graph.forward_outputs}|{graph.final_outputs}\n"
+        self.digest.update(returned.encode())
         self.shared = self.find_shared()
         self.steps = self.find_steps()
         accumulated = self.find_accumulated()

@@ -270,6 +270,8 @@ class RegionBackend(PlannedBackend):
             backward_in_autocast=backward_in_autocast,
         )
         self._planner = weakref.ref(planner)
+        # How many graphs were traced for all sizes while steps ran.
+        self._sized_trace_count = 0
 
     @property
     def planner(self) -> RegionPlanner:
@@ -318,8 +320,13 @@ class RegionBackend(PlannedBackend):
             # The tracer takes a smaller graph then, or none.
             self.planner.left_out = str(error)
             raise
-        if self.planner.running is not None and code is not None:
-            self.planner.note_repetition(self.planner.programs[code])
+        running = self.planner.running
+        if running is not None and code is not None:
+            self._sized_trace_count += bool(code.sizes)
+            # Once for all sizes, and where a size of 0 or 1 came first, once more.
+            expected_count = 2 * len(running.step.choices)
+            if not code.sizes or self._sized_trace_count > expected_count:
+                self.planner.note_repetition(self.planner.programs[code])
         return run
 
     def compile_in_order(
