@@ -702,6 +702,85 @@ def test_tensors_in_lists_and_mappings_vary(regions: Any) -> None:
     assert "targets[0]['boxes'] [2, 4]" in report.shapes[0].shapes
 
 
+class Emptying(Layers):
+    """Takes its batch out of what holds it, and leaves something there."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def forward(self, x: Any) -> torch.Tensor:
+        inner = x.pop("x")
+        x["seen"] = 1
+        x["all"].append(inner)
+        return super().forward(inner)
+
+
+@pytest.mark.parametrize("regions", ["whole", "breaks"])
+def test_what_forward_does_to_lists_and_mappings_is_done(regions: Any) -> None:
+    model = Emptying()
+    remat.fit(
+        model,
+        ({"x": batch_of(20), "all": []},),
+        budget="150%",
+        costs="estimated",
+        regions=regions,
+        dynamic={"x": {"x": {1: (2, 64)}}},
+    )
+    for size in (20, 30):
+        x, every = batch_of(size), list[torch.Tensor]()
+        given = {"x": x, "all": every}
+        model(given).backward()
+        assert [*given] == ["all", "seen"]
+        assert every[0] is x
+        # Other compilers would read marks of the tracer.
+        assert not vars(x)
+
+
+class Either(nn.Module):
+    """Goes another way where both arguments are one tensor, or writes to the first."""
+
+    def __init__(self, *, writes: bool) -> None:
+        super().__init__()
+        self.writes = writes
+        self.layers = Layers(1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if self.writes:
+            x.add_(1.0)
+            return self.layers(y)
+        return self.layers(x) if x is y else self.layers(x) + self.layers(y)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("regions", ["whole", "breaks"])
+def test_one_tensor_given_twice_is_one(
+    regions: Any, *, is_dynamic: bool, writes: bool
+) -> None:
+    model = Either(writes=writes).eval()
+    plain = copy.deepcopy(model)
+    dims = {1: (2, 64)}
+    remat.fit(
+        model,
+        (batch_of(20), batch_of(20).neg()),
+        budget="200%",
+        costs="estimated",
+        regions=regions,
+        dynamic={"x": dims, "y": dims} if is_dynamic else None,
+    )
+    for is_one in (True, False, True):
+        found: list[torch.Tensor] = []
+        for each in (model, plain):
+            x = batch_of(20)
+            loss = each(x, x if is_one else batch_of(20).neg())
+            loss.backward()
+            found.append(loss)
+        assert torch.equal(*found)
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(gradient_of(one), gradient_of(other))
+            one.grad = other.grad = None
+
+
 @pytest.mark.parametrize(
     ("varying", "error", "message"),
     [

@@ -146,6 +146,80 @@ def test_what_later_calls_do_is_planned_as_well_as_the_first(
     assert fitted.planner.planned_count == (2 if sizes[0] == sizes[1] else 5)
 
 
+class Later(nn.Module):
+    """Needs more in all calls but the first, by what that one sets up."""
+
+    table: torch.Tensor | None
+    count: torch.Tensor
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.is_ready = how, False
+        self.known: dict[int, float] = {}
+        self.register_buffer("table", None)
+        self.register_buffer("count", torch.tensor(0))
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+
+    def is_first(self) -> bool:
+        found = {
+            "attribute": not hasattr(self, "scale"),
+            "switch": not self.is_ready,
+            "mapping": not self.known,
+            "buffer": self.table is None,
+            "count": int(self.count) == 0,
+        }
+        return found[self.how]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.tanh(self.first(x))
+        if in_no_graph(self.is_first)():
+            in_no_graph(self.set_up)()
+            return inner.pow(2).mean()
+        return torch.tanh(self.last(inner)).sin().exp().pow(2).mean()
+
+    def set_up(self) -> None:
+        if self.how == "attribute":
+            self.scale = 2.0
+        elif self.how == "switch":
+            self.is_ready = True
+        elif self.how == "mapping":
+            self.known[0] = 2.0
+        elif self.how == "buffer":
+            self.table = torch.ones(3)
+        else:
+            self.count += 1
+
+
+@pytest.mark.parametrize("how", ["attribute", "switch", "mapping", "buffer", "count"])
+@pytest.mark.parametrize("regions", ["breaks", ["first", "last"]])
+def test_budgets_are_named_for_what_later_calls_do(
+    caplog: pytest.LogCaptureFixture, how: str, regions: Any
+) -> None:
+    options: dict[str, Any] = {"costs": "estimated", "regions": regions}
+    model, plain = pair(partial(Later, how))
+    with pytest.raises(BudgetError) as caught:
+        remat.fit(model, X, budget=1, **options)
+    plan = remat.fit(model, X, budget=caught.value.required_bytes, **options)
+    assert in_no_graph(model.is_first)()
+    train_alike(model, plain, [X, X, X])
+    assert not any("another way" in each.getMessage() for each in caplog.records)
+    assert peak_of_step(model, X) <= (plan.budget_bytes or 0)
+    # A percentage is one of what later calls do.
+    everything = remat.plan(Later(how), X, budget="100%", **options)
+    assert everything.overhead == 0
+    assert everything.peak_bytes >= plan.peak_bytes
+
+
+def test_a_saved_plan_of_what_later_calls_do_is_installed(tmp_path: Any) -> None:
+    plan = remat.plan(Later("switch"), X, budget="100%", **BREAK)
+    plan.save(tmp_path / "plan.json")
+    model, plain = pair(partial(Later, "switch"))
+    given = remat.load_plan(tmp_path / "plan.json")
+    installed = remat.fit(model, X, plan=given, **BREAK)
+    assert installed.fingerprint == plan.fingerprint
+    train_alike(model, plain, [X, X])
+
+
 def test_what_only_counts_sets_up_nothing() -> None:
     class Counting(Tied):
         calls = 0

@@ -3,9 +3,18 @@
 What each is needed for stands in :data:`remat.torch_compat.table.ATTRIBUTES`.
 """
 
+import copy
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from gc import get_referents
@@ -58,6 +67,37 @@ def installed_call(module: nn.Module) -> Call | None:
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """Return the buffers of a module itself by name, as it keeps them."""
     return module._buffers
+
+
+@contextmanager
+def marked_dynamic(
+    tensors: Iterable[tuple[torch.Tensor, Collection[int]]],
+    given: Iterable[torch.Tensor],
+) -> Generator[None]:
+    """Let the tracer take dimensions of tensors for sizes that vary, inside only.
+
+    The marks are attributes of the caller's tensors, and other compilers see them, too.
+    So are marks of the tracer's own on whatever a call is ``given``.
+    """
+    before = [(tensor, _marks_of(tensor)) for tensor in given]
+    try:
+        for tensor, dims in tensors:
+            names.maybe_mark_dynamic(tensor, [*dims])
+        yield
+    finally:
+        for tensor, marks in before:
+            for name in _marks_of(tensor):
+                del vars(tensor)[name]
+            vars(tensor).update(marks)
+
+
+def _marks_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return what the tracer reads of a tensor's own attributes."""
+    return {
+        name: copy.copy(value)
+        for name, value in vars(tensor).items()
+        if name.startswith(("_dynamo", "_has_dynamo"))
+    }
 
 
 def install_call(module: nn.Module, call: Call | None) -> None:

@@ -70,6 +70,7 @@ from remat.torch_compat.attributes import (
     install_state,
     installed_call,
     is_trained,
+    marked_dynamic,
     plain_call,
     replication_of,
     uninstall_replication,
@@ -99,7 +100,7 @@ from remat.training.request import (
     check_model,
 )
 from remat.training.same_plan import planning_together
-from remat.training.shape_ranges import ShapeRanges, checked_shapes
+from remat.training.shape_ranges import Asked, ShapeRanges, checked_shapes
 from remat.training.step_backend import PlannedBackend, StoppedBeforeRunningError
 from remat.training.step_planning import Planner, objects_in
 from remat.training.training_loop import AwaitedBatch, LoopMemory
@@ -211,6 +212,7 @@ class FittedModel:
             else ShapeRanges.of(model, checked_shapes(request.dynamic))
         )
         self.is_traced_once = self.ranges is not None and self.is_whole
+        self._may_vary = self.ranges is not None or not self.is_whole
         # With the model's own hooks or without, where no module has any or where one
         # has, per memory of the optimizer.
         self._compiled: dict[
@@ -703,9 +705,9 @@ class FittedModel:
         runs_hooks = runs_hooks and has_forward_hooks(self.model)
         # A described loss has the model's call traced again for what it returns.
         is_called = runs_hooks or planner.loss is not None
-        args, kwargs = _without_repetition(args, kwargs)
+        asked: Asked = ()
         if self.ranges is not None and self.is_traced_once:
-            (args, kwargs), asked = self.ranges.marked(args, kwargs)
+            asked = self.ranges.varying(args, kwargs)
             self.backend.asked = planner.varying_inputs = asked
         planner.batch = (args, kwargs)
         contents = contents_of(self.model)
@@ -715,7 +717,9 @@ class FittedModel:
         outputs: Any = None
         is_done = False
         try:
-            with self._own_forward() if is_called else nullcontext():
+            own = self._own_forward() if is_called else nullcontext()
+            given = tensors_in((args, kwargs)) if self._may_vary else ()
+            with own, marked_dynamic(asked, given):
                 self.before_call(args, kwargs, contents, runs_hooks=runs_hooks)
                 entry = self._entry(contents, runs_hooks=runs_hooks)
                 outputs = _called(entry, args, kwargs)
@@ -1079,27 +1083,6 @@ def _left_out(_tensor: torch.Tensor) -> None:
 def _refused(_saved: None) -> torch.Tensor:
     msg = "the model takes a gradient inside of a forward pass that keeps nothing"
     raise ExecutionError(msg)
-
-
-def _without_repetition(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments in which each tensor object stands once, with aliases for more.
-
-    The tracer makes another step of a call in which one tensor is given twice, as
-    inputs and as labels, than of a call with two equal ones.
-    """
-    seen: set[int] = set()
-
-    def once(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.requires_grad:
-            return value
-        if id(value) in seen:
-            return value.detach()
-        seen.add(id(value))
-        return value
-
-    return tuple(map(once, args)), {name: once(v) for name, v in kwargs.items()}
 
 
 def _called(

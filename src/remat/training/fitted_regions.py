@@ -13,7 +13,7 @@ from torch import nn
 
 from remat.capture.autocast import autocast_now
 from remat.capture.first_call import prepare
-from remat.capture.gathering import MARK, Gathering, Route
+from remat.capture.gathering import MARK, Gathering, RegionCode, Route
 from remat.capture.surroundings import plain_tensors, tensors_in
 from remat.capture.tracing import (
     TRACE_ERRORS,
@@ -21,7 +21,13 @@ from remat.capture.tracing import (
     quiet_tracer,
     traced_entry,
 )
-from remat.core.errors import BudgetError, CaptureError, ProfileError, RematError
+from remat.core.errors import (
+    BudgetError,
+    CaptureError,
+    PlanMismatchError,
+    ProfileError,
+    RematError,
+)
 from remat.core.garbage import old_objects_left_alone
 from remat.core.units import format_bytes
 from remat.planning.plan import Plan
@@ -170,6 +176,9 @@ class FittedRegions(FittedModel):
         self._blocks = self._block_calls(request.regions)
         # Whether the pass that was looked at last has set up what later ones find.
         self._has_set_up = False
+        self._codes: list[RegionCode] = []
+        # A way that a call took is one of those that there are already.
+        self._looks_for_later = True
         self._hooks_seen = forward_hooks_of_all()
         # Per kind of call: what is given, which mode, which gradients exist.
         # The ways that its steps took when they were planned, the last one at the end.
@@ -257,15 +266,59 @@ class FittedRegions(FittedModel):
         ProfileError
             If a torch profiler is recording.
         """
-        plan = self._plan_way_of(args, kwargs, gradient_bytes)
+        first: Plan | None = None
+        reason: RematError | None = None
+        try:
+            first = self._plan_way_of(args, kwargs, gradient_bytes)
+        except (BudgetError, PlanMismatchError) as error:
+            # Its traceback holds the frames of all callers, and with them their values.
+            reason = error.with_traceback(None)
         is_alone = self._group_now() is None and not self.planner.groups
-        if not self._has_set_up or not is_alone:
-            return plan
-        self.set_budget(plan)
+        later = (
+            self._plan_later_way(args, kwargs, gradient_bytes, first, reason)
+            if self._has_set_up and self._looks_for_later and is_alone
+            else None
+        )
+        if later is None:
+            if first is None:
+                raise reason or CaptureError(f"there is no plan of {self.name}")
+            return first
+        self.set_budget(later)
+        if first is None or first.budget_bytes != later.budget_bytes:
+            self._plan_way_of(args, kwargs, gradient_bytes, is_second=True)
+        self.planner.latest = later
+        return later
+
+    def _plan_later_way(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        gradient_bytes: int,
+        first: Plan | None,
+        reason: RematError | None,
+    ) -> Plan | None:
+        """Plan what calls do that find what the first one sets up.
+
+        A percentage is one of that step. ``None`` if it is the same.
+
+        Raises
+        ------
+        BudgetError
+            Of the way that needs more, if neither fits.
+        """
         with kept(self.model):
             if self._goes_the_same_way(args, kwargs):
-                return plan
-            return self._plan_way_of(args, kwargs, gradient_bytes, is_second=True)
+                return None
+            if first is not None and self.planner.request.given_plan is not None:
+                self.set_budget(first)
+            try:
+                return self._plan_way_of(args, kwargs, gradient_bytes, is_second=True)
+            except BudgetError as error:
+                if isinstance(reason, BudgetError) and (
+                    reason.required_bytes > error.required_bytes
+                ):
+                    raise reason from None
+                raise
 
     def _plan_way_of(
         self,
@@ -295,6 +348,7 @@ class FittedRegions(FittedModel):
                     self._blocks.checkpointed.clear()
                 gathering, outputs, recording = self._gathered_alike(args, kwargs)
                 planner.gathering, planner.batch = gathering, (args, kwargs)
+                self._codes = [seen.code for seen in gathering.seen]
                 planner.spare_bytes = self._spare_bytes.get(self._kind, 0)
                 planner.backward_autocast = self.backend.backward_autocast_now()
                 self._check_checkpoints(gathering)
@@ -321,7 +375,7 @@ class FittedRegions(FittedModel):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> bool:
         """Run a forward pass, leave what it set up, and look at the way of a second."""
-        codes = self._steps_by_kind[self._kind][-1].route.codes
+        codes = self._codes
         with self.planning(self.planner.gradient_bytes, (args, kwargs)):
             try:
                 # Both draw the same.
@@ -623,6 +677,7 @@ class FittedRegions(FittedModel):
                 "that takes it"
             )
             return
+        self._looks_for_later = False
         try:
             with nullcontext() if call.state is None else call.state.again():
                 self.plan_step(call.args, call.kwargs, call.gradient_bytes)
@@ -644,6 +699,8 @@ class FittedRegions(FittedModel):
                 "that take it may need more than the budget"
             )
             return
+        finally:
+            self._looks_for_later = True
         self._check_excess(call)
         ways = self._steps_by_kind[call.kind]
         if self.planner.is_known(call.route, ways):
@@ -993,10 +1050,20 @@ def _kind_of(
     return (
         nesting,
         *map(_described, values),
+        _repeated(values),
         tuple([module.training for module in contents.modules]),
         tuple([parameter.requires_grad for parameter in contents.parameters]),
         autocast_now(),
     )
+
+
+def _repeated(values: Sequence[Any]) -> tuple[int, ...]:
+    """Return where each tensor stands first, ``()`` if each stands once."""
+    tensors = [id(value) for value in values if isinstance(value, torch.Tensor)]
+    first = {identity: place for place, identity in reversed([*enumerate(tensors)])}
+    if len(first) == len(tensors):
+        return ()
+    return tuple([first[identity] for identity in tensors])
 
 
 def _switches_of(modules: Sequence[nn.Module]) -> tuple[Any, ...]:

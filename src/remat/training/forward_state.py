@@ -7,7 +7,7 @@ that call did.
 
 import random
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -55,7 +55,9 @@ class Kept:
     has_new_hooks
         Whether hooks were left.
     has_set_up
-        Whether attributes have a value that had none before, as in a first call.
+        Whether later calls may go another way: attributes have a value that had none
+        before, or are switched, mappings and lists hold other things, or a buffer of
+        one element is zero no more. What only counts sets up nothing.
     """
 
     has_new_hooks: bool = False
@@ -80,6 +82,7 @@ def kept(model: nn.Module) -> Generator[Kept]:
         for before in attributes
         for name, value in before.items()
     ]
+    buffers = [_set_buffers(module) for module in modules]
     generators = _own_generators(model)
     copies: dict[int, torch.Tensor] = {}
     for module in modules:
@@ -109,16 +112,42 @@ def kept(model: nn.Module) -> Generator[Kept]:
             and each.has_changed
             for each in contents
         )
-        found.has_set_up = any(
-            value is not None and before.get(name) is None
-            for module, before in zip(modules, attributes, strict=True)
-            for name, value in vars(module).items()
+        found.has_set_up = any(map(_has_set_up, modules, attributes, buffers)) or any(
+            each.has_changed for each in contents if each.name not in _OF_EACH_MODULE
         )
         for each in contents:
             each.put_back()
         for module, before in zip(modules, attributes, strict=True):
             vars(module).clear()
             vars(module).update(before)
+
+
+def _has_set_up(
+    module: nn.Module, attributes: Mapping[str, Any], buffers: Mapping[str, bool]
+) -> bool:
+    """Return whether a module finds other attributes and buffers than before."""
+    for name, value in vars(module).items():
+        before = attributes.get(name)
+        if name in _OF_EACH_MODULE or value is None:
+            continue
+        if before is None or (isinstance(before, bool) and value is not before):
+            return True
+    now = _set_buffers(module)
+    return any(is_set and not buffers.get(name) for name, is_set in now.items())
+
+
+def _set_buffers(module: nn.Module) -> dict[str, bool]:
+    """Return which buffers there are; one element of zero is none."""
+    return {
+        name: buffer is not None
+        and (buffer.numel() != 1 or buffer.is_meta or bool(buffer.any()))
+        for name, buffer in own_buffers(module).items()
+        if name != _COUNT
+    }
+
+
+_COUNT = "num_batches_tracked"
+"""What batch norm counts."""
 
 
 @contextmanager

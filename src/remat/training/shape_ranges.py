@@ -9,11 +9,7 @@ import torch
 from torch import nn
 
 from remat.capture.varying_sizes import Range
-from remat.torch_compat.names import (
-    maybe_mark_dynamic,
-    tree_flatten_with_path,
-    tree_unflatten,
-)
+from remat.torch_compat.names import tree_flatten_with_path, tree_unflatten
 
 DynamicShapes: TypeAlias = (
     Mapping[str, Any] | Mapping[int, Any] | Mapping[str | int, Any]
@@ -293,29 +289,20 @@ class ShapeRanges:
                     )
                     raise ValueError(msg)
 
-    def marked(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Call, Asked]:
-        """Return a call whose tensors tell the tracer what varies, and these tensors.
-
-        The caller's own tensors are not marked: other compilers see them, too.
-        """
-        asked: list[tuple[torch.Tensor, Mapping[int, Range]]] = []
-
-        def marked(path: Path, value: Any) -> Any:
-            dims = {
-                dim: limits
-                for dim, limits in self._dims_of(path, value).items()
-                if value.shape[dim] >= _SMALLEST
-            }
-            if not dims:
-                return value
-            alias = value if value.requires_grad else value.detach()
-            maybe_mark_dynamic(alias, list(dims))
-            asked.append((alias, dims))
-            return alias
-
-        return self._replaced(args, kwargs, marked), tuple(asked)
+    def varying(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Asked:
+        """Return the tensors of a call whose dimensions the tracer may let vary."""
+        found = [
+            (
+                value,
+                {
+                    d: limits
+                    for d, limits in dims.items()
+                    if value.shape[d] >= _SMALLEST
+                },
+            )
+            for _, value, dims in self._varying(args, kwargs)
+        ]
+        return tuple((value, dims) for value, dims in found if dims)
 
     def largest(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Return stand-ins for a call, as large as it may become."""
@@ -328,15 +315,21 @@ class ShapeRanges:
     def _resized(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], end: int
     ) -> Call:
+        # What is given twice is one tensor at any size.
+        made: dict[tuple[int, tuple[int, ...]], Any] = {}
+
         def resized(path: Path, value: Any) -> Any:
             dims = self._dims_of(path, value)
-            shape = [
+            shape = tuple(
                 dims[dim][end] if dim in dims else size
                 for dim, size in enumerate(getattr(value, "shape", ()))
-            ]
-            return (
-                value if shape == [*getattr(value, "shape", ())] else _cut(value, shape)
             )
+            if shape == tuple(getattr(value, "shape", ())):
+                return value
+            key = id(value), shape
+            if key not in made:
+                made[key] = _cut(value, shape)
+            return made[key]
 
         return self._replaced(args, kwargs, resized)
 
