@@ -221,7 +221,8 @@ class FittedModel:
         self.told: set[str] = set()
         # How often a step was planned in the middle of training, by its words.
         self._announced: Counter[str] = Counter()
-        self._calls = set[str]()
+        # And of its calls, how many tensors each was given.
+        self._calls: dict[str, int] = {}
         self._awaited: AwaitedBatch | None = None
         self.first_plan: Plan | None = None
         # What is asked for, before a percentage is a number of bytes.
@@ -925,7 +926,8 @@ class FittedModel:
                 "argument or in the model, is a constant of each trace: give it as a "
                 "tensor, such as torch.tensor(value)"
             )
-        self._calls.add(self.planner.describe_call(args, kwargs))
+        tensor_count = len(tensors_in((args, kwargs)))
+        self._calls[self.planner.describe_call(args, kwargs)] = tensor_count
         if len(self._calls) == _MANY_ALIKE and self.ranges is None:
             self._tell_of_sizes(args, kwargs)
         logger.warning(
@@ -949,7 +951,13 @@ class FittedModel:
             "Name the dimensions that vary with dynamic=, as in dynamic={'input_ids': "
             "{1: (2, 512)}}, and all sizes are one trace and one plan"
         )
-        if objects:
+        if len({*self._calls.values()}) > 1:
+            cure = (
+                "They are given different numbers of tensors, and each number is planned "
+                "by itself: give all calls equally many, or one tensor in the place of a "
+                "list, whose dimensions that vary are named with dynamic="
+            )
+        elif objects:
             cure = (
                 f"The tensors that vary are inside of a {type(objects[0]).__name__}, which "
                 "the tracer looks into and dynamic= does not: with regions='breaks' other "
@@ -958,7 +966,7 @@ class FittedModel:
             )
         logger.warning(
             "%d kinds of step of %s were planned in the middle of training, each for "
-            "tensors of other sizes. %s",
+            "other tensors. %s",
             _MANY_ALIKE,
             self.name,
             cure,

@@ -376,7 +376,8 @@ def _is_no_tensor(path: Path, given: Mapping[Path, Any]) -> Exception:
             f"dynamic names {_named(path)}, "
             f"{'which' if holder == path else f'and {_named(holder)}'} {is_what}; only "
             "tensors have dimensions that vary, by themselves or in lists, tuples and "
-            "dicts"
+            "dicts. For tensors in other objects leave dynamic= out and give "
+            "regions='breaks'"
         )
         return TypeError(msg)
     if any(each[: len(path)] == path for each in given):

@@ -109,11 +109,20 @@ _BISECTIONS = 5
 
 
 def objects_in(items: Any) -> list[Any]:
-    """Return what is nested in ``items`` and may hold tensors that cannot be seen."""
-    return [leaf for leaf in tree_leaves(items) if not isinstance(leaf, _SEEN)]
+    """Return objects among ``items`` in whose attributes there are tensors."""
+    leaves = [leaf for leaf in tree_leaves(items) if not isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves if _holds_tensors(leaf, _DEEPEST_OBJECT)]
 
 
-_SEEN = (torch.Tensor, bool, int, float, str, type(None))
+def _holds_tensors(item: Any, depth: int) -> bool:
+    held = tree_leaves(getattr(item, "__dict__", None) or {})
+    return any(
+        isinstance(each, torch.Tensor) or (depth and _holds_tensors(each, depth - 1))
+        for each in held
+    )
+
+
+_DEEPEST_OBJECT = 2
 
 
 def gradient_bytes(tensors: Iterable[torch.Tensor]) -> int:
