@@ -447,6 +447,9 @@ class Planner:
                 for storage in self.latest.graph.storages
                 if storage.role is Role.INPUT
             ]
+        tensors = tensors_in((args, kwargs))
+        if len({*map(id, tensors)}) < len(tensors):
+            words.append("one tensor given twice")
         return ", ".join(words)
 
     def _call_words(

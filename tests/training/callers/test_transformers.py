@@ -47,7 +47,7 @@ TOKENS = torch.randint(1, 100, (8, 24), generator=torch.Generator().manual_seed(
 
 
 def fit(model: Any, **kwargs: Any) -> remat.Plan:
-    batch = {"input_ids": TOKENS, "labels": TOKENS, **kwargs}
+    batch = {"input_ids": TOKENS, "labels": TOKENS.clone(), **kwargs}
     # The Trainer makes one of the same kind.
     optimizer = torch.optim.AdamW(model.parameters())
     return remat.fit(
