@@ -106,6 +106,25 @@ def test_a_loop_that_holds_them_is_told_once(regions: str) -> None:
         holds(model)
 
 
+@pytest.mark.parametrize("regions", ["breaks", "blocks"])
+def test_what_a_call_leaves_that_traced_is_collected_first(regions: str) -> None:
+    model, _ = fit(regions, budget="100%", holds_outputs=False, costs="estimated")
+
+    def tangles() -> None:
+        outputs: dict[str, Any] = model(TOKENS)
+        # As objects of the tracer hold what they were given, and each other.
+        outputs["all"] = outputs
+        loss = outputs["loss"]
+        del outputs
+        loss.backward()
+
+    # The plan's order is compiled when it first runs.
+    tangles()
+    model.zero_grad()
+    with pytest.warns(PlanWarning, match="still there"):
+        tangles()
+
+
 @pytest.mark.parametrize("regions", WAYS)
 def test_by_default_they_are_held(regions: str) -> None:
     model, plan = fit(regions, budget="100%")

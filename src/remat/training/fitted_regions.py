@@ -1,6 +1,7 @@
 """A model of several graphs whose calls run by plans of the whole step."""
 
 import copy
+import gc
 import weakref
 from collections import Counter, UserDict
 from collections.abc import Callable, Mapping, Sequence
@@ -176,6 +177,8 @@ class FittedRegions(FittedModel):
         self._blocks = self._block_calls(request.regions)
         # Whether the pass that was looked at last has set up what later ones find.
         self._has_set_up = False
+        # How many graphs had been traced when the call that runs now began.
+        self._traced_count = 0
         self._codes: list[RegionCode] = []
         # A way that a call took is one of those that there are already.
         self._looks_for_later = True
@@ -767,6 +770,7 @@ class FittedRegions(FittedModel):
     def begin_call(self, gradient_bytes: int) -> None:
         """Let the call that is about to run, of the kind seen last, run by its plan."""
         planner, known, kind = self.planner, self._steps_by_kind, self._kind
+        self._traced_count = self.backend.training_step_count
         if kind in known:
             *others, step = known[kind]
             # Those that are planned for less come first.
@@ -833,9 +837,14 @@ class FittedRegions(FittedModel):
         if len(tensors) <= max(step.composed.outputs, default=-1):
             return
         watched = HeldOutputs(tensors[position] for position in step.unread_outputs)
+        # What the tracer has made refers to itself, and to what it was given.
+        was_traced = self.backend.training_step_count > self._traced_count
 
         def look(_gradients: Any) -> None:
             held_bytes = watched.held_bytes()
+            if held_bytes and was_traced:
+                gc.collect()
+                held_bytes = watched.held_bytes()
             if held_bytes:
                 self.backend.tell("held", held_words(held_bytes))
 
