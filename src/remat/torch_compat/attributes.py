@@ -87,7 +87,7 @@ def marked_dynamic(
     finally:
         for tensor, marks in before:
             for name in _marks_of(tensor):
-                del vars(tensor)[name]
+                vars(tensor).pop(name, None)
             vars(tensor).update(marks)
 
 

@@ -269,25 +269,23 @@ class FittedRegions(FittedModel):
         ProfileError
             If a torch profiler is recording.
         """
-        first: Plan | None = None
-        reason: RematError | None = None
         try:
             first = self._plan_way_of(args, kwargs, gradient_bytes)
         except (BudgetError, PlanMismatchError) as error:
             # Its traceback holds the frames of all callers, and with them their values.
-            reason = error.with_traceback(None)
+            first = error.with_traceback(None)
         is_alone = self._group_now() is None and not self.planner.groups
         later = (
-            self._plan_later_way(args, kwargs, gradient_bytes, first, reason)
+            self._plan_later_way(args, kwargs, gradient_bytes, first)
             if self._has_set_up and self._looks_for_later and is_alone
             else None
         )
         if later is None:
-            if first is None:
-                raise reason or CaptureError(f"there is no plan of {self.name}")
+            if isinstance(first, RematError):
+                raise first
             return first
         self.set_budget(later)
-        if first is None or first.budget_bytes != later.budget_bytes:
+        if isinstance(first, RematError) or first.budget_bytes != later.budget_bytes:
             self._plan_way_of(args, kwargs, gradient_bytes, is_second=True)
         self.planner.latest = later
         return later
@@ -297,12 +295,18 @@ class FittedRegions(FittedModel):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         gradient_bytes: int,
-        first: Plan | None,
-        reason: RematError | None,
+        first: Plan | RematError,
     ) -> Plan | None:
         """Plan what calls do that find what the first one sets up.
 
         A percentage is one of that step. ``None`` if it is the same.
+
+        Parameters
+        ----------
+        args, kwargs, gradient_bytes
+            As for :meth:`plan_step`.
+        first
+            The plan of the first call, or why there is none.
 
         Raises
         ------
@@ -312,15 +316,16 @@ class FittedRegions(FittedModel):
         with kept(self.model):
             if self._goes_the_same_way(args, kwargs):
                 return None
-            if first is not None and self.planner.request.given_plan is not None:
+            is_given = self.planner.request.given_plan is not None
+            if is_given and isinstance(first, Plan):
                 self.set_budget(first)
             try:
                 return self._plan_way_of(args, kwargs, gradient_bytes, is_second=True)
             except BudgetError as error:
-                if isinstance(reason, BudgetError) and (
-                    reason.required_bytes > error.required_bytes
+                if isinstance(first, BudgetError) and (
+                    first.required_bytes > error.required_bytes
                 ):
-                    raise reason from None
+                    raise first from None
                 raise
 
     def _plan_way_of(
