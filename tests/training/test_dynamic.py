@@ -1054,6 +1054,37 @@ def test_several_graphs_run_the_largest_ones_schedule_at_every_size(
     assert fitted(split.model).backend.training_step_count == count
 
 
+def test_a_saved_plan_of_several_graphs_is_installed_however_they_were_traced() -> None:
+    dynamic = {"x": {1: (2, 64)}}
+    plan = remat.plan(
+        Split(),
+        batch_of(20),
+        budget="70%",
+        costs="estimated",
+        regions="breaks",
+        dynamic=dynamic,
+    )
+    # As where its graphs were traced for all sizes at once, after others in the process.
+    given = dataclasses.replace(plan, fingerprint="0" * 64)
+    model = Split()
+    plain = copy.deepcopy(model)
+    with pytest.raises(PlanMismatchError):
+        remat.fit(model, batch_of(64), plan=given, regions="breaks")
+    with pytest.raises(PlanMismatchError):
+        remat.fit(
+            model,
+            batch_of(20),
+            plan=given,
+            regions="breaks",
+            dynamic={"x": {1: (2, 50)}},
+        )
+    installed = remat.fit(
+        model, batch_of(20), plan=given, regions="breaks", dynamic=dynamic
+    )
+    assert installed.peak_bytes == plan.peak_bytes
+    assert_bitwise(model, plain, {"x": batch_of(40)})
+
+
 def test_several_graphs_of_a_size_that_needs_more_are_planned_when_it_comes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

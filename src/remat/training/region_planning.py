@@ -833,10 +833,13 @@ class RegionPlanner(Planner):
 
     def make_plan(self, program: JointProgram) -> Plan:
         """Return a new plan of a step of several graphs, or the given one."""
-        request = self.request
-        if request.given_plan is not None:
-            graph = self._graph_for(request.given_plan, program)
-            return accept_plan(replace(program, graph=graph), request.given_plan)
+        request, given = self.request, self.request.given_plan
+        if given is not None:
+            graph = self._graph_for(given, program)
+            if request.dynamic is not None and _are_alike(given.graph, graph):
+                # Traced for all sizes at once, a step has another fingerprint.
+                given = replace(given, fingerprint=program.fingerprint)
+            return accept_plan(replace(program, graph=graph), given)
 
         budget = one_budget(request.budget, request.platform)
         session = session_now()
@@ -1497,6 +1500,12 @@ def _no_room(step: PlannedStep, position: int, needed_bytes: int) -> BudgetError
         "fit an example that takes this way"
     )
     return BudgetError(msg, budget_bytes=budget_bytes, required_bytes=needed_bytes)
+
+
+def _are_alike(planned: TrainingGraph, found: TrainingGraph) -> bool:
+    """Whether two steps are of the same operators, on blocks as large."""
+    sizes = [[each.size_bytes for each in g.storages] for g in (planned, found)]
+    return have_same_ops(planned, found) and sizes[0] == sizes[1]
 
 
 def _orders(
