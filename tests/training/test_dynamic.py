@@ -1064,7 +1064,7 @@ def test_a_saved_plan_of_several_graphs_is_installed_however_they_were_traced() 
         regions="breaks",
         dynamic=dynamic,
     )
-    # As where its graphs were traced for all sizes at once, after others in the process.
+    # As where its graphs were traced for all sizes at once.
     given = dataclasses.replace(plan, fingerprint="0" * 64)
     model = Split()
     plain = copy.deepcopy(model)
