@@ -147,14 +147,14 @@ def test_what_later_calls_do_is_planned_as_well_as_the_first(
 
 
 class Later(nn.Module):
-    """Needs more in all calls but the first, by what that one sets up."""
+    """Needs more in all calls but the first, or less, by what that one sets up."""
 
     table: torch.Tensor | None
     count: torch.Tensor
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, *, is_less: bool = False) -> None:
         super().__init__()
-        self.how, self.is_ready = how, False
+        self.how, self.is_less, self.is_ready = how, is_less, False
         self.known: dict[int, float] = {}
         self.register_buffer("table", None)
         self.register_buffer("count", torch.tensor(0))
@@ -172,8 +172,10 @@ class Later(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = torch.tanh(self.first(x))
-        if in_no_graph(self.is_first)():
+        is_first = in_no_graph(self.is_first)()
+        if is_first:
             in_no_graph(self.set_up)()
+        if is_first != self.is_less:
             return inner.pow(2).mean()
         return torch.tanh(self.last(inner)).sin().exp().pow(2).mean()
 
@@ -208,6 +210,33 @@ def test_budgets_are_named_for_what_later_calls_do(
     everything = remat.plan(Later(how), X, budget="100%", **options)
     assert everything.overhead == 0
     assert everything.peak_bytes >= plan.peak_bytes
+
+
+@pytest.mark.parametrize("budget", ["100%", 200_000])
+@pytest.mark.parametrize("how", ["switch", "count"])
+@pytest.mark.parametrize("regions", ["breaks", ["first", "last"]])
+def test_a_first_call_that_needs_more_keeps_the_budget(
+    caplog: pytest.LogCaptureFixture, how: str, regions: Any, budget: Any
+) -> None:
+    options: dict[str, Any] = {"costs": "estimated", "regions": regions}
+    model, plain = pair(partial(Later, how, is_less=True))
+    try:
+        plan = remat.fit(model, X, budget=budget, **options)
+    except BudgetError as error:
+        plan = remat.fit(model, X, budget=error.required_bytes, **options)
+
+    def step() -> None:
+        model(X).backward()
+
+    peak = remat.measure(step, warmup=0, repeats=0, resident=[model, X]).peak_bytes
+    assert peak <= (plan.budget_bytes or 0)
+    plain(X).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+        one.grad = other.grad = None
+    train_alike(model, plain, [X, X])
+    assert not any("another way" in each.getMessage() for each in caplog.records)
 
 
 def test_a_saved_plan_of_what_later_calls_do_is_installed(tmp_path: Any) -> None:

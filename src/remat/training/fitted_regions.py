@@ -285,8 +285,17 @@ class FittedRegions(FittedModel):
                 raise first
             return first
         self.set_budget(later)
-        if isinstance(first, RematError) or first.budget_bytes != later.budget_bytes:
-            self._plan_way_of(args, kwargs, gradient_bytes, is_second=True)
+        plans = self.planner.plans
+        for key in [
+            k for k, p in plans.items() if p.budget_bytes != later.budget_bytes
+        ]:
+            del plans[key]
+        # The tracer may cut the first way otherwise since it knows the later one.
+        self._plan_way_of(args, kwargs, gradient_bytes, is_second=True)
+        ways = self._steps_by_kind[self._kind]
+        # Of ways as good to begin with the last one is taken, as of all calls but one.
+        ways.sort(key=lambda way: way.plan is later)
+        ways[:] = self.planner.with_best_beginning(ways)
         self.planner.latest = later
         return later
 
