@@ -291,7 +291,7 @@ class FittedRegions(FittedModel):
         ]:
             del plans[key]
         # The tracer may cut the first way otherwise since it knows the later one.
-        self._plan_way_of(args, kwargs, gradient_bytes, is_second=True)
+        self._plan_way_of(args, kwargs, gradient_bytes, adds_way=True)
         ways = self._steps_by_kind[self._kind]
         # Of ways as good to begin with the last one is taken, as of all calls but one.
         ways.sort(key=lambda way: way.plan is later)
@@ -329,7 +329,7 @@ class FittedRegions(FittedModel):
             if is_given and isinstance(first, Plan):
                 self.set_budget(first)
             try:
-                return self._plan_way_of(args, kwargs, gradient_bytes, is_second=True)
+                return self._plan_way_of(args, kwargs, gradient_bytes, adds_way=True)
             except BudgetError as error:
                 if isinstance(first, BudgetError) and (
                     first.required_bytes > error.required_bytes
@@ -343,8 +343,9 @@ class FittedRegions(FittedModel):
         kwargs: Mapping[str, Any],
         gradient_bytes: int,
         *,
-        is_second: bool = False,
+        adds_way: bool = False,
     ) -> Plan:
+        """Plan the way of a forward pass now, beside those known if it adds one."""
         planner = self.planner
         if profiler_enabled():
             msg = (
@@ -379,7 +380,7 @@ class FittedRegions(FittedModel):
             if (
                 self.ranges is not None
                 and self.backend.training_step_count > known_count
-                and not is_second
+                and not adds_way
             ):
                 # What was planned before was traced for one size, and is no more.
                 self._steps_by_kind.clear()

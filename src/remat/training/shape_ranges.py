@@ -217,14 +217,21 @@ class ShapeRanges:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Iterator[tuple[Path, Any]]:
         """Yield what is in the arguments in which something varies."""
-        found: list[tuple[Path, Any]] = []
+        varying = self._arguments
+        given = [*((self._name_of(i), v) for i, v in enumerate(args)), *kwargs.items()]
+        for name, value in given:
+            if name in varying:
+                for keys, leaf in tree_flatten_with_path(value)[0]:
+                    yield (name, *map(_place, keys)), leaf
 
-        def note(path: Path, value: Any) -> Any:
-            found.append((path, value))
-            return value
+    @property
+    def _arguments(self) -> set[str | int]:
+        """The arguments in which something varies."""
+        return {path[0] for path in self.by_path}
 
-        self._replaced(args, kwargs, note)
-        yield from found
+    def _name_of(self, position: int) -> str | int:
+        """Return under what name a positional argument is known here."""
+        return self.names[position] if position < len(self.names) else position
 
     def _replaced(
         self,
@@ -233,25 +240,19 @@ class ShapeRanges:
         replace: Callable[[Path, Any], Any],
     ) -> Call:
         """Return a call with other values in the arguments that vary somewhere."""
-        varying = {path[0] for path in self.by_path}
+        varying = self._arguments
 
         def replaced(name: str | int, value: Any) -> Any:
             if name not in varying:
                 return value
-            if isinstance(value, torch.Tensor):
-                return replace((name,), value)
             leaves, structure = tree_flatten_with_path(value)
             values = [
-                replace((name, *(_place(key) for key in keys)), leaf)
-                for keys, leaf in leaves
+                replace((name, *map(_place, keys)), leaf) for keys, leaf in leaves
             ]
             return tree_unflatten(values, structure)
 
         return (
-            tuple(
-                replaced(self.names[i] if i < len(self.names) else i, value)
-                for i, value in enumerate(args)
-            ),
+            tuple(replaced(self._name_of(i), value) for i, value in enumerate(args)),
             {name: replaced(name, value) for name, value in kwargs.items()},
         )
 
