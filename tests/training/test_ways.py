@@ -239,6 +239,19 @@ def test_a_first_call_that_needs_more_keeps_the_budget(
     assert not any("another way" in each.getMessage() for each in caplog.records)
 
 
+def test_what_is_named_is_enough_for_a_first_call_of_another_size(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, plain = pair(partial(Later, "switch", is_less=True))
+    # The first call fits so large a share of its own, and later ones do not.
+    with pytest.raises(BudgetError) as caught:
+        remat.fit(model, X, budget="80%", **BREAK)
+    plan = remat.fit(model, X, budget=caught.value.required_bytes, **BREAK)
+    assert plan.budget_bytes == caught.value.required_bytes
+    train_alike(model, plain, [X, X])
+    assert not any("another way" in each.getMessage() for each in caplog.records)
+
+
 def test_a_saved_plan_of_what_later_calls_do_is_installed(tmp_path: Any) -> None:
     plan = remat.plan(Later("switch"), X, budget="100%", **BREAK)
     plan.save(tmp_path / "plan.json")

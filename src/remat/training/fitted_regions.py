@@ -275,21 +275,19 @@ class FittedRegions(FittedModel):
             # Its traceback holds the frames of all callers, and with them their values.
             first = error.with_traceback(None)
         is_alone = self._group_now() is None and not self.planner.groups
-        later = (
-            self._plan_later_way(args, kwargs, gradient_bytes, first)
-            if self._has_set_up and self._looks_for_later and is_alone
-            else None
-        )
+        later: Plan | None = None
+        if self._has_set_up and self._looks_for_later and is_alone:
+            try:
+                later = self._plan_later_way(args, kwargs, gradient_bytes, first)
+            except BudgetError as error:
+                refused = self._error_of_both(args, kwargs, gradient_bytes, first, error)
+                raise refused from None
         if later is None:
             if isinstance(first, RematError):
                 raise first
             return first
         self.set_budget(later)
-        plans = self.planner.plans
-        for key in [
-            k for k, p in plans.items() if p.budget_bytes != later.budget_bytes
-        ]:
-            del plans[key]
+        self._forget_plans_but_of(later.budget_bytes)
         # The tracer may cut the first way otherwise since it knows the later one.
         self._plan_way_of(args, kwargs, gradient_bytes, adds_way=True)
         ways = self._steps_by_kind[self._kind]
@@ -320,7 +318,7 @@ class FittedRegions(FittedModel):
         Raises
         ------
         BudgetError
-            Of the way that needs more, if neither fits.
+            If it does not fit.
         """
         with kept(self.model):
             if self._goes_the_same_way(args, kwargs):
@@ -328,14 +326,46 @@ class FittedRegions(FittedModel):
             is_given = self.planner.request.given_plan is not None
             if is_given and isinstance(first, Plan):
                 self.set_budget(first)
+            return self._plan_way_of(args, kwargs, gradient_bytes, adds_way=True)
+
+    def _error_of_both(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        gradient_bytes: int,
+        first: Plan | RematError,
+        later: BudgetError,
+    ) -> BudgetError:
+        """Return the error of the way that needs more, of which the later one has one.
+
+        Parameters
+        ----------
+        args, kwargs, gradient_bytes, first
+            As for :meth:`_plan_later_way`.
+        later
+            Why there is no plan of the later way.
+        """
+        named_bytes, request = later.required_bytes, self.planner.request
+        if isinstance(first, Plan) and first.peak_bytes > named_bytes:
+            # It fits its own share, which may be larger than what is named.
+            self.planner.request = replace(
+                request, given_plan=None, budget=named_bytes
+            )
+            self._forget_plans_but_of(named_bytes)
             try:
-                return self._plan_way_of(args, kwargs, gradient_bytes, adds_way=True)
+                self._plan_way_of(args, kwargs, gradient_bytes, adds_way=True)
             except BudgetError as error:
-                if isinstance(first, BudgetError) and (
-                    first.required_bytes > error.required_bytes
-                ):
-                    raise first from None
-                raise
+                first = error.with_traceback(None)
+            finally:
+                self.planner.request = request
+        if isinstance(first, BudgetError) and first.required_bytes > named_bytes:
+            return first
+        return later.with_traceback(None)
+
+    def _forget_plans_but_of(self, budget_bytes: int | None) -> None:
+        plans = self.planner.plans
+        for key in [k for k, p in plans.items() if p.budget_bytes != budget_bytes]:
+            del plans[key]
 
     def _plan_way_of(
         self,
