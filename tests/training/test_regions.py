@@ -3,6 +3,7 @@
 import gc
 import logging
 import random
+import weakref
 from collections import UserDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -250,6 +251,30 @@ def test_planning_leaves_everything_as_it_was() -> None:
     after = model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_planning_leaves_nothing_of_outputs_that_refer_to_themselves() -> None:
+    made = list[weakref.ref[torch.Tensor]]()
+
+    @in_no_graph
+    def cache_of(held: torch.Tensor) -> SimpleNamespace:
+        made.append(weakref.ref(held))
+        found = SimpleNamespace(held=held)
+        found.itself = found
+        return found
+
+    class Caching(Layers):
+        def forward(self, x: torch.Tensor) -> Any:
+            held = self.blocks[0](x)
+            return {"loss": super().forward(held), "cache": cache_of(held)}
+
+    gc.disable()
+    try:
+        remat.fit(Caching(), X, budget="90%", **BREAK)
+        assert made
+        assert not any(each() is not None for each in made)
+    finally:
+        gc.enable()
 
 
 def test_what_forward_changes_of_the_model_is_put_back_after_planning() -> None:

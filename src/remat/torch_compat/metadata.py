@@ -186,6 +186,13 @@ def example_of(node: fx.Node) -> Any:
     return node.meta.get(_EXAMPLE)
 
 
+def set_example(node: fx.Node, other: fx.Node) -> None:
+    """Let a node's fake value be one of its own, of the memory of another one's."""
+    value = example_of(other)
+    example = value.detach().requires_grad_(value.requires_grad)
+    node.meta = {**other.meta, _EXAMPLE: example}
+
+
 def source_of(placeholder: fx.Node) -> str:
     """Return the tracer's name of an input, ``""`` where it has none.
 

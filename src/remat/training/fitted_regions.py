@@ -15,6 +15,8 @@ from torch import nn
 from remat.capture.autocast import autocast_now
 from remat.capture.first_call import prepare
 from remat.capture.gathering import MARK, Gathering, RegionCode, Route
+from remat.capture.readers_apart import added_to_others
+from remat.capture.returned import is_loss, loss_in
 from remat.capture.surroundings import plain_tensors, tensors_in
 from remat.capture.tracing import (
     TRACE_ERRORS,
@@ -270,6 +272,15 @@ class FittedRegions(FittedModel):
             If a torch profiler is recording.
         """
         try:
+            return self._plan_ways(args, kwargs, gradient_bytes)
+        finally:
+            # What the model returned may refer to itself, as caches of libraries do.
+            gc.collect()
+
+    def _plan_ways(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], gradient_bytes: int
+    ) -> Plan:
+        try:
             first = self._plan_way_of(args, kwargs, gradient_bytes)
         except (BudgetError, PlanMismatchError) as error:
             # Its traceback holds the frames of all callers, and with them their values.
@@ -280,7 +291,9 @@ class FittedRegions(FittedModel):
             try:
                 later = self._plan_later_way(args, kwargs, gradient_bytes, first)
             except BudgetError as error:
-                refused = self._error_of_both(args, kwargs, gradient_bytes, first, error)
+                refused = self._error_of_both(
+                    args, kwargs, gradient_bytes, first, error
+                )
                 raise refused from None
         if later is None:
             if isinstance(first, RematError):
@@ -348,9 +361,7 @@ class FittedRegions(FittedModel):
         named_bytes, request = later.required_bytes, self.planner.request
         if isinstance(first, Plan) and first.peak_bytes > named_bytes:
             # It fits its own share, which may be larger than what is named.
-            self.planner.request = replace(
-                request, given_plan=None, budget=named_bytes
-            )
+            self.planner.request = replace(request, given_plan=None, budget=named_bytes)
             self._forget_plans_but_of(named_bytes)
             try:
                 self._plan_way_of(args, kwargs, gradient_bytes, adds_way=True)
@@ -395,6 +406,8 @@ class FittedRegions(FittedModel):
                 if self._blocks is not None:
                     self._blocks.checkpointed.clear()
                 gathering, outputs, recording = self._gathered_alike(args, kwargs)
+                if self._take_apart(gathering, outputs):
+                    gathering, outputs, recording = self._gathered_alike(args, kwargs)
                 planner.gathering, planner.batch = gathering, (args, kwargs)
                 self._codes = [seen.code for seen in gathering.seen]
                 planner.spare_bytes = self._spare_bytes.get(self._kind, 0)
@@ -548,6 +561,17 @@ class FittedRegions(FittedModel):
         if [seen.code for seen in found[0].seen] != [seen.code for seen in traced.seen]:
             found = self._recorded(args, kwargs, self._gathered(args, kwargs))
         return found
+
+    def _take_apart(self, gathering: Gathering, outputs: Any) -> bool:
+        """Give readers inputs of their own where sums need it; say if any has now."""
+        loss = loss_in(outputs)
+        is_all = self.planner.loss is None and is_loss(loss)
+        begin = [loss] if is_all else tensors_in(outputs)
+        if not self.backend.take_apart(added_to_others(gathering, begin)):
+            return False
+        # What was planned before is of graphs that are no more.
+        self._steps_by_kind.clear()
+        return True
 
     def _gathered_once(
         self,

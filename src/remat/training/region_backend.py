@@ -4,7 +4,7 @@ import copy
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from remat.capture.gathering import RegionCode
 from remat.capture.joint_program import InputSpec, JointProgram, analyse
+from remat.capture.readers_apart import with_readers_apart
 from remat.capture.surroundings import with_pieces
 from remat.capture.tracing import GRADIENT_INSIDE
 from remat.capture.varying_sizes import (
@@ -118,14 +119,11 @@ class _Traced:
         self._backend = backend
         self._module = module
         self._specs = backend.describe_inputs(module, inputs)
-        values = map(example_of, module.graph.find_nodes(op="placeholder"))
-        self._sources = tuple(
-            source
-            for source, value in zip(sources_of(module), values, strict=True)
-            if not is_symbol(value)
-        )
+        self._sources = sources_of(module)
         self._sizes = size_inputs(module, inputs, ())
-        self._is_for_all_sizes = True
+        # Inputs that are given once more, behind the others.
+        self._again: list[int] = []
+        self._is_compiled, self._is_for_all_sizes = False, True
         # What the tracer knew of the sizes when the trace was over.
         self._conditions: tuple[Any, ...] | None = None
         # By sizes, and by the autocast of backward passes: under each it is another
@@ -134,6 +132,48 @@ class _Traced:
         self._variants: dict[tuple[RegionCode, int], Callable[..., Any]] = {}
         # The same for the sizes of a graph only.
         self._alone: dict[tuple[RegionCode, int], Callable[..., Any]] = {}
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Where its tensors come from: the same where another size is traced."""
+        return tuple(self._sources[place] for place in self._tensor_places())
+
+    def take_apart(self, numbers: Collection[int]) -> bool:
+        """Let each reader of some tensors have one of its own; say if any has now.
+
+        Tensors are numbered in the order of the inputs, sizes left out.
+        """
+        places = self._tensor_places()
+        module, again = with_readers_apart(self._module, [places[n] for n in numbers])
+        if not again:
+            return False
+        self._module = module
+        self._again += again
+        self._specs += [self._specs[position] for position in again]
+        self._sources += [self._sources[position] for position in again]
+        if self._sizes is not None:
+            self._sizes = replace(self._sizes, traced=tuple(self._examples()))
+        self._is_compiled = False
+        self._codes.clear()
+        self._variants.clear()
+        self._alone.clear()
+        return True
+
+    def is_of(self, code: RegionCode) -> bool:
+        """Whether a graph is one of its."""
+        return code in self._codes.values()
+
+    def repeated(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Return what a call is given, and once more what has several readers."""
+        return [*inputs, *(inputs[position] for position in self._again)]
+
+    def _examples(self) -> list[Any]:
+        nodes = self._module.graph.find_nodes(op="placeholder")
+        return [example_of(node) for node in nodes]
+
+    def _tensor_places(self) -> list[int]:
+        examples = enumerate(self._examples())
+        return [place for place, value in examples if not is_symbol(value)]
 
     def code(self, inputs: Sequence[Any]) -> RegionCode:
         """Return which graph a call is of."""
@@ -154,7 +194,7 @@ class _Traced:
                     del self._alone[own]
             is_own = sizes == first or not self._is_for_all_sizes
             traced = None if is_own else self._code()
-            self._codes[key] = RegionCode(self._sources, sizes, traced)
+            self._codes[key] = RegionCode(self.sources, sizes, traced)
         return self._codes[key]
 
     def variant(
@@ -166,7 +206,11 @@ class _Traced:
             return self._variants[key]
         if self._is_for_all_sizes and own not in self._alone:
             compiled = self._backend.compile_in_order(
-                self._module, inputs, self._specs, choice, self._sizes
+                self._module,
+                _each_once(inputs, len(self._again)),
+                self._specs,
+                choice,
+                self._sizes,
             )
             known = self._conditions
             if self._sizes is None or known in (None, self._sizes.conditions()):
@@ -183,6 +227,7 @@ class _Traced:
         """Return what runs a graph in an order, for the sizes of a call only."""
         module = _with_numbers(self._module, inputs)
         places = [p for p, v in enumerate(inputs) if isinstance(v, torch.Tensor)]
+        inputs = _each_once(inputs, len(self._again))
         compiled = self._backend.compile_in_order(
             module,
             [inputs[place] for place in places],
@@ -198,7 +243,7 @@ class _Traced:
         Where that cannot be done for all sizes together, each is compiled when it is
         called, and the answer is ``None``.
         """
-        code = self._code()
+        code, self._is_compiled = self._code(), True
         try:
             self.variant(RegionChoice(code=code, number=FRUGAL), inputs)
         except _BY_VALUE:
@@ -215,6 +260,8 @@ class _Traced:
 
     def ready(self, inputs: Sequence[Any]) -> RegionCode:
         """Return which graph a call is of, once it is known what it does."""
+        if not self._is_compiled:
+            self.compile_first(inputs)
         if self._sizes is not None and self._conditions is None:
             self._conditions = self._sizes.conditions()
         code = self.code(inputs)
@@ -232,6 +279,18 @@ def _with_numbers(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModu
         copies[node] = value if is_number else graph.node_copy(node)
     graph.output(graph.graph_copy(module.graph, copies))
     return fx.GraphModule(module, graph)
+
+
+def _each_once(inputs: Sequence[Any], again_count: int) -> Sequence[Any]:
+    """Return inputs, of which the last are others once more, as tensors of their own.
+
+    The tracer takes a tensor that is given twice for one input.
+    """
+    count = len(inputs) - again_count
+    return [
+        *inputs[:count],
+        *(v.detach().requires_grad_(v.requires_grad) for v in inputs[count:]),
+    ]
 
 
 _MOST_SIZES = 256
@@ -270,6 +329,9 @@ class RegionBackend(PlannedBackend):
             backward_in_autocast=backward_in_autocast,
         )
         self._planner = weakref.ref(planner)
+        self._traced = weakref.WeakSet[_Traced]()
+        # Of which tensors, by where all come from, each reader gets one of its own.
+        self._apart: dict[tuple[str, ...], set[int]] = {}
         # How many graphs were traced for all sizes while steps ran.
         self._sized_trace_count = 0
 
@@ -292,6 +354,8 @@ class RegionBackend(PlannedBackend):
     ) -> Callable[..., Any]:
         """Compile one graph, to run in the order that keeps nothing; others later."""
         traced = _Traced(self, module, example_inputs)
+        self._traced.add(traced)
+        traced.take_apart(self._apart.get(traced.sources, ()))
         # While a step runs, memory counts.
         is_trace_held = self.planner.running is not None
 
@@ -304,18 +368,19 @@ class RegionBackend(PlannedBackend):
                 # It collects young ones only, so that values of the step would stay.
                 gc.collect()
             between = planner.between.leading_to(inputs)
-            code = traced.ready(inputs)
+            given = traced.repeated(inputs)
+            code = traced.ready(given)
             choice = planner.choice_for(code, between)
-            compiled = traced.variant(choice, inputs)
+            compiled = traced.variant(choice, given)
             self._called = code
-            outputs = compiled(*inputs)
+            outputs = compiled(*given)
             if planner.gathering is not None:
                 planner.gathering.note_node(outputs)
             planner.check_region_end(choice)
             return outputs
 
         try:
-            code = traced.compile_first(example_inputs)
+            code = traced.compile_first(traced.repeated(example_inputs))
         except _BY_VALUE as error:
             # The tracer takes a smaller graph then, or none.
             self.planner.left_out = str(error)
@@ -328,6 +393,22 @@ class RegionBackend(PlannedBackend):
             if not code.sizes or self._sized_trace_count > expected_count:
                 self.planner.note_repetition(self.planner.programs[code])
         return run
+
+    def take_apart(self, tensors: Mapping[RegionCode, Collection[int]]) -> bool:
+        """Let readers of tensors that graphs are given have their own.
+
+        Returns
+        -------
+        Whether any has now. What is traced again, for other sizes, will be so as well.
+        """
+        is_any = False
+        for code, numbers in tensors.items():
+            for traced in [each for each in self._traced if each.is_of(code)]:
+                sources = traced.sources
+                if traced.take_apart(numbers):
+                    self._apart.setdefault(sources, set()).update(numbers)
+                    is_any = True
+        return is_any
 
     def compile_in_order(
         self,

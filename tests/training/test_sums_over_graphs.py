@@ -1,0 +1,169 @@
+"""Gradients of values with readers in several graphs are added as in eager PyTorch."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tests.training.test_regions import WIDTH, X, in_no_graph, pair, peak_of_step
+from torch import nn
+
+import remat
+from remat.core.errors import BudgetError
+from remat.training.fitted_model import fitted_on
+from remat.training.fitted_regions import FittedRegions
+
+
+def linear(scale: float) -> nn.Linear:
+    made = nn.Linear(WIDTH, WIDTH)
+    nn.init.normal_(made.weight, std=scale)
+    return made
+
+
+class Piece(nn.Module):
+    """Reads what it is given so many times."""
+
+    def __init__(self, reader_count: int) -> None:
+        super().__init__()
+        self.readers = nn.ModuleList(linear(0.3) for _ in range(reader_count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = torch.tanh(self.readers[0](x))
+        for each in self.readers[1:]:
+            found = found * torch.sigmoid(each(x))
+        return found
+
+
+class Product(Piece):
+    """One operator takes the same value as both of its arguments."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.readers[0](x * x))
+
+
+class Writing(Piece):
+    """Writes to what it is given between two readings."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = torch.tanh(self.readers[0](x * 1))
+        return found * x.mul_(0.5)
+
+
+class Around(nn.Module):
+    """What goes into each piece goes around it as well, outside of its graph."""
+
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first = linear(0.3)
+        self.pieces = nn.ModuleList(kind() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for piece in self.pieces:
+            x = x + in_no_graph(torch.sin)(x) * piece(x)
+            torch._dynamo.graph_break()
+        return x.square().mean()
+
+
+class Parting(Around):
+    """The pieces read as many rows as values say."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for number, piece in enumerate(self.pieces):
+            rows = x[: 9 + int((x[:, number] > 0).sum())]
+            x = torch.cat([rows + rows * piece(rows), x[len(rows) :]])
+        return x.square().mean()
+
+
+def assert_equal_gradients(
+    model: nn.Module, plain: nn.Module, x: torch.Tensor = X
+) -> None:
+    for each in (model, plain):
+        each(x).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+        one.grad = other.grad = None
+
+
+@pytest.mark.parametrize(
+    "kind", [partial(Piece, 2), partial(Piece, 4), partial(Product, 1)]
+)
+@pytest.mark.parametrize("regions", ["breaks", "blocks"])
+def test_sums_are_those_of_eager_pytorch(
+    kind: Callable[[], nn.Module], regions: Any
+) -> None:
+    model, plain = pair(partial(Around, kind))
+    with pytest.raises(BudgetError) as caught:
+        remat.fit(model, X, budget=1, regions=regions)
+    smallest = caught.value.required_bytes
+    for budget in ("100%", smallest):
+        plan = remat.fit(model, X, budget=budget, regions=regions)
+        assert_equal_gradients(model, plain)
+        peak = peak_of_step(model, X)
+        assert peak <= (plan.budget_bytes or 0)
+        assert plan.peak_bytes == pytest.approx(peak, rel=0.01)
+
+
+@pytest.mark.parametrize("regions", ["breaks", "blocks"])
+def test_so_they_are_at_all_sizes(regions: Any) -> None:
+    model, plain = pair(partial(Parting, partial(Piece, 2)))
+    remat.fit(model, X, budget="110%", regions=regions, costs="estimated")
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(6):
+        batch = torch.randn(X.shape, generator=generator)
+        assert_equal_gradients(model, plain, batch)
+        assert peak_of_step(model, batch) <= 1.1 * peak_of_step(plain, batch)
+
+
+def further_inputs(kind: Callable[[], nn.Module]) -> list[int]:
+    model, plain = pair(partial(Around, kind))
+    remat.fit(model, X, budget="110%", regions="breaks", costs="estimated")
+    assert_equal_gradients(model, plain)
+    fitted = fitted_on(model)
+    assert isinstance(fitted, FittedRegions)
+    return [len(traced._again) for traced in fitted.backend._traced]
+
+
+def test_only_where_it_matters_readers_get_inputs_of_their_own() -> None:
+    assert sum(further_inputs(partial(Piece, 2))) == 1
+    # One reader; none is outside of the graph; it is written in between.
+    assert not any(further_inputs(partial(Piece, 1)))
+    model = nn.Sequential(*(Piece(2) for _ in range(3)))
+    remat.fit(model, X, budget="100%", regions="blocks", costs="estimated")
+    fitted = fitted_on(model)
+    assert isinstance(fitted, FittedRegions)
+    assert not any(traced._again for traced in fitted.backend._traced)
+
+
+def test_what_a_graph_writes_to_is_one_input() -> None:
+    class Written(Around):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for piece in self.pieces:
+                inner = x * 1
+                x = x + inner.mean() * piece(inner)
+                torch._dynamo.graph_break()
+            return x.square().mean()
+
+    model, plain = pair(partial(Written, partial(Writing, 1)))
+    remat.fit(model, X, budget="110%", regions="breaks", costs="estimated")
+    fitted = fitted_on(model)
+    assert isinstance(fitted, FittedRegions)
+    assert not any(traced._again for traced in fitted.backend._traced)
+    for each in (model, plain):
+        each(X).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_saved_plan_of_it_is_installed(tmp_path: Any) -> None:
+    kind = partial(Around, partial(Piece, 2))
+    plan = remat.plan(kind(), X, budget="90%", regions="breaks", costs="estimated")
+    plan.save(tmp_path / "plan.json")
+    model, plain = pair(kind)
+    given = remat.load_plan(tmp_path / "plan.json")
+    installed = remat.fit(model, X, plan=given, regions="breaks", costs="estimated")
+    assert installed.fingerprint == plan.fingerprint
+    assert_equal_gradients(model, plain)
