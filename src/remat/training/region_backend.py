@@ -355,7 +355,8 @@ class RegionBackend(PlannedBackend):
         """Compile one graph, to run in the order that keeps nothing; others later."""
         traced = _Traced(self, module, example_inputs)
         self._traced.add(traced)
-        traced.take_apart(self._apart.get(traced.sources, ()))
+        if traced.sources in self._apart:
+            traced.take_apart(self._apart[traced.sources])
         # While a step runs, memory counts.
         is_trace_held = self.planner.running is not None
 
