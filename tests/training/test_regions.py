@@ -32,7 +32,11 @@ from remat.core.errors import (
     ProfileError,
 )
 from remat.torch_compat.attributes import contents_of
-from remat.training.fitted_model import fitted_on
+from remat.training.fitted_model import (
+    fitted_on,
+    made_gradient_bytes,
+    trained_bytes,
+)
 from remat.training.fitted_regions import FittedRegions, _flat, _kind_of
 from remat.training.fitting import fit_at_first_batch
 from remat.training.request import Regions
@@ -492,6 +496,33 @@ def test_accumulated_gradients_count(
         lambda: model(X).backward(), warmup=1, repeats=0, resident=[model, X]
     )
     assert plan.peak_bytes < measured.peak_bytes <= max(peaks)
+
+
+def test_gradients_of_what_is_broadcast_in_no_graph_are_sums() -> None:
+    class Between(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.between = nn.Linear(WIDTH, WIDTH)
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(in_no_graph(self.scaled)(x))
+
+        def scaled(self, x: torch.Tensor) -> torch.Tensor:
+            return self.between(self.blocks[0](x)) * self.scale
+
+    model, plain = pair(Between)
+    with pytest.raises(BudgetError) as caught:
+        remat.fit(model, X, budget="20%", accumulate=True, regions="breaks")
+    named = caught.value.required_bytes
+    plan = remat.fit(model, X, budget=named, accumulate=True, regions="breaks")
+    assert made_gradient_bytes(plan) == trained_bytes(model)
+    train_alike(model, plain, [X, X])
+    model(X).backward()
+    measured = remat.measure(
+        lambda: model(X).backward(), warmup=0, repeats=0, resident=[model, X]
+    )
+    assert measured.peak_bytes <= named
 
 
 def test_a_saved_plan_is_installed(tmp_path: Path) -> None:

@@ -17,7 +17,13 @@ from torch import fx
 from remat.capture.gathering import Gathering, RegionCode
 from remat.capture.varying_sizes import is_symbol, symbolic_value
 from remat.torch_compat.attributes import LEAF_NUMBER, made_number
-from remat.torch_compat.metadata import example_of, is_tangent, set_example
+from remat.torch_compat.metadata import (
+    argument_position,
+    changed_inputs,
+    example_of,
+    is_tangent,
+    set_example,
+)
 
 _MOST_READERS = 4
 """Of more, whose gradients would all be there at a time, a graph hands over the sum."""
@@ -55,13 +61,20 @@ def added_to_others(
         edges = seen.node.next_functions
         if len(edges) != len(tensors):
             continue  # Views of one tensor that the graph writes to are one input.
-        for position, (edge, node) in enumerate(zip(edges, tensors, strict=True)):
-            blocks = {seen.given[storage] for storage in program.storages_of[node]}
+        (output,) = program.module.graph.find_nodes(op="output")
+        written = {*changed_inputs(output)}
+        blocks = [seen.given[program.storages_of[node][0]] for node in tensors]
+        changed = gathering.changed.union(
+            block
+            for node, block in zip(tensors, blocks, strict=True)
+            if argument_position(node) in written
+        )
+        for position, edge in enumerate(edges):
             if (
                 edge[0] is not None
                 and made_number(edge[0]) != LEAF_NUMBER
                 and readers.get(edge, -1) > number
-                and blocks.isdisjoint(gathering.changed)
+                and blocks[position] not in changed
             ):
                 found[seen.code.trace].add(position)
     return found

@@ -1049,7 +1049,7 @@ class _Composition:
 
     def made_between(self, name: str, block: Storage, reads: tuple[int, ...]) -> int:
         made = self.add_storage(
-            Storage(name=name, size_bytes=block.size_bytes, role=Role.TANGENT)
+            Storage(name=name, size_bytes=block.size_bytes, role=block.role)
         )
         self.add_between(name, Phase.BACKWARD, reads, (made,))
         return made

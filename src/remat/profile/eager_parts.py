@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -455,6 +456,11 @@ class _Backward:
                 continue
             slot = self.found.slot(following, number)
             self.defined.add(slot)
+            shape, dtype, _ = gradient_shapes(following)[number]
+            if is_of_known_shapes(following) and value.shape != torch.Size(shape):
+                # Of what was broadcast, as a bias is, the engine makes a sum.
+                found.append((slot, prod(shape) * dtype.itemsize))
+                continue
             position = known.get(storage_identity(value))
             size_bytes = storage_bytes(value)
             found.append((slot, size_bytes if position is None else -1 - position))

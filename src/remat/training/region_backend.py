@@ -135,8 +135,18 @@ class _Traced:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Where its tensors come from: the same where another size is traced."""
+        """Where its tensors come from."""
         return tuple(self._sources[place] for place in self._tensor_places())
+
+    @property
+    def signature(self) -> tuple[str, ...]:
+        """What it is given and what it calls: the same where other sizes are traced."""
+        calls = (
+            str(node.target)
+            for node in self._module.graph.nodes
+            if node.op != "placeholder" and isinstance(example_of(node), torch.Tensor)
+        )
+        return *self.sources, *calls
 
     def take_apart(self, numbers: Collection[int]) -> bool:
         """Let each reader of some tensors have one of its own; say if any has now.
@@ -330,7 +340,7 @@ class RegionBackend(PlannedBackend):
         )
         self._planner = weakref.ref(planner)
         self._traced = weakref.WeakSet[_Traced]()
-        # Of which tensors, by where all come from, each reader gets one of its own.
+        # Of which tensors each reader gets one of its own, by the graphs' signatures.
         self._apart: dict[tuple[str, ...], set[int]] = {}
         # How many graphs were traced for all sizes while steps ran.
         self._sized_trace_count = 0
@@ -355,8 +365,8 @@ class RegionBackend(PlannedBackend):
         """Compile one graph, to run in the order that keeps nothing; others later."""
         traced = _Traced(self, module, example_inputs)
         self._traced.add(traced)
-        if traced.sources in self._apart:
-            traced.take_apart(self._apart[traced.sources])
+        if (signature := traced.signature) in self._apart:
+            traced.take_apart(self._apart[signature])
         # While a step runs, memory counts.
         is_trace_held = self.planner.running is not None
 
@@ -405,9 +415,9 @@ class RegionBackend(PlannedBackend):
         is_any = False
         for code, numbers in tensors.items():
             for traced in [each for each in self._traced if each.is_of(code)]:
-                sources = traced.sources
+                signature = traced.signature
                 if traced.take_apart(numbers):
-                    self._apart.setdefault(sources, set()).update(numbers)
+                    self._apart.setdefault(signature, set()).update(numbers)
                     is_any = True
         return is_any
 
