@@ -788,7 +788,7 @@ def test_one_tensor_given_twice_is_one(
         (
             [{"masks": {0: (2, 20)}}],
             ValueError,
-            r"targets\[0\]\['masks'\], which is not",
+            r"targets\[0\]\['masks'\], which is not given .*: targets\[0\] holds 'boxes'",
         ),
         (
             [None, {"boxes": {2: (2, 20)}}],

@@ -387,9 +387,16 @@ def _is_no_tensor(path: Path, given: Mapping[Path, Any]) -> Exception:
             f"name the tensors in it, {_NESTED_FORM}"
         )
         return TypeError(msg)
-    return ValueError(
-        f"dynamic names {_named(path)}, which is not given in the example"
-    )
+    msg = f"dynamic names {_named(path)}, which is not given in the example"
+    parents = [path[:count] for count in range(len(path) - 1, 0, -1)]
+    for parent in parents:
+        inside = [each for each in given if each[: len(parent)] == parent]
+        if inside:
+            places = {each[len(parent)]: None for each in inside}
+            found = ", ".join(map(repr, places))
+            msg += f": {_named(parent)} holds {found}; name what varies by these"
+            break
+    return ValueError(msg)
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
