@@ -13,6 +13,7 @@ import remat
 from remat.core.errors import BudgetError
 from remat.training.fitted_model import fitted_on
 from remat.training.fitted_regions import FittedRegions
+from remat.training.region_backend import RegionBackend
 
 
 def linear(scale: float) -> nn.Linear:
@@ -117,13 +118,20 @@ def test_so_they_are_at_all_sizes(regions: Any) -> None:
         assert peak_of_step(model, batch) <= 1.1 * peak_of_step(plain, batch)
 
 
+def again_in(model: nn.Module) -> list[int]:
+    """Return, per graph, how many inputs are given once more."""
+    fitted = fitted_on(model)
+    assert isinstance(fitted, FittedRegions)
+    backend = fitted.backend
+    assert isinstance(backend, RegionBackend)
+    return [len(traced._again) for traced in backend._traced]
+
+
 def further_inputs(kind: Callable[[], nn.Module]) -> list[int]:
     model, plain = pair(partial(Around, kind))
     remat.fit(model, X, budget="110%", regions="breaks", costs="estimated")
     assert_equal_gradients(model, plain)
-    fitted = fitted_on(model)
-    assert isinstance(fitted, FittedRegions)
-    return [len(traced._again) for traced in fitted.backend._traced]
+    return again_in(model)
 
 
 def test_only_where_it_matters_readers_get_inputs_of_their_own() -> None:
@@ -132,9 +140,7 @@ def test_only_where_it_matters_readers_get_inputs_of_their_own() -> None:
     assert not any(further_inputs(partial(Piece, 1)))
     model = nn.Sequential(*(Piece(2) for _ in range(3)))
     remat.fit(model, X, budget="100%", regions="blocks", costs="estimated")
-    fitted = fitted_on(model)
-    assert isinstance(fitted, FittedRegions)
-    assert not any(traced._again for traced in fitted.backend._traced)
+    assert not any(again_in(model))
 
 
 def test_what_a_graph_writes_to_is_one_input() -> None:
@@ -149,9 +155,7 @@ def test_what_a_graph_writes_to_is_one_input() -> None:
 
     model, plain = pair(partial(Written, partial(Writing, 1)))
     remat.fit(model, X, budget="110%", regions="breaks", costs="estimated")
-    fitted = fitted_on(model)
-    assert isinstance(fitted, FittedRegions)
-    assert not any(traced._again for traced in fitted.backend._traced)
+    assert not any(again_in(model))
     for each in (model, plain):
         each(X).backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):

@@ -567,7 +567,8 @@ class FittedRegions(FittedModel):
         loss = loss_in(outputs)
         is_all = self.planner.loss is None and is_loss(loss)
         begin = [loss] if is_all else tensors_in(outputs)
-        if not self.backend.take_apart(added_to_others(gathering, begin)):
+        backend = cast("RegionBackend", self.backend)
+        if not backend.take_apart(added_to_others(gathering, begin)):
             return False
         # What was planned before is of graphs that are no more.
         self._steps_by_kind.clear()
