@@ -281,6 +281,27 @@ def test_planning_leaves_nothing_of_outputs_that_refer_to_themselves() -> None:
         gc.enable()
 
 
+def test_a_forward_pass_for_planning_holds_nothing_for_the_next_one() -> None:
+    made, counts = list[weakref.ref[torch.Tensor]](), list[int]()
+
+    class Watching(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            in_no_graph(self.count)()
+            return super().forward(in_no_graph(self.made_of)(self.norm(x)))
+
+        def count(self) -> None:
+            counts.append(sum(each() is not None for each in made))
+
+        def made_of(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.sin().exp()
+            made.append(weakref.ref(x))
+            return x
+
+    remat.fit(Watching(), X, budget="90%", **BREAK)
+    assert len(counts) >= 2
+    assert not any(counts)
+
+
 def test_what_forward_changes_of_the_model_is_put_back_after_planning() -> None:
     class Counting(Layers):
         count = 0

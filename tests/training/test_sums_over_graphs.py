@@ -43,6 +43,23 @@ class Product(Piece):
         return torch.tanh(self.readers[0](x * x))
 
 
+class Assigned(Piece):
+    """What assigns it to a part of another tensor reads it as well."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros(len(x), 2 * WIDTH)
+        found[:, :WIDTH] = x
+        return torch.tanh(self.readers[0](x)) * found[:, :WIDTH]
+
+
+class Halves(Piece):
+    """Sizes of what it makes follow from those of what it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = (torch.cat(each(x).chunk(2), 1) for each in self.readers)
+        return (torch.tanh(one) * torch.sigmoid(other)).reshape(x.shape)
+
+
 class Writing(Piece):
     """Writes to what it is given between two readings."""
 
@@ -89,7 +106,8 @@ def assert_equal_gradients(
 
 
 @pytest.mark.parametrize(
-    "kind", [partial(Piece, 2), partial(Piece, 4), partial(Product, 1)]
+    "kind",
+    [partial(Piece, 2), partial(Piece, 4), partial(Product, 1), partial(Assigned, 1)],
 )
 @pytest.mark.parametrize("regions", ["breaks", "blocks"])
 def test_sums_are_those_of_eager_pytorch(
@@ -116,6 +134,33 @@ def test_so_they_are_at_all_sizes(regions: Any) -> None:
         batch = torch.randn(X.shape, generator=generator)
         assert_equal_gradients(model, plain, batch)
         assert peak_of_step(model, batch) <= 1.1 * peak_of_step(plain, batch)
+
+
+def test_so_they_are_in_shapes_that_come_later() -> None:
+    model, plain = pair(partial(Around, partial(Halves, 2)))
+    remat.fit(model, X, budget="110%", regions="blocks", costs="estimated")
+    for size in (256, 200, 120, 200):
+        assert_equal_gradients(model, plain, X[:size])
+
+
+def test_so_they_are_where_the_caller_reads_what_is_returned() -> None:
+    class Returning(Around):
+        def forward(self, x: torch.Tensor) -> Any:
+            x = self.first(x)
+            found = [x]
+            for piece in self.pieces:
+                x = piece(x)
+                found.append(x)
+            return {"loss": x.square().mean(), "found": found}
+
+    model, plain = pair(partial(Returning, partial(Piece, 2)))
+    remat.fit(model, X, budget="150%", regions="blocks", costs="estimated")
+    for each in (model, plain):
+        outputs = each(X)
+        read = sum(value.sin().mean() for value in outputs["found"])
+        (outputs["loss"] + read).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
 
 
 def again_in(model: nn.Module) -> list[int]:

@@ -30,7 +30,7 @@ _MOST_READERS = 4
 
 
 def added_to_others(
-    gathering: Gathering, begin: Sequence[torch.Tensor]
+    gathering: Gathering, outputs: Sequence[torch.Tensor]
 ) -> dict[RegionCode, set[int]]:
     """Return, per graph, which inputs get gradients of later readers outside of it.
 
@@ -38,15 +38,15 @@ def added_to_others(
     ----------
     gathering
         What a forward pass has shown.
-    begin
-        The outputs of which the caller's loss is computed, or is one.
+    outputs
+        What the model returned: whoever called it may read any of that.
 
     Returns
     -------
     Their numbers among the tensors that it is given, those left out that are written in
     place. Parameters are none of them: gradients of these may leave early.
     """
-    readers = _latest_readers(begin)
+    readers = _latest_readers(outputs)
     found: dict[RegionCode, set[int]] = defaultdict(set)
     for seen in gathering.seen:
         if seen.node is None:
@@ -80,10 +80,10 @@ def added_to_others(
     return found
 
 
-def _latest_readers(begin: Sequence[torch.Tensor]) -> Mapping[tuple[Any, int], int]:
+def _latest_readers(outputs: Sequence[torch.Tensor]) -> Mapping[tuple[Any, int], int]:
     """Return, per output of autograd's nodes, when its last reader was made."""
     latest: dict[tuple[Any, int], int] = {}
-    for tensor in begin:
+    for tensor in outputs:
         if tensor.grad_fn is not None:
             latest[tensor.grad_fn, tensor.output_nr] = LEAF_NUMBER
     nodes = [node for node, _ in latest]
@@ -153,8 +153,11 @@ def _readers(node: fx.Node) -> Iterator[list[fx.Node]]:
     for reader in node.graph.nodes:
         if node in reader.all_input_nodes and reader.op != "output":
             values = example_of(reader)
-            values = values if isinstance(values, tuple | list) else [values]
-            if any(isinstance(v, torch.Tensor) and v.requires_grad for v in values):
+            # What writes a value into others returns nothing.
+            is_reader = values is None
+            for value in values if isinstance(values, tuple | list) else [values]:
+                is_reader |= isinstance(value, torch.Tensor) and value.requires_grad
+            if is_reader:
                 given: list[fx.Node] = []
                 fx.map_arg((reader.args, reader.kwargs), given.append)
                 yield [reader] * given.count(node)

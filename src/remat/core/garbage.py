@@ -25,7 +25,8 @@ def old_objects_left_alone() -> Generator[None]:
             _others_do[0] = gc.get_freeze_count() > 0
         is_ours = not _others_do[0]
         if is_ours:
-            gc.freeze()
+            if not _inside[0]:
+                gc.freeze()
             _inside[0] += 1
     try:
         yield

@@ -16,7 +16,6 @@ from remat.capture.autocast import autocast_now
 from remat.capture.first_call import prepare
 from remat.capture.gathering import MARK, Gathering, RegionCode, Route
 from remat.capture.readers_apart import added_to_others
-from remat.capture.returned import is_loss, loss_in
 from remat.capture.surroundings import plain_tensors, tensors_in
 from remat.capture.tracing import (
     TRACE_ERRORS,
@@ -271,11 +270,12 @@ class FittedRegions(FittedModel):
         ProfileError
             If a torch profiler is recording.
         """
-        try:
-            return self._plan_ways(args, kwargs, gradient_bytes)
-        finally:
-            # What the model returned may refer to itself, as caches of libraries do.
-            gc.collect()
+        with old_objects_left_alone():
+            try:
+                return self._plan_ways(args, kwargs, gradient_bytes)
+            finally:
+                # What the model returned may refer to itself, as libraries' caches do.
+                gc.collect()
 
     def _plan_ways(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], gradient_bytes: int
@@ -407,6 +407,7 @@ class FittedRegions(FittedModel):
                     self._blocks.checkpointed.clear()
                 gathering, outputs, recording = self._gathered_alike(args, kwargs)
                 if self._take_apart(gathering, outputs):
+                    del gathering, outputs, recording
                     gathering, outputs, recording = self._gathered_alike(args, kwargs)
                 planner.gathering, planner.batch = gathering, (args, kwargs)
                 self._codes = [seen.code for seen in gathering.seen]
@@ -544,6 +545,9 @@ class FittedRegions(FittedModel):
             # Libraries install hooks in the first call, which stay.
             prepare(self.model, args, kwargs)
             gathering, *_ = self._gathered_once(args, kwargs, nullcontext())
+        # They hold what is kept for a backward pass, as long as the next one runs.
+        for seen in gathering.seen:
+            seen.node = None
         return gathering
 
     def _gathered_alike(
@@ -564,11 +568,8 @@ class FittedRegions(FittedModel):
 
     def _take_apart(self, gathering: Gathering, outputs: Any) -> bool:
         """Give readers inputs of their own where sums need it; say if any has now."""
-        loss = loss_in(outputs)
-        is_all = self.planner.loss is None and is_loss(loss)
-        begin = [loss] if is_all else tensors_in(outputs)
-        backend = cast("RegionBackend", self.backend)
-        if not backend.take_apart(added_to_others(gathering, begin)):
+        found = added_to_others(gathering, tensors_in(outputs))
+        if not cast("RegionBackend", self.backend).take_apart(found):
             return False
         # What was planned before is of graphs that are no more.
         self._steps_by_kind.clear()

@@ -365,14 +365,17 @@ class RegionBackend(PlannedBackend):
         """Compile one graph, to run in the order that keeps nothing; others later."""
         traced = _Traced(self, module, example_inputs)
         self._traced.add(traced)
-        if (signature := traced.signature) in self._apart:
-            traced.take_apart(self._apart[signature])
+        # Not while the tracer runs, which would take new tensors for new sizes.
+        apart = set(self._apart.get(traced.signature, ()))
         # While a step runs, memory counts.
         is_trace_held = self.planner.running is not None
 
         def run(*inputs: Any) -> Any:
             nonlocal is_trace_held
             planner = self.planner
+            if apart:
+                traced.take_apart(apart)
+                apart.clear()
             if is_trace_held:
                 is_trace_held = False
                 # The tracer's own objects refer to each other and to what it was given.
@@ -391,7 +394,7 @@ class RegionBackend(PlannedBackend):
             return outputs
 
         try:
-            code = traced.compile_first(traced.repeated(example_inputs))
+            code = traced.compile_first(example_inputs)
         except _BY_VALUE as error:
             # The tracer takes a smaller graph then, or none.
             self.planner.left_out = str(error)
