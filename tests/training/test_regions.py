@@ -534,9 +534,9 @@ def test_gradients_of_what_is_broadcast_in_no_graph_are_sums() -> None:
 
     model, plain = pair(Between)
     with pytest.raises(BudgetError) as caught:
-        remat.fit(model, X, budget="20%", accumulate=True, regions="breaks")
+        remat.fit(model, X, budget="20%", accumulate=True, **BREAK)
     named = caught.value.required_bytes
-    plan = remat.fit(model, X, budget=named, accumulate=True, regions="breaks")
+    plan = remat.fit(model, X, budget=named, accumulate=True, **BREAK)
     assert made_gradient_bytes(plan) == trained_bytes(model)
     train_alike(model, plain, [X, X])
     model(X).backward()
