@@ -26,7 +26,8 @@ def test_what_is_there_is_left_alone_until_the_outermost_ends() -> None:
         new = [object()]
         assert any(item is new for item in gc.get_objects())
         with old_objects_left_alone():
-            assert not any(item is new for item in gc.get_objects())
+            assert not any(item is old for item in gc.get_objects())
+            assert any(item is new for item in gc.get_objects())
         assert gc.get_freeze_count()
     assert not gc.get_freeze_count()
     assert any(item is old for item in gc.get_objects())

@@ -25,6 +25,7 @@ def old_objects_left_alone() -> Generator[None]:
             _others_do[0] = gc.get_freeze_count() > 0
         is_ours = not _others_do[0]
         if is_ours:
+            # What is made inside may hold values of a forward pass, and is looked at.
             if not _inside[0]:
                 gc.freeze()
             _inside[0] += 1

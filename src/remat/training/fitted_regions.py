@@ -416,9 +416,7 @@ class FittedRegions(FittedModel):
                 self._check_checkpoints(gathering)
                 self._tell_of_left_out(gathering)
                 self._tell_of_blocks(gathering)
-                # A trace makes as many objects as the planning of its step.
-                with old_objects_left_alone():
-                    step = planner.plan_seen(outputs, recording)
+                step = planner.plan_seen(outputs, recording)
             finally:
                 planner.gathering, planner.batch = None, ()
             if (
