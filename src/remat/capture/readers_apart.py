@@ -123,9 +123,9 @@ def with_readers_apart(
     copies: dict[fx.Node, fx.Node] = {}
     output = graph.graph_copy(module.graph, copies)
     graph.output(output)
-    inputs = graph.find_nodes(op="placeholder")
-    count, last, again = len(inputs), list(inputs)[-1], list[int]()
-    for position, node in enumerate(list(inputs)):
+    inputs = list(graph.find_nodes(op="placeholder"))
+    last, again = inputs[-1], list[int]()
+    for position, node in enumerate(inputs):
         readers = list(_readers(node)) if position in positions else []
         if not 1 < sum(map(len, readers)) <= _MOST_READERS:
             continue
@@ -138,7 +138,7 @@ def with_readers_apart(
                     is_first = False
                     continue
                 with graph.inserting_after(last):
-                    last = graph.placeholder(f"{node.name}_{count + len(again)}")
+                    last = graph.placeholder(f"{node.name}_{len(inputs) + len(again)}")
                 set_example(last, node)
                 again.append(position)
                 own.append(last)

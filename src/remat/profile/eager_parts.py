@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from remat.torch_compat.attributes import (
     gradient_shapes,
     is_of_known_shapes,
     leaf_of,
+    made_bytes,
     made_number,
     saved_tensors,
     storage_bytes,
@@ -456,10 +456,10 @@ class _Backward:
                 continue
             slot = self.found.slot(following, number)
             self.defined.add(slot)
-            shape, dtype, _ = gradient_shapes(following)[number]
+            shape, *_ = gradient_shapes(following)[number]
             if is_of_known_shapes(following) and value.shape != torch.Size(shape):
                 # Of what was broadcast, as a bias is, the engine makes a sum.
-                found.append((slot, prod(shape) * dtype.itemsize))
+                found.append((slot, made_bytes(following)[number]))
                 continue
             position = known.get(storage_identity(value))
             size_bytes = storage_bytes(value)
