@@ -13,7 +13,6 @@ from remat.capture.tracing import compiled_entry
 from remat.torch_compat.attributes import storage_identity, view_again, viewed
 from remat.torch_compat.metadata import example_of
 from remat.torch_compat.names import FakeTensorMode
-from remat.torch_compat.patches import tracer_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +69,11 @@ def fake_outputs(
 
         return run
 
-    with (
-        tracer_settings(replay_side_effects=False),
-        torch.enable_grad(),
-    ):
-        value = compiled_entry(model, return_fakes)(*args, **kwargs)
+    entry = compiled_entry(
+        model, return_fakes, settings=lambda: {"replay_side_effects": False}
+    )
+    with torch.enable_grad():
+        value = entry(*args, **kwargs)
     return FakeOutputs(value=value, tensors=made, leaves=leaves, mode=mode)
 
 

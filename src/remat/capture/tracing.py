@@ -190,7 +190,8 @@ def compiled_code(
         is_unhooked = model is not None and not contents_of(model).are_hooked
         if is_unhooked and not guards_hooks:
             patches.append(hooks_looked_for)
-        with changed, patched(*patches), recurrent:
+        # Settings belong to the whole process in torch 2.11: one thread at a time.
+        with patched(*patches), changed, recurrent:
             yield
 
     return compiled_within(function, compiler, around, fullgraph=is_whole)

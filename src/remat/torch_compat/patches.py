@@ -67,6 +67,7 @@ def patched(*patches: Patch) -> Generator[None]:
 def tracer_settings(**changes: Any) -> Generator[None]:
     """Give settings of the tracer, in this thread only, other values.
 
+    In torch 2.11 in all threads: to be entered while :func:`alone`.
     ``torch._dynamo.config.patch`` does the same, and each use of it leaves a variable
     in the thread's context for good, which is no way to call a model.
     """
