@@ -342,6 +342,8 @@ class Gathering:
         Per block that operators in no graph made, the region that was given it first.
     stay
         The blocks that the model keeps as attributes when it has returned.
+    kept
+        The tensors among them that may be differentiated, until readers are looked at.
     changed
         The blocks that were written in place after a region made them or was given
         them, by another one or by code in between.
@@ -365,6 +367,7 @@ class Gathering:
         self.eager: dict[int, int] = {}
         self.sizes_bytes: dict[int, int] = {}
         self.stay: set[int] = set()
+        self.kept: list[torch.Tensor] = []
         # While a reference to a storage exists, weak or not, no other has its identity.
         self._storages: dict[int, StorageWeakRef] = {}
         self.changed: set[int] = set()

@@ -8,11 +8,13 @@ as in eager PyTorch.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional
 
 from remat.capture.gathering import Gathering, RegionCode
 from remat.capture.varying_sizes import is_symbol, symbolic_value
@@ -30,7 +32,9 @@ _MOST_READERS = 4
 
 
 def added_to_others(
-    gathering: Gathering, outputs: Sequence[torch.Tensor]
+    gathering: Gathering,
+    outputs: Sequence[torch.Tensor],
+    batch: Sequence[torch.Tensor],
 ) -> dict[RegionCode, set[int]]:
     """Return, per graph, which inputs get gradients of later readers outside of it.
 
@@ -38,20 +42,25 @@ def added_to_others(
     ----------
     gathering
         What a forward pass has shown.
-    outputs
-        What the model returned: whoever called it may read any of that.
+    outputs, batch
+        What the model returned or keeps, and was given: whoever called it may read any
+        of that later.
 
     Returns
     -------
     Their numbers among the tensors that it is given, those left out that are written in
     place. Parameters are none of them: gradients of these may leave early.
     """
-    readers = _latest_readers(outputs)
+    readers, numbers = _latest_readers(outputs)
+    edges = [get_gradient_edge(each) for each in batch if each.requires_grad]
+    given = {(edge.node, edge.output_nr) for edge in edges}
+    readers |= dict.fromkeys(given, LEAF_NUMBER)
     found: dict[RegionCode, set[int]] = defaultdict(set)
     for seen in gathering.seen:
-        if seen.node is None:
+        # Nothing else that may be differentiated depends on it.
+        if seen.node not in numbers:
             continue
-        program, number = seen.program, made_number(seen.node)
+        program, number = seen.program, numbers[seen.node]
         tensors = [
             node
             for node in program.module.graph.find_nodes(op="placeholder")
@@ -72,7 +81,7 @@ def added_to_others(
         for position, edge in enumerate(edges):
             if (
                 edge[0] is not None
-                and made_number(edge[0]) != LEAF_NUMBER
+                and (made_number(edge[0]) != LEAF_NUMBER or edge in given)
                 and readers.get(edge, -1) > number
                 and blocks[position] not in changed
             ):
@@ -80,25 +89,29 @@ def added_to_others(
     return found
 
 
-def _latest_readers(outputs: Sequence[torch.Tensor]) -> Mapping[tuple[Any, int], int]:
-    """Return, per output of autograd's nodes, when its last reader was made."""
+def _latest_readers(
+    outputs: Sequence[torch.Tensor],
+) -> tuple[dict[tuple[Any, int], int], dict[Any, int]]:
+    """Return when the last reader of each value was made, and when each node was.
+
+    Values are the outputs of autograd's nodes.
+    """
     latest: dict[tuple[Any, int], int] = {}
     for tensor in outputs:
         if tensor.grad_fn is not None:
             latest[tensor.grad_fn, tensor.output_nr] = LEAF_NUMBER
     nodes = [node for node, _ in latest]
-    known = set(nodes)
+    numbers = {node: made_number(node) for node in nodes}
     while nodes:
         reader = nodes.pop()
-        number = made_number(reader)
         for edge in reader.next_functions:
             if edge[0] is None:
                 continue
-            latest[edge] = max(number, latest.get(edge, -1))
-            if edge[0] not in known:
-                known.add(edge[0])
+            latest[edge] = max(numbers[reader], latest.get(edge, -1))
+            if edge[0] not in numbers:
+                numbers[edge[0]] = made_number(edge[0])
                 nodes.append(edge[0])
-    return latest
+    return latest, numbers
 
 
 def with_readers_apart(
@@ -126,6 +139,8 @@ def with_readers_apart(
     inputs = list(graph.find_nodes(op="placeholder"))
     last, again = inputs[-1], list[int]()
     for position, node in enumerate(inputs):
+        if position in positions:
+            _read_directly(node)
         readers = list(_readers(node)) if position in positions else []
         if not 1 < sum(map(len, readers)) <= _MOST_READERS:
             continue
@@ -146,6 +161,38 @@ def with_readers_apart(
     if not again:
         return module, again
     return fx.GraphModule(module, graph), again
+
+
+def _read_directly(node: fx.Node) -> None:
+    """Let readers of what operators return as it is read it from before them."""
+    waiting = list(node.users)
+    while waiting:
+        user = waiting.pop()
+        if _returns_as_it_is(user, node):
+            waiting.extend(user.users)
+            user.replace_all_uses_with(node)
+            node.graph.erase_node(user)
+
+
+def _returns_as_it_is(user: fx.Node, node: fx.Node) -> bool:
+    """Return whether an operator returns what it is given, as it is."""
+    if user.target in _DROPOUTS and user.args[:1] == (node,):
+        # On fake tensors it returns a copy.
+        return not _drops(*user.args, **user.kwargs)
+    return example_of(user) is example_of(node)
+
+
+def _drops(*given: Any, **options: Any) -> bool:
+    found = {**dict(zip(("input", "p", "training"), given, strict=False)), **options}
+    return found.get("p", 0.5) != 0 and found.get("training", True) is not False
+
+
+_DROPOUTS = (
+    functional.dropout,
+    functional.dropout1d,
+    functional.dropout2d,
+    functional.dropout3d,
+)
 
 
 def _readers(node: fx.Node) -> Iterator[list[fx.Node]]:

@@ -197,6 +197,8 @@ class FittedRegions(FittedModel):
         self._unplanned: dict[Any, _Call] = {}
         # Whether calls are noted as they begin, as a way hung on more than the batch.
         self._notes_state = False
+        # What is called before the largest step is planned.
+        self._smaller: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
         # Per kind of call, ways that do not fit, and what these need.
         self._refused: dict[Any, list[tuple[Route, int]]] = {}
 
@@ -406,7 +408,7 @@ class FittedRegions(FittedModel):
                 if self._blocks is not None:
                     self._blocks.checkpointed.clear()
                 gathering, outputs, recording = self._gathered_alike(args, kwargs)
-                if self._take_apart(gathering, outputs):
+                if self._take_apart(gathering, outputs, (args, dict(kwargs))):
                     del gathering, outputs, recording
                     gathering, outputs, recording = self._gathered_alike(args, kwargs)
                 planner.gathering, planner.batch = gathering, (args, kwargs)
@@ -546,6 +548,7 @@ class FittedRegions(FittedModel):
         # They hold what is kept for a backward pass, as long as the next one runs.
         for seen in gathering.seen:
             seen.node = None
+        gathering.kept = []
         return gathering
 
     def _gathered_alike(
@@ -558,15 +561,18 @@ class FittedRegions(FittedModel):
         of its class, and may leave it out of its graphs from then on: then two further
         passes are like those to come.
         """
+        self._trace_smaller()
         traced = self._gathered(args, kwargs)
         found = self._recorded(args, kwargs, traced)
         if [seen.code for seen in found[0].seen] != [seen.code for seen in traced.seen]:
             found = self._recorded(args, kwargs, self._gathered(args, kwargs))
         return found
 
-    def _take_apart(self, gathering: Gathering, outputs: Any) -> bool:
+    def _take_apart(self, gathering: Gathering, outputs: Any, batch: Any) -> bool:
         """Give readers inputs of their own where sums need it; say if any has now."""
-        found = added_to_others(gathering, tensors_in(outputs))
+        kept, gathering.kept = gathering.kept, []
+        outputs = [*tensors_in(outputs), *kept]
+        found = added_to_others(gathering, outputs, tensors_in(batch))
         if not cast("RegionBackend", self.backend).take_apart(found):
             return False
         # What was planned before is of graphs that are no more.
@@ -618,7 +624,9 @@ class FittedRegions(FittedModel):
             raise
         gathering.between.append(planner.between.leading_to(tensors_in(outputs)))
         gathering.end_step(self._residents(args, kwargs))
-        gathering.stay.update(map(gathering.note, plain_tensors(self.model)))
+        on_model = plain_tensors(self.model)
+        gathering.stay.update(map(gathering.note, on_model))
+        gathering.kept = [each for each in on_model if each.grad_fn is not None]
         return gathering, outputs
 
     def _residents(
@@ -832,9 +840,33 @@ class FittedRegions(FittedModel):
         The tracer knows the sizes that it is given, and not those of what is made
         between graphs. So each shape is judged by what a forward pass of it shows.
         """
-        if self.ranges is not None:
-            args, kwargs = self.ranges.largest(args, kwargs)
-        return self.plan_step(args, kwargs, gradient_bytes)
+        if self.ranges is None:
+            return self.plan_step(args, kwargs, gradient_bytes)
+        # Graphs that are traced for one size give way to others at the second one.
+        self._smaller = self.ranges.smaller(args, kwargs)
+        try:
+            return self.plan_step(
+                *self.ranges.largest(args, kwargs), gradient_bytes=gradient_bytes
+            )
+        finally:
+            self._smaller = None
+
+    def _trace_smaller(self) -> None:
+        """Let the tracer see that sizes vary before the largest step is planned."""
+        if self._smaller is None:
+            return
+        smaller, self._smaller = self._smaller, None
+        try:
+            self._gathered(*smaller)
+        except CaptureError as error:
+            shapes = "" if self.ranges is None else self.ranges.words_of(*smaller)
+            logger.warning(
+                "%s cannot be traced at a smaller size that dynamic= allows, %s: %s. The "
+                "first call of another size than the largest traces all of it again",
+                self.name,
+                shapes,
+                error,
+            )
 
     def begin_call(self, gradient_bytes: int) -> None:
         """Let the call that is about to run, of the kind seen last, run by its plan."""

@@ -307,14 +307,29 @@ class ShapeRanges:
 
     def largest(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Return stand-ins for a call, as large as it may become."""
-        return self._resized(args, kwargs, 1)
+        return self._resized(args, kwargs, lambda _size, limits: limits[1])
 
     def smallest(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Return stand-ins for a call, as small as it may become."""
-        return self._resized(args, kwargs, 0)
+        return self._resized(args, kwargs, lambda _size, limits: limits[0])
+
+    def smaller(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """Return stand-ins for a call in which nothing that varies is at its largest.
+
+        What is smaller stays; what is not becomes as small as one trace may be for all.
+        """
+
+        def cut(size: int, limits: Range) -> int:
+            low, high = limits
+            return size if _SMALLEST <= size < high else min(max(low, _SMALLEST), high)
+
+        return self._resized(args, kwargs, cut)
 
     def _resized(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], end: int
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        choose: Callable[[int, Range], int],
     ) -> Call:
         # What is given twice is one tensor at any size.
         made: dict[tuple[int, tuple[int, ...]], Any] = {}
@@ -322,7 +337,7 @@ class ShapeRanges:
         def resized(path: Path, value: Any) -> Any:
             dims = self._dims_of(path, value)
             shape = tuple(
-                dims[dim][end] if dim in dims else size
+                choose(size, dims[dim]) if dim in dims else size
                 for dim, size in enumerate(getattr(value, "shape", ()))
             )
             if shape == tuple(getattr(value, "shape", ())):
