@@ -16,6 +16,7 @@ from remat.core.errors import BudgetError, CaptureError, PlanMismatchError
 from remat.planning.plan import Plan
 from remat.torch_compat.attributes import storage_identity
 from remat.training.fitted_model import FittedModel, fitted_on
+from remat.training.fitted_regions import FittedRegions
 
 Batch = Mapping[str, Any]
 
@@ -687,7 +688,7 @@ def test_tensors_in_lists_and_mappings_vary(regions: Any) -> None:
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(gradient_of(one), gradient_of(other))
             one.grad = other.grad = None
-        # Between graphs the first step is traced with symbols.
+        # Graphs are compiled as planned when they first run.
         count = count or fitted(model).backend.training_step_count
     assert fitted(model).backend.training_step_count == count
     assert fitted(model).planner.planned_count == 1
@@ -1052,6 +1053,54 @@ def test_several_graphs_run_the_largest_ones_schedule_at_every_size(
         model.train()
     assert_bitwise(split.model, split.plain, {"x": batch_of(33)})
     assert fitted(split.model).backend.training_step_count == count
+
+
+@pytest.mark.parametrize("size", [20, 64])
+@pytest.mark.parametrize("regions", ["breaks", "blocks"])
+def test_what_is_named_for_several_graphs_works_at_every_size(
+    regions: Any, size: int
+) -> None:
+    model = Split()
+    how: dict[str, Any] = {
+        "costs": "estimated",
+        "regions": regions,
+        "dynamic": {"x": {1: (2, 64)}},
+    }
+    with pytest.raises(BudgetError) as caught:
+        remat.fit(model, (), {"x": batch_of(size)}, budget=1, **how)
+    named_bytes = caught.value.required_bytes
+    remat.fit(model, (), {"x": batch_of(size)}, budget=named_bytes, **how)
+    several = fitted(model)
+    assert isinstance(several, FittedRegions)
+    # Nothing is to be traced again, as all graphs are for all sizes.
+    assert all(code.sizes for code in several._codes)
+    for each in (20, 64, 33):
+        model.zero_grad()
+        model(x=batch_of(each)).backward()
+        assert peak_bytes(model, {"x": batch_of(each)}) <= named_bytes
+    assert several.planner.planned_count == 1
+
+
+def test_a_model_that_cannot_be_called_with_less_is_planned_at_its_largest(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Whole(Split):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.shape[1] < 8:
+                raise ValueError("too short")
+            return super().forward(x)
+
+    with caplog.at_level(logging.WARNING, logger="remat"):
+        model = Whole()
+        plain = copy.deepcopy(model)
+        dynamic = {"x": {1: (2, 64)}}
+        how: dict[str, Any] = {"costs": "estimated", "regions": "breaks"}
+        remat.fit(model, batch_of(64), budget="70%", dynamic=dynamic, **how)
+    (said,) = caplog.messages
+    assert "x [4, 2, 32]" in said
+    assert "too short" in said
+    for size in (64, 20):
+        assert_bitwise(model, plain, {"x": batch_of(size)})
 
 
 def test_a_saved_plan_of_several_graphs_is_installed_however_they_were_traced() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.training.test_regions import WIDTH, X, in_no_graph, pair, peak_of_step
 from torch import nn
+from torch.nn import functional
 
 import remat
 from remat.core.errors import BudgetError
@@ -50,6 +51,26 @@ class Assigned(Piece):
         found = torch.zeros(len(x), 2 * WIDTH)
         found[:, :WIDTH] = x
         return torch.tanh(self.readers[0](x)) * found[:, :WIDTH]
+
+
+class AsItIs(Piece):
+    """Reads what operators return as it is, or nearly."""
+
+    def __init__(self, how: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(2)
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.how(x))
+
+
+AS_IT_IS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "to": lambda x: x.to(torch.float32).contiguous(),
+    "dropout": lambda x: functional.dropout(x, 0.5, training=False),
+    "no dropout": lambda x: functional.dropout(x, p=0.0),
+    "view": lambda x: x.view(x.shape),
+    "dropped": lambda x: functional.dropout(x, 0.5),
+}
 
 
 class Halves(Piece):
@@ -161,6 +182,55 @@ def test_so_they_are_where_the_caller_reads_what_is_returned() -> None:
         (outputs["loss"] + read).backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", AS_IT_IS)
+def test_so_they_are_behind_what_returns_its_input(how: str) -> None:
+    model, plain = pair(partial(Around, partial(AsItIs, AS_IT_IS[how])))
+    remat.fit(model, X, budget="120%", regions="blocks", costs="estimated")
+    for seed in range(2):
+        for each in (model, plain):
+            torch.manual_seed(seed)
+            each(X).backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+    assert any(again_in(model)) == (how not in {"view", "dropped"})
+
+
+def test_so_they_are_where_the_caller_reads_what_is_kept() -> None:
+    class Keeping(Around):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            self.seen = x
+            for piece in self.pieces:
+                x = piece(x)
+            return x.square().mean()
+
+    model, plain = pair(partial(Keeping, partial(Piece, 2)))
+    remat.fit(model, X, budget="150%", regions="blocks", costs="estimated")
+    for each in (model, plain):
+        (each(X) + each.seen.sin().mean()).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_so_they_are_where_the_caller_reads_what_was_given(*, is_made: bool) -> None:
+    class Given(Around):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.pieces[1](self.pieces[0](x)).square().mean()
+
+    model, plain = pair(partial(Given, partial(Piece, 2)))
+    given = (X * 0.5).requires_grad_()
+    remat.fit(model, given, budget="150%", regions="blocks", costs="estimated")
+    found: list[torch.Tensor] = []
+    for each in (model, plain):
+        first = (X * 0.5).requires_grad_()
+        read = first.cos() if is_made else first
+        (each(read) + read.sin().mean()).backward()
+        assert first.grad is not None
+        found.append(first.grad)
+    assert torch.equal(*found)
 
 
 def again_in(model: nn.Module) -> list[int]:
