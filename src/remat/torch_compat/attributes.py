@@ -269,6 +269,7 @@ def parametrizations_put_back() -> Generator[None]:
 
 _DEFAULT_STANCE = eval_frame.DynamoStance()
 _set_override = getattr(eval_frame, "set_eval_frame_override", None)
+_override = getattr(eval_frame, "_EvalFrameOverride", None)
 
 
 def default_stance() -> AbstractContextManager[None]:
@@ -278,8 +279,8 @@ def default_stance() -> AbstractContextManager[None]:
     stays as that thread wants it. In torch 2.11 so is whether the tracer looks at what
     compiled code calls: whole graphs that run in two threads at once leave it off.
     """
-    if _set_override is not None:
-        _set_override(eval_frame._EvalFrameOverride.NONE)
+    if _set_override is not None and _override is not None:
+        _set_override(_override.NONE)
     # At each call, and hardly ever with another one.
     is_so = eval_frame._stance == _DEFAULT_STANCE
     return nullcontext() if is_so else _changed_stance()
