@@ -73,6 +73,24 @@ AS_IT_IS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+class Memory(nn.Module):
+    """All layers project what the first one makes to keys and values at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = linear(0.3)
+        self.layers = nn.ModuleList(
+            nn.TransformerDecoderLayer(WIDTH, 2, WIDTH, dropout=0.0) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.view(32, -1, WIDTH)
+        memory = self.first(x)
+        for layer in self.layers:
+            x = layer(x, memory)
+        return x.square().mean()
+
+
 class Halves(Piece):
     """Sizes of what it makes follow from those of what it is given."""
 
@@ -182,6 +200,26 @@ def test_so_they_are_where_the_caller_reads_what_is_returned() -> None:
         (outputs["loss"] + read).backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+def test_what_takes_one_tensor_several_times_takes_one() -> None:
+    model, plain = pair(Memory)
+    remat.fit(model, X, budget="120%", regions="blocks", costs="estimated")
+    assert_equal_gradients(model, plain)
+
+
+def test_what_is_several_readers_takes_one_input() -> None:
+    class Scaled(Piece):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(functional.rms_norm(x, x.shape[1:]))
+
+    model, plain = pair(partial(Around, partial(Scaled, 1)))
+    remat.fit(model, X, budget="120%", regions="blocks", costs="estimated")
+    assert not any(again_in(model))
+    for each in (model, plain):
+        each(X).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
 
 
 @pytest.mark.parametrize("how", AS_IT_IS)

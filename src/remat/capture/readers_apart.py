@@ -8,7 +8,8 @@ as in eager PyTorch.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
 from remat.capture.gathering import Gathering, RegionCode
+from remat.capture.surroundings import tensors_in
 from remat.capture.varying_sizes import is_symbol, symbolic_value
 from remat.torch_compat.attributes import LEAF_NUMBER, made_number
 from remat.torch_compat.metadata import (
@@ -129,8 +131,9 @@ def with_readers_apart(
     Returns
     -------
     The function, and which input each of its further inputs, behind the others, is once
-    more. Inputs with one reader, or with very many, stay as they are. Autograd adds the
-    gradients of one value in the order of the inputs, so the last reader has the first.
+    more. Inputs with one reader, or with very many, stay as they are, and so do those
+    of which an operator is several readers. Autograd adds the gradients of one value
+    in the order of the inputs, so the last reader has the first.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -141,13 +144,13 @@ def with_readers_apart(
     for position, node in enumerate(inputs):
         if position in positions:
             _read_directly(node)
-        readers = list(_readers(node)) if position in positions else []
-        if not 1 < sum(map(len, readers)) <= _MOST_READERS:
+        readers = _readers(node) if position in positions else {}
+        if not 1 < sum(readers.values()) <= _MOST_READERS:
             continue
         is_first = True
-        for reader, *rest in reversed(readers):
+        for reader in reversed(readers):
             own: list[fx.Node] = []
-            for _ in range(1 + len(rest)):
+            for _ in range(readers[reader]):
                 if is_first:
                     own.append(node)
                     is_first = False
@@ -195,8 +198,12 @@ _DROPOUTS = (
 )
 
 
-def _readers(node: fx.Node) -> Iterator[list[fx.Node]]:
-    """Yield, in order, those that hand a gradient to a node, once for each argument."""
+def _readers(node: fx.Node) -> dict[fx.Node, int]:
+    """Return, in order, what hands gradients to a node, and how many.
+
+    Nothing if one of them hands more than it has arguments.
+    """
+    found: dict[fx.Node, int] = {}
     for reader in node.graph.nodes:
         if node in reader.all_input_nodes and reader.op != "output":
             values = example_of(reader)
@@ -207,12 +214,49 @@ def _readers(node: fx.Node) -> Iterator[list[fx.Node]]:
             if is_reader:
                 given: list[fx.Node] = []
                 fx.map_arg((reader.args, reader.kwargs), given.append)
-                yield [reader] * given.count(node)
+                count = _edge_count(reader, node, given)
+                if count not in {None, 1, given.count(node)}:
+                    return {}
+                found[reader] = given.count(node) if count is None else count
+    return found
+
+
+def _edge_count(reader: fx.Node, node: fx.Node, given: Sequence[fx.Node]) -> int | None:
+    """Return how often autograd finds a value in what an operator makes of it.
+
+    ``None`` where it is not known, as the operator runs code of its own.
+    """
+    if any(example_of(each) is None for each in given):
+        return None
+    leaf = example_of(node).detach().requires_grad_()
+    examples = {each: example_of(each) for each in given} | {node: leaf}
+    taken = {
+        each: value.detach()
+        if each is not node and isinstance(value, torch.Tensor)
+        else value
+        for each, value in examples.items()
+    }
+    args, kwargs = fx.map_arg((reader.args, reader.kwargs), taken.__getitem__)
+    with torch.enable_grad():
+        if reader.op == "call_method":
+            made = getattr(args[0], str(reader.target))(*args[1:], **kwargs)
+        else:
+            made = reader.target(*args, **kwargs)  # type: ignore[operator]
+    # Some write what they make into others.
+    roots = [each.grad_fn for each in tensors_in((made, args, kwargs))]
+    nodes = list(dict.fromkeys(each for each in roots if each is not None))
+    own, count = get_gradient_edge(leaf).node, 0
+    for each in nodes:
+        for following, _ in each.next_functions:
+            count += following is own
+            if following is not None and following not in nodes:
+                nodes.append(following)
+    return count
 
 
 def _replace(reader: fx.Node, node: fx.Node, own: Sequence[fx.Node]) -> None:
     """Let a reader take others, in order, wherever it takes a node."""
-    following = iter(own)
+    following = iter(own if len(own) > 1 else repeat(own[0]))
 
     def chosen(given: fx.Node) -> fx.Node:
         return next(following) if given is node else given
