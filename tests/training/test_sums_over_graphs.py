@@ -67,7 +67,8 @@ class AsItIs(Piece):
 AS_IT_IS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "to": lambda x: x.to(torch.float32).contiguous(),
     "dropout": lambda x: functional.dropout(x, 0.5, training=False),
-    "no dropout": lambda x: functional.dropout(x, p=0.0),
+    "no dropout": lambda x: functional.dropout(x, p=0.0).to(torch.float32),
+    "no channels": lambda x: functional.dropout1d(x, p=0.0),
     "view": lambda x: x.view(x.shape),
     "dropped": lambda x: functional.dropout(x, 0.5),
 }
@@ -232,7 +233,7 @@ def test_so_they_are_behind_what_returns_its_input(how: str) -> None:
             each(X).backward()
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
-    assert any(again_in(model)) == (how not in {"view", "dropped"})
+    assert any(again_in(model)) == (how not in {"view", "dropped", "no channels"})
 
 
 def test_so_they_are_where_the_caller_reads_what_is_kept() -> None:

@@ -168,18 +168,17 @@ def with_readers_apart(
 
 def _read_directly(node: fx.Node) -> None:
     """Let readers of what operators return as it is read it from before them."""
-    waiting = list(node.users)
-    while waiting:
-        user = waiting.pop()
-        if _returns_as_it_is(user, node):
-            waiting.extend(user.users)
-            user.replace_all_uses_with(node)
-            node.graph.erase_node(user)
+    same = [node]
+    for each in same:
+        same += [user for user in each.users if _returns_as_it_is(user, each)]
+    for each in same[1:]:
+        each.replace_all_uses_with(node)
+        node.graph.erase_node(each)
 
 
 def _returns_as_it_is(user: fx.Node, node: fx.Node) -> bool:
     """Return whether an operator returns what it is given, as it is."""
-    if user.target in _DROPOUTS and user.args[:1] == (node,):
+    if user.target is functional.dropout and user.args[:1] == (node,):
         # On fake tensors it returns a copy.
         return not _drops(*user.args, **user.kwargs)
     return example_of(user) is example_of(node)
@@ -188,14 +187,6 @@ def _returns_as_it_is(user: fx.Node, node: fx.Node) -> bool:
 def _drops(*given: Any, **options: Any) -> bool:
     found = {**dict(zip(("input", "p", "training"), given, strict=False)), **options}
     return found.get("p", 0.5) != 0 and found.get("training", True) is not False
-
-
-_DROPOUTS = (
-    functional.dropout,
-    functional.dropout1d,
-    functional.dropout2d,
-    functional.dropout3d,
-)
 
 
 def _readers(node: fx.Node) -> dict[fx.Node, int]:

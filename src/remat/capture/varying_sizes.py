@@ -7,7 +7,7 @@ the sizes for which the step is planned.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -148,6 +148,15 @@ class SizeInputs:
                 )
             ]
         )
+
+    def begun_with(self, inputs: Sequence[Any]) -> "SizeInputs":
+        """Return the same as if this call had been traced."""
+        bytes_now = [
+            storage_bytes(inputs[place]) if block_bytes else 0
+            for place, block_bytes in zip(self.places, self.block_bytes, strict=True)
+        ]
+        first = self.sizes_in(inputs)
+        return replace(self, first=first, block_bytes=tuple(bytes_now))
 
     def conditions(self) -> tuple[Any, ...]:
         """Return what the tracer takes for known of the sizes: more with each guard.

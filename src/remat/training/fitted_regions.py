@@ -198,7 +198,7 @@ class FittedRegions(FittedModel):
         # Whether calls are noted as they begin, as a way hung on more than the batch.
         self._notes_state = False
         # What is called before the largest step is planned.
-        self._smaller: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
+        self._smaller: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
         # Per kind of call, ways that do not fit, and what these need.
         self._refused: dict[Any, list[tuple[Route, int]]] = {}
 
@@ -561,8 +561,8 @@ class FittedRegions(FittedModel):
         of its class, and may leave it out of its graphs from then on: then two further
         passes are like those to come.
         """
-        self._trace_smaller()
-        traced = self._gathered(args, kwargs)
+        with self._sizes_seen():
+            traced = self._gathered(args, kwargs)
         found = self._recorded(args, kwargs, traced)
         if [seen.code for seen in found[0].seen] != [seen.code for seen in traced.seen]:
             found = self._recorded(args, kwargs, self._gathered(args, kwargs))
@@ -849,24 +849,33 @@ class FittedRegions(FittedModel):
                 *self.ranges.largest(args, kwargs), gradient_bytes=gradient_bytes
             )
         finally:
-            self._smaller = None
+            self._smaller = []
 
-    def _trace_smaller(self) -> None:
-        """Let the tracer see that sizes vary before the largest step is planned."""
-        if self._smaller is None:
-            return
-        smaller, self._smaller = self._smaller, None
-        try:
-            self._gathered(*smaller)
-        except CaptureError as error:
-            shapes = "" if self.ranges is None else self.ranges.words_of(*smaller)
-            logger.warning(
-                "%s cannot be traced at a smaller size that dynamic= allows, %s: %s. The "
-                "first call of another size than the largest traces all of it again",
-                self.name,
-                shapes,
-                error,
-            )
+    def _sizes_seen(self) -> AbstractContextManager[None]:
+        """Let the tracer see that sizes vary before it sees the largest step inside."""
+        calls, self._smaller = self._smaller, []
+        refused: dict[str, CaptureError] = {}
+        for call in calls:
+            try:
+                self._gathered(*call)
+            # Sizes may have to be multiples of something.
+            except CaptureError as error:
+                shapes = "" if self.ranges is None else self.ranges.words_of(*call)
+                refused[shapes] = error.with_traceback(None)
+                continue
+            break
+        else:
+            for shapes, error in list(refused.items())[-1:]:
+                logger.warning(
+                    "%s cannot be traced at a smaller size that dynamic= allows, %s: %s. "
+                    "The first call of another size than the largest traces all of it "
+                    "again",
+                    self.name,
+                    shapes,
+                    error,
+                )
+        backend = cast("RegionBackend", self.backend)
+        return backend.measuring_here() if calls else nullcontext()
 
     def begin_call(self, gradient_bytes: int) -> None:
         """Let the call that is about to run, of the kind seen last, run by its plan."""

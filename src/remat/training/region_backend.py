@@ -4,7 +4,8 @@ import copy
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -163,11 +164,21 @@ class _Traced:
         self._sources += [self._sources[position] for position in again]
         if self._sizes is not None:
             self._sizes = replace(self._sizes, traced=tuple(self._examples()))
+        self._forget()
+        return True
+
+    def _forget(self) -> None:
         self._is_compiled = False
         self._codes.clear()
         self._variants.clear()
         self._alone.clear()
-        return True
+
+    def _begin_with(self, inputs: Sequence[Any]) -> None:
+        """Measure operators at the sizes of a call from now on."""
+        sizes = self._sizes
+        if sizes is not None and sizes.sizes_in(inputs) != sizes.first:
+            self._sizes = sizes.begun_with(inputs)
+            self._forget()
 
     def is_of(self, code: RegionCode) -> bool:
         """Whether a graph is one of its."""
@@ -270,6 +281,10 @@ class _Traced:
 
     def ready(self, inputs: Sequence[Any]) -> RegionCode:
         """Return which graph a call is of, once it is known what it does."""
+        begun = self._backend.begun
+        if begun is not None and self not in begun:
+            begun.add(self)
+            self._begin_with(inputs)
         if not self._is_compiled:
             self.compile_first(inputs)
         if self._sizes is not None and self._conditions is None:
@@ -340,6 +355,8 @@ class RegionBackend(PlannedBackend):
         )
         self._planner = weakref.ref(planner)
         self._traced = weakref.WeakSet[_Traced]()
+        # Which graphs were called since each measures at the sizes of its next call.
+        self.begun: weakref.WeakSet[_Traced] | None = None
         # Of which tensors each reader gets one of its own, by the graphs' signatures.
         self._apart: dict[tuple[str, ...], set[int]] = {}
         # How many graphs were traced for all sizes while steps ran.
@@ -407,6 +424,15 @@ class RegionBackend(PlannedBackend):
             if not code.sizes or self._sized_trace_count > expected_count:
                 self.planner.note_repetition(self.planner.programs[code])
         return run
+
+    @contextmanager
+    def measuring_here(self) -> Generator[None]:
+        """Measure operators of each graph at the sizes of its first call inside."""
+        self.begun = weakref.WeakSet()
+        try:
+            yield
+        finally:
+            self.begun = None
 
     def take_apart(self, tensors: Mapping[RegionCode, Collection[int]]) -> bool:
         """Let readers of tensors that graphs are given have their own.

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -313,17 +314,23 @@ class ShapeRanges:
         """Return stand-ins for a call, as small as it may become."""
         return self._resized(args, kwargs, lambda _size, limits: limits[0])
 
-    def smaller(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        """Return stand-ins for a call in which nothing that varies is at its largest.
+    def smaller(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Call]:
+        """Return stand-ins for calls in which nothing that varies is at its largest.
 
-        What is smaller stays; what is not becomes as small as one trace may be for all.
+        What is smaller stays. What is not becomes smaller by one in the first call, and
+        as small as one trace may be for all in the second.
         """
 
-        def cut(size: int, limits: Range) -> int:
+        def cut(size: int, limits: Range, *, by_one: bool) -> int:
             low, high = limits
-            return size if _SMALLEST <= size < high else min(max(low, _SMALLEST), high)
+            if _SMALLEST <= size < high:
+                return size
+            return min(max(low, _SMALLEST, high - 1 if by_one else 0), high)
 
-        return self._resized(args, kwargs, cut)
+        return [
+            self._resized(args, kwargs, partial(cut, by_one=by_one))
+            for by_one in (True, False)
+        ]
 
     def _resized(
         self,
