@@ -27,12 +27,12 @@ class Inner(nn.Module):
 class Part(nn.Module):
     """Has a pair of layers, and draws what else it does."""
 
-    hows: tuple[Any, ...] = ()
+    hows: tuple[Any, ...] = (None,)
 
     def __init__(self, draw: random.Random) -> None:
         super().__init__()
         self.inner = Inner(draw)
-        self.how = draw.choice(self.hows) if self.hows else None
+        self.how: Any = draw.choice(self.hows)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x)
@@ -128,7 +128,7 @@ class FirstCall(Part):
 
     @torch.compiler.disable
     def is_first(self) -> bool:
-        _, where = self.how  # type: ignore[misc]
+        _, where = self.how
         kept = self.known if where == "mapping" else vars(self)
         is_first = "scale" not in kept
         if is_first:
@@ -136,7 +136,7 @@ class FirstCall(Part):
         return is_first
 
     def forward(self, x: Tensor) -> Tensor:
-        does_more, _ = self.how  # type: ignore[misc]
+        does_more, _ = self.how
         if self.is_first() == does_more:
             return self.inner(x)
         return self.other(self.inner(x))
@@ -148,7 +148,7 @@ class Shared(Part):
     hows = (2, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.how or 0):
+        for _ in range(self.how):
             x = x + self.inner(x)
         return x
 
