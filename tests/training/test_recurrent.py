@@ -197,3 +197,28 @@ def test_hooked_modules_run_as_they_are() -> None:
         each(X).backward()
     assert model.seen == plain.seen == 1
     assert_equal_gradients(model, plain)
+
+
+def test_gradients_of_layers_in_no_graph_count_as_they_lie() -> None:
+    class Rows(nn.Module):
+        """Hands gradients on that the layer's backward pass copies."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.recurrent = nn.LSTM(32, 32, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found, _ = self.recurrent(x.view(-1, 8, 32))
+            return found.square().mean()
+
+    model, x = Rows(), torch.randn(256, 32)
+    dynamic = {"x": {0: (8, 256)}}
+    plan = remat.fit(model, x, budget="120%", regions="breaks", dynamic=dynamic)
+
+    def step() -> None:
+        model(x).backward()
+        model.zero_grad()
+
+    step()
+    measured = remat.measure(step, warmup=0, repeats=0, resident=[model, x])
+    assert measured.peak_bytes <= plan.peak_bytes <= 1.01 * measured.peak_bytes

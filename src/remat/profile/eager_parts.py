@@ -288,6 +288,8 @@ class _Backward:
         self.numbers = [seen.next_number for seen in gathering.seen]
         self.roots = _roots(outputs)
         self.defined: set[Slot] = set()
+        # How gradients lie in memory that one node hands on, without their values.
+        self.layouts: dict[Slot, torch.Tensor | None] = {}
         self.growths = GrowthRecorder()
 
     def run(self) -> BackwardOrder:
@@ -369,9 +371,7 @@ class _Backward:
             raise CaptureError(msg)
         slots = [self.found.slot(node, n) for n in range(len(gradient_shapes(node)))]
         given = [
-            torch.zeros(shape, dtype=dtype, device=device)
-            if slot in self.defined
-            else None
+            self.zeros(slot, shape, dtype, device) if slot in self.defined else None
             for slot, (shape, dtype, device) in zip(
                 slots, gradient_shapes(node), strict=True
             )
@@ -438,6 +438,23 @@ class _Backward:
             )
         )
 
+    def zeros(
+        self, slot: Slot, shape: Any, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return a gradient to try a node with; kernels copy what lies otherwise."""
+        like = self.layouts.get(slot)
+        if like is None or like.shape != torch.Size(shape) or like.dtype != dtype:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.zeros_like(like, device=device)
+
+    def note_layout(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """Remember how a gradient lies in memory, if no other one is added to it."""
+        is_first = slot not in self.layouts
+        is_plain = type(gradient) is torch.Tensor and gradient.layout is torch.strided
+        self.layouts[slot] = (
+            torch.empty_like(gradient, device="meta") if is_first and is_plain else None
+        )
+
     def gradients(
         self, node: Any, given: Sequence[Any], made: Sequence[Any]
     ) -> tuple[list[tuple[Slot, int]], frozenset[Slot]]:
@@ -461,6 +478,7 @@ class _Backward:
                 # Of what was broadcast, as a bias is, the engine makes a sum.
                 found.append((slot, made_bytes(following)[number]))
                 continue
+            self.note_layout(slot, value)
             position = known.get(storage_identity(value))
             size_bytes = storage_bytes(value)
             found.append((slot, size_bytes if position is None else -1 - position))
