@@ -54,8 +54,8 @@ def added_to_others(
     place. Parameters are none of them: gradients of these may leave early.
     """
     readers, numbers = _latest_readers(outputs)
-    edges = [get_gradient_edge(each) for each in batch if each.requires_grad]
-    given = {(edge.node, edge.output_nr) for edge in edges}
+    of_batch = [get_gradient_edge(each) for each in batch if each.requires_grad]
+    given = {(edge.node, edge.output_nr) for edge in of_batch}
     readers |= dict.fromkeys(given, LEAF_NUMBER)
     found: dict[RegionCode, set[int]] = defaultdict(set)
     for seen in gathering.seen:
@@ -215,7 +215,7 @@ def _readers(node: fx.Node) -> dict[fx.Node, int]:
 def _edge_count(reader: fx.Node, node: fx.Node, given: Sequence[fx.Node]) -> int | None:
     """Return how often autograd finds a value in what an operator makes of it.
 
-    ``None`` where it is not known, as the operator runs code of its own.
+    ``None`` where it is not known, as the operator runs code of its own, or not alone.
     """
     if any(example_of(each) is None for each in given):
         return None
@@ -228,11 +228,15 @@ def _edge_count(reader: fx.Node, node: fx.Node, given: Sequence[fx.Node]) -> int
         for each, value in examples.items()
     }
     args, kwargs = fx.map_arg((reader.args, reader.kwargs), taken.__getitem__)
-    with torch.enable_grad():
-        if reader.op == "call_method":
-            made = getattr(args[0], str(reader.target))(*args[1:], **kwargs)
-        else:
-            made = reader.target(*args, **kwargs)  # type: ignore[operator]
+    try:
+        with torch.enable_grad():
+            if reader.op == "call_method":
+                made = getattr(args[0], str(reader.target))(*args[1:], **kwargs)
+            else:
+                made = reader.target(*args, **kwargs)  # type: ignore[operator]
+    # Outside of the autocast that it is in, types may differ.
+    except RuntimeError:
+        return None
     # Some write what they make into others.
     roots = [each.grad_fn for each in tensors_in((made, args, kwargs))]
     nodes = list(dict.fromkeys(each for each in roots if each is not None))
