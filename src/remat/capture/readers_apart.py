@@ -234,8 +234,9 @@ def _edge_count(reader: fx.Node, node: fx.Node, given: Sequence[fx.Node]) -> int
                 made = getattr(args[0], str(reader.target))(*args[1:], **kwargs)
             else:
                 made = reader.target(*args, **kwargs)  # type: ignore[operator]
-    # Outside of the autocast that it is in, types may differ.
-    except RuntimeError:
+    # By itself it may refuse what the whole trace gives it: types of an autocast,
+    # tensors of the model's code that are no fake ones.
+    except Exception:  # noqa: BLE001
         return None
     # Some write what they make into others.
     roots = [each.grad_fn for each in tensors_in((made, args, kwargs))]
