@@ -84,9 +84,8 @@ REFUSED = {
 """Seeds of models that are refused by name, or a way of which is, in training."""
 
 
-# Torch warns of its own ways with functions of users, remat of models that it traces
-# again and again.
-@pytest.mark.filterwarnings("ignore")
+# Torch warns of what its own tracer does with functions of users.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("seed", range(24))
 def test_random_models_train_as_without_remat(seed: int) -> None:
     if seed in REFUSED:

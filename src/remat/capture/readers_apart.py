@@ -9,6 +9,7 @@ as in eager PyTorch.
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from inspect import signature
 from itertools import repeat
 from typing import Any
 
@@ -184,9 +185,10 @@ def _returns_as_it_is(user: fx.Node, node: fx.Node) -> bool:
     return example_of(user) is example_of(node)
 
 
-def _drops(*given: Any, **options: Any) -> bool:
-    found = {**dict(zip(("input", "p", "training"), given, strict=False)), **options}
-    return found.get("p", 0.5) != 0 and found.get("training", True) is not False
+def _drops(*args: Any, **kwargs: Any) -> bool:
+    given = signature(functional.dropout).bind(*args, **kwargs)
+    given.apply_defaults()
+    return given.arguments["p"] != 0 and given.arguments["training"] is not False
 
 
 def _readers(node: fx.Node) -> dict[fx.Node, int]:
@@ -240,13 +242,15 @@ def _edge_count(reader: fx.Node, node: fx.Node, given: Sequence[fx.Node]) -> int
         return None
     # Some write what they make into others.
     roots = [each.grad_fn for each in tensors_in((made, args, kwargs))]
-    nodes = list(dict.fromkeys(each for each in roots if each is not None))
+    nodes = {each for each in roots if each is not None}
+    remaining = [*nodes]
     own, count = get_gradient_edge(leaf).node, 0
-    for each in nodes:
-        for following, _ in each.next_functions:
+    while remaining:
+        for following, _ in remaining.pop().next_functions:
             count += following is own
             if following is not None and following not in nodes:
-                nodes.append(following)
+                nodes.add(following)
+                remaining.append(following)
     return count
 
 

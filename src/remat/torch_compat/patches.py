@@ -65,9 +65,9 @@ def patched(*patches: Patch) -> Generator[None]:
 
 @contextmanager
 def tracer_settings(**changes: Any) -> Generator[None]:
-    """Give settings of the tracer, in this thread only, other values.
+    """Give settings of the tracer other values, to be entered while :func:`alone`.
 
-    In torch 2.11 in all threads: to be entered while :func:`alone`.
+    They are the thread's own, but in torch 2.11, where all threads share them.
     ``torch._dynamo.config.patch`` does the same, and each use of it leaves a variable
     in the thread's context for good, which is no way to call a model.
     """

@@ -198,7 +198,7 @@ class FittedRegions(FittedModel):
         # Whether calls are noted as they begin, as a way hung on more than the batch.
         self._notes_state = False
         # What is called before the largest step is planned.
-        self._smaller: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
+        self._smaller: list[tuple[Any, Any]] = []
         # Per kind of call, ways that do not fit, and what these need.
         self._refused: dict[Any, list[tuple[Route, int]]] = {}
 
@@ -854,26 +854,24 @@ class FittedRegions(FittedModel):
     def _sizes_seen(self) -> AbstractContextManager[None]:
         """Let the tracer see that sizes vary before it sees the largest step inside."""
         calls, self._smaller = self._smaller, []
-        refused: dict[str, CaptureError] = {}
+        refused: CaptureError | None = None
         for call in calls:
             try:
                 self._gathered(*call)
             # Sizes may have to be multiples of something.
             except CaptureError as error:
-                shapes = "" if self.ranges is None else self.ranges.words_of(*call)
-                refused[shapes] = error.with_traceback(None)
-                continue
-            break
-        else:
-            for shapes, error in list(refused.items())[-1:]:
-                logger.warning(
-                    "%s cannot be traced at a smaller size that dynamic= allows, %s: %s. "
-                    "The first call of another size than the largest traces all of it "
-                    "again",
-                    self.name,
-                    shapes,
-                    error,
-                )
+                refused = error.with_traceback(None)
+            else:
+                refused = None
+                break
+        if refused is not None and self.ranges is not None:
+            logger.warning(
+                "%s cannot be traced at a smaller size that dynamic= allows, %s: %s. The "
+                "first call of another size than the largest traces all of it again",
+                self.name,
+                self.ranges.words_of(*calls[-1]),
+                refused,
+            )
         backend = cast("RegionBackend", self.backend)
         return backend.measuring_here() if calls else nullcontext()
 
