@@ -348,7 +348,7 @@ def test_so_they_are_in_a_decoder_that_reads_an_encoder() -> None:
     plain = copy.deepcopy(model)
     ids = torch.randint(2, 100, (2, 20))
     batch = {"input_ids": ids, "labels": ids[:, :12].clone()}
-    how = {"regions": "blocks", "costs": "estimated"}
+    how: dict[str, Any] = {"regions": "blocks", "costs": "estimated"}
     plan = remat.fit(model, (), batch, budget="90%", **how)
     for each in (model, plain):
         torch.manual_seed(1)
