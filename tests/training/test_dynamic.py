@@ -1116,6 +1116,35 @@ def test_a_model_that_cannot_be_called_with_less_is_planned_at_its_largest(
         assert_bitwise(model, plain, {"x": batch_of(size)})
 
 
+def test_workspace_of_the_largest_size_is_none_of_a_smaller_one() -> None:
+    """Notes of lengths let the tracer trace anew, here for a size of two."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = nn.Linear(32, 32), nn.BatchNorm1d(32)
+            self.lengths: list[int] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            note(self.lengths, x)
+            x = torch.tanh(self.first(x))
+            for _ in range(3):
+                x = x + torch.tanh(self.norm(x.flatten(0, -2)).view_as(x))
+            return x.square().mean()
+
+    note = in_no_graph(lambda lengths, x: lengths.append(x.shape[1]))
+    model, seen = Normed(), list[Any]()
+    model.first.register_forward_hook(lambda *given: seen.append(given[2].shape[1]))
+    how: dict[str, Any] = {"regions": "breaks", "dynamic": {"x": {1: (2, 40)}}}
+    plan = remat.fit(model, torch.randn(4, 40, 32), budget="100%", **how)
+    for size in (40, 17, 2, 33):
+        model(torch.randn(4, size, 32)).backward()
+    several = fitted(model)
+    assert isinstance(several, FittedRegions)
+    peak = several.planner.running_plan.trace.peak_bytes[0]
+    assert peak < plan.peak_bytes
+
+
 def test_a_saved_plan_of_several_graphs_is_installed_however_they_were_traced() -> None:
     dynamic = {"x": {1: (2, 64)}}
     plan = remat.plan(

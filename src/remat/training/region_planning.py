@@ -981,7 +981,9 @@ class RegionPlanner(Planner):
         if code.traced is None:
             return self._costed(program)
         sized = self._sized_step(code)
-        return sized.with_costs(program.graph, sized.graph)
+        # Costs of what was traced for few sizes may be those of larger ones already.
+        larger = None if sized.covers(code.sizes) else self._costed_larger(program)
+        return larger or sized.with_costs(program.graph, sized.graph)
 
     def _choice(self, code: RegionCode, order: RegionOrder | None) -> RegionChoice:
         """Return the choice to run a graph in an order, under that order's number."""
