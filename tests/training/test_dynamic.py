@@ -1145,6 +1145,33 @@ def test_workspace_of_the_largest_size_is_none_of_a_smaller_one() -> None:
     assert peak < plan.peak_bytes
 
 
+def test_nothing_is_compiled_again_where_another_op_is_fullest() -> None:
+    """Of few rows gradients of parameters are largest, of many rows activations."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.last = nn.Linear(32, 512), nn.Linear(512, 32)
+            self.first = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = squashed(torch.tanh(self.first(x)))
+            return self.last(torch.tanh(self.wide(x))).square().mean()
+
+    model = Wide()
+    plain = copy.deepcopy(model)
+    how: dict[str, Any] = {"regions": "breaks", "dynamic": {"x": {1: (2, 64)}}}
+    plan = remat.fit(model, batch_of(64), budget="150%", costs="estimated", **how)
+    assert_bitwise(model, plain, {"x": batch_of(64)})
+    count = fitted(model).backend.training_step_count
+    for size in (33, 9, 2):
+        assert_bitwise(model, plain, {"x": batch_of(size)})
+        peak = peak_bytes(model, {"x": batch_of(size)})
+        assert peak <= fitted(model).planner.running_plan.trace.peak_bytes[0]
+    assert peak < plan.peak_bytes
+    assert fitted(model).backend.training_step_count == count
+
+
 def test_a_saved_plan_of_several_graphs_is_installed_however_they_were_traced() -> None:
     dynamic = {"x": {1: (2, 64)}}
     plan = remat.plan(

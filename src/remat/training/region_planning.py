@@ -30,7 +30,7 @@ from remat.capture.joint_program import HELD_OUTPUT, JointProgram
 from remat.capture.outputs import FakeOutputs, fakes_like
 from remat.capture.returned import is_loss, loss_in
 from remat.capture.surroundings import FREES_TANGENTS, add_surroundings, tensors_in
-from remat.capture.varying_sizes import is_symbol, symbolic_value
+from remat.capture.varying_sizes import Sizes, is_symbol, symbolic_value
 from remat.core.errors import BudgetError, CaptureError
 from remat.core.graph import Role, TrainingGraph
 from remat.core.liveness import BOUNDARY, kept_for_backward
@@ -364,9 +364,10 @@ class RegionPlanner(Planner):
         self.programs: weakref.WeakKeyDictionary[RegionCode, JointProgram] = (
             weakref.WeakKeyDictionary()
         )
-        self._orders: weakref.WeakKeyDictionary[RegionCode, list[RegionOrder]] = (
-            weakref.WeakKeyDictionary()
-        )
+        # By trace, the orders in which it runs, and for which sizes these came first.
+        self._orders: weakref.WeakKeyDictionary[
+            RegionCode, dict[RegionOrder, Sizes]
+        ] = weakref.WeakKeyDictionary()
         self._graphs: dict[str, TrainingGraph] = {}
         # Pairs of a planned graph and one called in its place.
         self._grown: dict[tuple[RegionCode, RegionCode], int | None] = {}
@@ -989,10 +990,19 @@ class RegionPlanner(Planner):
         """Return the choice to run a graph in an order, under that order's number."""
         if order is None:
             return RegionChoice(code=code, number=FRUGAL)
-        known = self._orders.setdefault(code.trace, [])
+        known = self._orders.setdefault(code.trace, {})
         if order not in known:
-            known.append(order)
-        number = FRUGAL + 1 + known.index(order)
+            # Elsewhere fullest at other sizes: at most the memory that is planned, and
+            # nothing is compiled again.
+            whole = replace(order, fullest=frozenset())
+            alike = (
+                each
+                for each, sizes in known.items()
+                if sizes != code.sizes and replace(each, fullest=frozenset()) == whole
+            )
+            order = next(alike, order)
+            known.setdefault(order, code.sizes)
+        number = FRUGAL + 1 + [*known].index(order)
         return RegionChoice(code=code, number=number, order=order)
 
     def gradient_bytes_now(self, inputs: Sequence[Any]) -> int:
