@@ -1,5 +1,6 @@
 """Fake tensors laid out as the real kernels do it, for every layout of the inputs."""
 
+import copy
 from collections.abc import Callable, Iterator
 from itertools import permutations, product
 from typing import Any
@@ -194,6 +195,28 @@ def test_a_channels_last_pyramid_stays_within_its_budget(budget: str):
     assert report.is_exact
     assert report.is_within_budget
     assert abs(report.prediction_error) < 0.01
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("regions", ["whole", "breaks"])
+def test_batch_norm_of_one_pixel_runs_in_lower_precision(
+    regions: Any, is_last: bool
+) -> None:
+    torch.manual_seed(0)
+    first, norm = nn.Conv2d(3, 16, 3, padding=1, stride=4), nn.BatchNorm2d(16)
+    last = nn.Conv2d(16, 16, 1).to(memory_format=torch.channels_last)
+    model: Any = nn.Sequential(first, norm, last, nn.Flatten(), nn.Linear(16, 10))
+    x: Any = torch.randn(8, 3, 4, 4)
+    if is_last:
+        model, x = (v.to(memory_format=torch.channels_last) for v in (model, x))
+    plain = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        remat.fit(model, x, budget="150%", costs="estimated", regions=regions)
+        for each in (model, plain):
+            each(x).float().square().mean().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    assert torch.equal(model[1].running_var, plain[1].running_var)
 
 
 class TokensToImage(nn.Module):

@@ -11,7 +11,8 @@ is contiguous too, and each kernel settles that its own way. There the kernel it
 asked, on zeros, once for each such operator. A view of a batch of one is another such
 case: the stride of the batch decides whether it is taken for channels-last.
 
-Of the layers of an ``nn.LSTM`` it gets sizes wrong, too.
+Of the layers of an ``nn.LSTM`` it gets sizes wrong, too, and of batch norm in lower
+precision the types of the statistics.
 """
 
 from collections.abc import Callable
@@ -96,6 +97,16 @@ _LAYOUTS: dict[Any, Layout] = {
 }
 """Operator -> how the CPU's kernel lays out its first result."""
 
+_BATCH_NORMS = frozenset(
+    {
+        batch_norm_legit,
+        batch_norm_without_statistics,
+        functional_batch_norm,
+        _aten.native_batch_norm.default,
+    }
+)
+"""Operators whose second and third results are of the type of their parameters."""
+
 _VIEWS = frozenset({_aten.view.default, unsafe_view})
 """Operators to which the tracer gives other strides along dimensions of size 1."""
 
@@ -143,6 +154,8 @@ def _with_real_layouts(dispatch: Callable[..., Any]) -> Callable[..., Any]:
         if not all(map(_is_ordinary, values)):
             return results
         with mode:
+            if operator in _BATCH_NORMS and len(inputs) > 1:
+                leaves[1:3] = [leaf.to(inputs[1].dtype) for leaf in leaves[1:3]]
             if is_asked and all(map(_is_known, values)):
                 reals = _run_on_zeros(operator, args, kwargs)
                 leaves = [
@@ -211,5 +224,5 @@ def _laid_out_as(leaf: Any, real: Any) -> Any:
     if not isinstance(leaf, FakeTensor) or not isinstance(real, Tensor):
         return leaf
     return torch.empty_strided(
-        leaf.shape, real.stride(), dtype=leaf.dtype, device=leaf.device
+        leaf.shape, real.stride(), dtype=real.dtype, device=leaf.device
     )
