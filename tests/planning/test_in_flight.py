@@ -17,7 +17,8 @@ from remat.core.simulator import simulate
 from remat.planning.in_flight import plan_in_flight
 from remat.planning.one_device import plain_peak_bytes, plan_graph
 from remat.planning.plan import load_plan
-from remat.planning.replanning import with_gradients
+from remat.planning.proofs import at_budget
+from remat.planning.replanning import at_sizes, with_gradients
 
 TRANSFORMER = INSTANCES["transformer"]().graph
 
@@ -40,6 +41,24 @@ def test_a_budget_of_several_passes_is_kept(in_flight: int, percent: int) -> Non
     trace = simulate(needed, plan.platform, plan.schedule)
     assert trace.violation is None
     assert trace.peak_bytes == (plan.peak_bytes,)
+
+
+def test_a_pass_of_another_size_is_beside_others_of_the_largest() -> None:
+    plan = plan_in_flight(TRANSFORMER, 2, budget="80%")
+    blocks = [
+        each if each.is_resident else replace(each, size_bytes=each.size_bytes // 2)
+        for each in TRANSFORMER.storages
+    ]
+    smaller = at_sizes(plan, replace(TRANSFORMER, storages=tuple(blocks)))
+    assert smaller is not None
+    assert others_bytes(smaller.graph) == others_bytes(plan.graph)
+    assert smaller.peak_bytes < plan.peak_bytes
+    blocks = [replace(each, size_bytes=each.size_bytes * 2) for each in blocks]
+    larger = [replace(each, size_bytes=each.size_bytes * 2) for each in blocks]
+    for found, is_within in ((blocks, True), (larger, False)):
+        graph = replace(TRANSFORMER, storages=tuple(found))
+        roomier = at_budget(plan, plan.peak_bytes * 3 // 2)
+        assert (at_sizes(roomier, graph) is not None) == is_within
 
 
 def test_more_passes_save_less_each() -> None:

@@ -159,7 +159,6 @@ def test_passes_that_fit_all_the_same_are_not_told() -> None:
         ({"in_flight": 2.0}, TypeError, "at least 1"),
         ({"in_flight": True}, TypeError, "at least 1"),
         ({"in_flight": 2, "regions": "blocks"}, ValueError, "one graph"),
-        ({"in_flight": 2, "dynamic": {0: {0: (2, 96)}}}, ValueError, "one shape"),
         ({"in_flight": 2, "budget": {"cpu": 1, "cpu:1": 1}}, ValueError, "one device"),
     ],
 )
@@ -233,3 +232,43 @@ def test_passes_in_flight_by_plans_that_differ_are_told() -> None:
     remat.fit(model, X, budget="75%", in_flight=3, optimizer=optimizer, **QUICK)
     with pytest.warns(PlanWarning, match=r"in_flight=3, accumulate=True"):
         steady(model, optimizer)
+
+
+def test_passes_of_sizes_that_differ_share_the_plan_of_the_largest() -> None:
+    model, plain = pair(Scored)
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, plain)]
+    how: dict[str, Any] = {"in_flight": 2, "dynamic": {"x": {0: (2, ROWS)}}, **QUICK}
+    plan = remat.fit(model, X, budget="78%", optimizer=optimizers[0], **how)
+    assert plan.recomputed_op_count > 0
+    fitted = fitted_on(model)
+    assert fitted is not None
+
+    def train(
+        each: nn.Module, optimizer: torch.optim.Optimizer, rows: tuple[int, int]
+    ) -> torch.Tensor:
+        torch.manual_seed(1)
+        losses = torch.stack([each(X[:count]) for count in rows])
+        losses.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses.detach()
+
+    peaks: list[int] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        for rows in ((ROWS, ROWS), (7, ROWS), (ROWS, 2), (33, 50)):
+            pairs = zip((model, plain), optimizers, strict=True)
+            assert torch.equal(*(train(*both, rows) for both in pairs))
+            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(one, other)
+            peaks.append(
+                measure(
+                    lambda rows=rows: train(model, optimizers[0], rows),
+                    warmup=0,
+                    repeats=0,
+                    resident=[model, X, optimizers[0]],
+                ).peak_bytes
+            )
+            train(plain, optimizers[1], rows)
+    assert max(peaks) <= (plan.budget_bytes or 0)
+    assert fitted.planner.planned_count == 1

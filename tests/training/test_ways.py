@@ -271,10 +271,27 @@ def test_what_only_counts_sets_up_nothing() -> None:
             return super().forward(x)
 
     model = Counting()
-    remat.fit(model, X, budget="100%", **BREAK)
+    plan = remat.fit(model, X, budget="100%", **BREAK)
     fitted = fitted_on(model)
     assert isinstance(fitted, FittedRegions)
     assert fitted.planner.planned_count == 1
+    assert fitted.latest_plan() is plan
+
+
+def test_what_is_set_up_for_nothing_leaves_the_plan_as_it_is() -> None:
+    class Keeping(Tied):
+        known = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.known = True
+            return super().forward(x)
+
+    model = Keeping()
+    plan = remat.fit(model, X, budget="100%", **BREAK)
+    fitted = fitted_on(model)
+    assert isinstance(fitted, FittedRegions)
+    assert fitted.planner.planned_count == 1
+    assert fitted.latest_plan() is plan
 
 
 def many_exponentials(x: torch.Tensor) -> torch.Tensor:

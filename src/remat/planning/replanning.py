@@ -15,7 +15,7 @@ from remat.bounds.time_bound import TimeBounds
 from remat.core.bounds import cost_bound_ns
 from remat.core.gradient_pieces import ADDING
 from remat.core.graph import Role, Storage, TrainingGraph
-from remat.core.in_flight import with_passes
+from remat.core.in_flight import others_bytes, with_others, with_passes
 from remat.core.platform import single_device
 from remat.core.problem import Limits, Problem, Proposal, Status
 from remat.core.simulator import simulate
@@ -106,8 +106,13 @@ def at_sizes(plan: Plan, graph: TrainingGraph) -> Plan | None:
 
     Notes
     -----
-    Nothing is proved of other sizes but that every op runs once.
+    Nothing is proved of other sizes but that every op runs once. Other passes in flight
+    may be of any size, so they take as much as at those of the plan, or at these.
     """
+    if plan.in_flight > 1:
+        graph = with_passes(graph, plan.schedule, plan.in_flight)
+        most_bytes = max(map(others_bytes, (plan.graph, graph)))
+        graph = with_others(graph, most_bytes, plan.in_flight)
     trace = simulate(graph, plan.platform, plan.schedule)
     if trace.violation is not None:
         return None

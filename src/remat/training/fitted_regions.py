@@ -300,6 +300,8 @@ class FittedRegions(FittedModel):
         if later is None:
             if isinstance(first, RematError):
                 raise first
+            # To look at later calls made it forget.
+            self.planner.latest = first
             return first
         self.set_budget(later)
         self._forget_plans_but_of(later.budget_bytes)

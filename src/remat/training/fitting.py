@@ -147,8 +147,9 @@ def fit(
         How many forward passes run before the first backward pass, as in the stages of
         a pipeline, or where one loss is over several calls of the model. Each has a
         batch of its own, like the example, and what all have saved is within the
-        budget. Where more passes run than was said, and do not fit, a warning says so
-        once. For one graph, one shape and one device.
+        budget; where ``dynamic`` lets sizes vary, each counts at its largest. Where
+        more passes run than was said, and do not fit, a warning says so once. For one
+        graph and one device.
     group
         The processes that run the same plan, made from the largest costs and sizes of
         all: all of them call ``fit`` with equal shapes and arguments. ``"auto"`` takes

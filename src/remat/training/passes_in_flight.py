@@ -105,8 +105,8 @@ class PassesInFlight:
         if count < plan.in_flight:
             return (
                 "If some begin while there are gradients, as in the stages of a pipeline, "
-                f"give remat.fit(..., in_flight={plan.in_flight}, accumulate=True); else "
-                "let them have one shape"
+                f"give remat.fit(..., in_flight={plan.in_flight}, accumulate=True); if "
+                "their shapes differ, say with dynamic= how"
             )
         return f"Give remat.fit(..., in_flight={count + 1})"
 

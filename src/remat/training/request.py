@@ -247,9 +247,6 @@ class PlanRequest:
                 f"{self.regions!r} out"
             )
             raise ValueError(msg)
-        if self.dynamic is not None:
-            msg = f"in_flight={self.in_flight} plans one shape; leave dynamic= out"
-            raise ValueError(msg)
         if self.has_several_devices:
             msg = f"in_flight={self.in_flight} plans for one device; give one budget"
             raise ValueError(msg)
