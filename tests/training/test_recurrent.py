@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import remat
 from remat.core.errors import BudgetError, CaptureError
 from remat.planning.plan import Plan
+from remat.training.fitted_model import fitted_on
 
 LENGTH, BATCH, WIDTH, HIDDEN = 20, 4, 8, 16
 X = torch.randn(LENGTH, BATCH, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -222,3 +223,41 @@ def test_gradients_of_layers_in_no_graph_count_as_they_lie() -> None:
     step()
     measured = remat.measure(step, warmup=0, repeats=0, resident=[model, x])
     assert measured.peak_bytes <= plan.peak_bytes <= 1.01 * measured.peak_bytes
+
+
+def test_blocks_of_layers_are_planned_for_all_sizes_before_training() -> None:
+    """Where sizes vary, layers of an LSTM are in no graph."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recurrent = nn.LSTM(32, 32, batch_first=True)
+            self.last = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            found, _ = self.recurrent(x)
+            return x + self.last(found)
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(Layer() for _ in range(3)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x).square().mean()
+
+    dynamic = {"x": {0: (2, 6), 1: (4, 40)}}
+    how: dict[str, Any] = {"regions": "blocks", "dynamic": dynamic}
+    model, x = Stack(), torch.randn(6, 40, 32)
+    plain = copy.deepcopy(model)
+    with pytest.raises(BudgetError) as caught:
+        remat.fit(model, x, budget=1, **how)
+    plan = remat.fit(model, x, budget=caught.value.required_bytes, **how)
+    planner: Any = getattr(fitted_on(model), "planner", None)
+    for rows, length in ((6, 40), (5, 30), (2, 20), (6, 35)):
+        for each in (model, plain):
+            each.zero_grad()
+            each(x[:rows, :length]).backward()
+        assert_equal_gradients(model, plain)
+        assert planner.running_plan.peak_bytes <= plan.peak_bytes
+    assert planner.planned_count == 1

@@ -5,7 +5,8 @@ loop over time out, in thousands of operators that round otherwise. Eager PyTorc
 each layer and direction of an ``nn.LSTM`` by one kernel of oneDNN, whose backward pass
 is one as well, and so do traced steps: then layers are recomputed, kept and measured as
 any operator. What oneDNN does not take (:func:`_is_of_kernels`), and all of ``nn.GRU``
-and ``nn.RNN``, splits the graph.
+and ``nn.RNN``, splits the graph. So does every layer in several graphs whose sizes are
+said to vary: else its first size would be cut otherwise than all later ones.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -49,6 +50,7 @@ _OURS = {
 }
 
 _splits: ContextVar[bool] = ContextVar("_splits", default=False)
+_takes_layers: ContextVar[bool] = ContextVar("_takes_layers", default=True)
 
 
 def _run_layer(*args: Any) -> Any:
@@ -79,7 +81,7 @@ _LIBRARY.impl("lstm_layer_backward", _run_layer_backward, "CPU")
 
 
 def _lstm(theirs: Callable[..., Any], *args: Any) -> Any:
-    if _is_of_kernels(*args[:3]):
+    if _takes_layers.get() and _is_of_kernels(*args[:3]):
         return composite_kernel(_LSTM)(*args)
     return _refused(_LSTM)(theirs, *args)
 
@@ -129,19 +131,25 @@ _REFUSED = (
 _KERNELS = ThreadKernels({_LSTM: _lstm} | {op: _refused(op) for op in _REFUSED})
 
 
-def recurrent_layers(model: nn.Module) -> AbstractContextManager[None]:
-    """Let a model's call be traced into its recurrent modules, or be split at them."""
+def recurrent_layers(
+    model: nn.Module, *, takes_layers: bool = True
+) -> AbstractContextManager[None]:
+    """Let a model's call be traced into its recurrent modules, or be split at them.
+
+    At all of them if it does not take any layer.
+    """
     is_recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
-    return _splitting() if is_recurrent else nullcontext()
+    return _splitting(takes_layers=takes_layers) if is_recurrent else nullcontext()
 
 
 @contextmanager
-def _splitting() -> Generator[None]:
-    before = _splits.set(True)
+def _splitting(*, takes_layers: bool) -> Generator[None]:
+    before, taken_before = _splits.set(True), _takes_layers.set(takes_layers)
     try:
         with tracer_settings(allow_rnn=True), _KERNELS.seen():
             yield
     finally:
+        _takes_layers.reset(taken_before)
         _splits.reset(before)
 
 

@@ -8,7 +8,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -97,7 +97,7 @@ _LIBRARY = re.compile(r"/(?:site|dist)-packages/(\w+)")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<where>.+)')
 
 
-def compiled_entry(
+def compiled_entry(  # noqa: PLR0913 - all that a trace hangs on
     model: nn.Module,
     compiler: Callable[..., Any],
     note: Note = note_nothing,
@@ -105,6 +105,7 @@ def compiled_entry(
     traced: Callable[..., Any] | None = None,
     is_whole: bool = True,
     settings: Callable[[], Mapping[str, Any]] = dict,
+    takes_layers: bool = True,
     prepared: Callable[[], None] | None = None,
 ) -> Callable[..., Any]:
     """Return the model's call compiled by ``compiler``, with a code cache of its own.
@@ -127,6 +128,8 @@ def compiled_entry(
         Whether a model that the tracer splits into several graphs is refused.
     settings
         Returns, for each trace, settings of the tracer and their values.
+    takes_layers
+        Whether layers of an ``nn.LSTM`` may be operators, or all of them are left out.
     prepared
         Called when a library has prepared the model in the first call, before anything
         was traced, after which it may have hooks. Given by who looks before each call
@@ -150,6 +153,7 @@ def compiled_entry(
         model=model,
         is_whole=is_whole,
         settings=settings,
+        takes_layers=takes_layers,
         guards_hooks=prepared is None or not is_its_own,
     )
     return traced_entry(model, compiled, prepared)
@@ -163,6 +167,7 @@ def compiled_code(
     is_whole: bool = False,
     settings: Callable[[], Mapping[str, Any]] = dict,
     guards_hooks: bool = True,
+    takes_layers: bool = True,
 ) -> Callable[..., Any]:
     """Return a function that a model's call runs, compiled.
 
@@ -170,7 +175,7 @@ def compiled_code(
     ----------
     function
         What is compiled, with a code object of its own.
-    compiler, model, is_whole, settings
+    compiler, model, is_whole, settings, takes_layers
         As for :func:`compiled_entry`.
     guards_hooks
         Whether the code looks for hooks of registered modules itself.
@@ -181,7 +186,9 @@ def compiled_code(
     def around() -> Generator[None]:
         # Whoever calls it holds the model, and the tracer must not.
         model = found()
-        recurrent = nullcontext() if model is None else recurrent_layers(model)
+        recurrent: AbstractContextManager[None] = nullcontext()
+        if model is not None:
+            recurrent = recurrent_layers(model, takes_layers=takes_layers)
         ignored = _ignored_logs()
         changed = tracer_settings(ignore_logging_functions=ignored, **settings())
         patches: list[Patch] = [untimed_guards]

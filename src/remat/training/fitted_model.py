@@ -841,6 +841,7 @@ class FittedModel:
             traced=call,
             is_whole=self.is_whole,
             settings=self.tracer_settings(),
+            takes_layers=self.is_whole or self.ranges is None,
             prepared=prepared,
         )
 
@@ -851,6 +852,7 @@ class FittedModel:
             self.backend,
             model=self.model,
             settings=self.tracer_settings(),
+            takes_layers=self.is_whole or self.ranges is None,
         )
 
     def tracer_settings(self) -> Callable[[], Mapping[str, Any]]:
