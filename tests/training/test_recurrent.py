@@ -3,6 +3,7 @@
 import copy
 import logging
 import re
+import warnings
 from collections import Counter
 from functools import cache, partial
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import remat
-from remat.core.errors import BudgetError, CaptureError
+from remat.core.errors import BudgetError, CaptureError, PlanWarning
 from remat.planning.plan import Plan
 from remat.training.fitted_model import fitted_on
 
@@ -261,3 +262,23 @@ def test_blocks_of_layers_are_planned_for_all_sizes_before_training() -> None:
         assert_equal_gradients(model, plain)
         assert planner.running_plan.peak_bytes <= plan.peak_bytes
     assert planner.planned_count == 1
+
+
+def test_nodes_of_a_loop_over_time_are_not_taken_for_memory_beyond_the_plan() -> None:
+    class Long(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            how: dict[str, Any] = {"batch_first": True, "bidirectional": True}
+            self.recurrent, self.last = nn.GRU(8, 8, 2, **how), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.last(self.recurrent(x)[0])).square().mean()
+
+    model, dynamic = Long(), {"x": {1: (4, 96)}}
+    x = torch.randn(2, 96, 8)
+    remat.fit(model, x, budget="100%", regions="breaks", dynamic=dynamic)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        for length in (96, 96, 40, 96):
+            model(x[:, :length]).backward()
+            model.zero_grad()

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from remat.capture.surroundings import tensors_in
-from remat.core.in_flight import others_bytes, saved_bytes
+from remat.core.in_flight import others_bytes, saved_bytes, with_others
+from remat.core.platform import single_device
+from remat.core.simulator import simulate
 from remat.core.units import format_bytes
 from remat.planning.plan import Plan
 
@@ -88,6 +90,12 @@ class PassesInFlight:
             return
         held_bytes = sum(each.saved_bytes for each in self._passes)
         needed_bytes = plan.peak_bytes - others_bytes(plan.graph) + held_bytes
+        if needed_bytes > plan.budget_bytes:
+            # What the optimizer needs may be where passes were that are over by then.
+            graph = with_others(plan.graph, held_bytes, count + 1)
+            needed_bytes = simulate(
+                graph, single_device(kind=graph.device_kinds[0]), plan.schedule
+            ).peak_bytes[0]
         if needed_bytes > plan.budget_bytes:
             self.tell(
                 f"{count + 1} forward passes of {self.name} ran before a backward pass, "
