@@ -62,6 +62,8 @@ class PassesInFlight:
         )
         # Per plan, what a pass saves; with the plan, so that its number stays its own.
         self._saved: dict[int, tuple[Plan, int]] = {}
+        # Beside how many passes one was told not to fit: sizes vary in each step.
+        self._told: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._passes)
@@ -84,7 +86,7 @@ class PassesInFlight:
             node.register_prehook(lambda _gradients: passes.discard(begun))
 
     def _check(self, plan: Plan) -> None:
-        """Warn if what other passes have saved does not fit beside a pass."""
+        """Warn, once, if what others have saved does not fit beside a pass."""
         count = len(self._passes)
         if not count or plan.budget_bytes is None:
             return
@@ -96,7 +98,8 @@ class PassesInFlight:
             needed_bytes = simulate(
                 graph, single_device(kind=graph.device_kinds[0]), plan.schedule
             ).peak_bytes[0]
-        if needed_bytes > plan.budget_bytes:
+        if needed_bytes > plan.budget_bytes and count not in self._told:
+            self._told.add(count)
             self.tell(
                 f"{count + 1} forward passes of {self.name} ran before a backward pass, "
                 f"and its plan counts {plan.in_flight}"
