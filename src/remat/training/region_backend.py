@@ -3,6 +3,7 @@
 import copy
 import gc
 import logging
+import time
 import weakref
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -85,6 +86,9 @@ logger = logging.getLogger("remat")
 
 _BY_VALUE = DynamicOutputShapeException, DataDependentOutputException
 """What is raised where a size or a number depends on values."""
+
+_LONG_S = 1.0
+"""Steps of training that wait longer for the compiler are told."""
 
 _DROPPED = "remat_dropped"
 
@@ -460,8 +464,17 @@ class RegionBackend(PlannedBackend):
     ) -> Callable[..., Any]:
         """Compile one graph, to run in one order."""
         self._now = _Compiling(choice=choice, inputs=specs, sizes=sizes)
+        began_s = time.monotonic()
         with preserve_rng_state():
-            return self.compile(module, inputs, specs, sizes)
+            compiled = self.compile(module, inputs, specs, sizes)
+        took_s = time.monotonic() - began_s
+        if took_s > _LONG_S and self.planner.running is not None:
+            logger.info(
+                "compiled a graph of %s in %.1f s, for this step and later ones",
+                self.name,
+                took_s,
+            )
+        return compiled
 
     def note_each_size(self, reason: str) -> None:
         """Say, once, that a graph is compiled for each of its sizes."""
