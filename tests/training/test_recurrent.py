@@ -251,7 +251,7 @@ def test_blocks_of_layers_are_planned_for_all_sizes_before_training() -> None:
     how: dict[str, Any] = {"regions": "blocks", "dynamic": dynamic}
     model, x = Stack(), torch.randn(6, 40, 32)
     plain = copy.deepcopy(model)
-    with pytest.raises(BudgetError) as caught:
+    with pytest.raises(BudgetError, match="without dynamic= it may be") as caught:
         remat.fit(model, x, budget=1, **how)
     plan = remat.fit(model, x, budget=caught.value.required_bytes, **how)
     planner: Any = getattr(fitted_on(model), "planner", None)

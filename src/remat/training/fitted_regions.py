@@ -79,6 +79,11 @@ _RECORDINGS_BESIDE_THREADS = 3
 _MOST_SPARE = 4
 """How often plans of a kind of call are made anew to leave more, as sizes vary."""
 
+_LAYERS_LEFT_OUT = (
+    "where dynamic= lets sizes vary, layers of an nn.LSTM are in no graph, and nothing of "
+    "them is computed again: without dynamic= it may be, and each size is traced by itself"
+)
+
 _MOST_PLANS = 8
 """How often a kind of call is planned again as it took another way than planned."""
 
@@ -850,6 +855,10 @@ class FittedRegions(FittedModel):
             return self.plan_step(
                 *self.ranges.largest(args, kwargs), gradient_bytes=gradient_bytes
             )
+        except BudgetError as error:
+            if any(isinstance(module, nn.LSTM) for module in self.model.modules()):
+                error.args = (f"{error}; {_LAYERS_LEFT_OUT}",)
+            raise
         finally:
             self._smaller = []
 

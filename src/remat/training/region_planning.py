@@ -1340,7 +1340,7 @@ class RegionPlanner(Planner):
                 and all_within(route.between, between)
             ):
                 position = count if is_over else count - 1
-                raise _no_room(running.step, position, needed_bytes)
+                raise _no_room(running.step, position, needed_bytes, is_known=True)
 
     def _are_same(self, one: RegionCode, other: RegionCode) -> bool:
         """Whether graphs are one, or traced again with the same result."""
@@ -1511,14 +1511,21 @@ def _count_alike(begun: Route, other: Route) -> int:
     return alike
 
 
-def _no_room(step: PlannedStep, position: int, needed_bytes: int) -> BudgetError:
+def _no_room(
+    step: PlannedStep, position: int, needed_bytes: int, *, is_known: bool = False
+) -> BudgetError:
     budget_bytes = step.plan.budget_bytes or 0
+    next_call = (
+        ""
+        if is_known
+        else ". The next such call is planned before it runs, and may fit"
+    )
     msg = (
         f"graph {position} of the step, or what runs before it, was not there when it "
         "was planned, or not of this size: the step may need "
         f"{format_bytes(needed_bytes)} ({needed_bytes} bytes) with it, of "
         f"{format_bytes(budget_bytes)} ({budget_bytes} bytes). Give a larger budget, or "
-        "fit an example that takes this way"
+        f"fit an example that takes this way{next_call}"
     )
     return BudgetError(msg, budget_bytes=budget_bytes, required_bytes=needed_bytes)
 
