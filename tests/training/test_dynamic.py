@@ -815,6 +815,20 @@ def test_what_is_not_in_the_lists_is_refused(
         )
 
 
+def test_what_a_call_is_given_is_listed_where_its_name_is_another() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor, y: Any = None, **_: Any) -> torch.Tensor:
+            return self.layer(x).square().mean()
+
+    how: dict[str, Any] = {"budget": "100%", "dynamic": {"words": {0: (2, 8)}}}
+    with pytest.raises(ValueError, match=r"'words', which .*, in which .* given 'x'$"):
+        remat.fit(Named(), torch.randn(4, 32), **how)
+
+
 def test_a_new_kind_of_step_is_told_with_what_lists_hold(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -278,7 +278,8 @@ class ShapeRanges:
         for path, dims in self.by_path.items():
             value = given.get(path)
             if not isinstance(value, torch.Tensor):
-                raise _is_no_tensor(path, given)
+                names = [*map(self._name_of, range(len(args))), *kwargs]
+                raise _is_no_tensor(path, given, names)
             for dim, (low, high) in dims.items():
                 where = f"dimension {dim} of {_named(path)}"
                 if dim >= value.dim():
@@ -388,8 +389,10 @@ def _place(key: Any) -> str | int:
     return place
 
 
-def _is_no_tensor(path: Path, given: Mapping[Path, Any]) -> Exception:
-    """Return an error for a path at which a call holds no tensor."""
+def _is_no_tensor(
+    path: Path, given: Mapping[Path, Any], names: Iterable[str | int]
+) -> Exception:
+    """Return an error for a path at which a call, given such, holds no tensor."""
     # What holds it, or what it holds, if anything.
     holders = [path[:count] for count in range(1, len(path) + 1)]
     holder = next((each for each in holders if each in given), None)
@@ -418,6 +421,8 @@ def _is_no_tensor(path: Path, given: Mapping[Path, Any]) -> Exception:
             found = ", ".join(map(repr, places))
             msg += f": {_named(parent)} holds {found}; name what varies by these"
             break
+    else:
+        msg += f", in which the model is given {', '.join(map(repr, names))}"
     return ValueError(msg)
 
 
