@@ -494,6 +494,26 @@ def test_loss_inside_needs_no_description() -> None:
     assert report.is_within_budget
 
 
+def test_dropout_of_a_loss_outside_counts_as_it_runs() -> None:
+    """In a trace it would be another operator, whose mask is of bytes."""
+    torch.manual_seed(0)
+    model, head = nn.Linear(64, 64), nn.Linear(64, 256)
+    x = torch.randn(64, 64)
+
+    def loss_of(outputs: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(head(outputs), 0.5).square().mean()
+
+    plan = remat.fit(model, x, budget="100%", loss=loss_of, costs="estimated")
+
+    def step() -> None:
+        loss_of(model(x)).backward()
+        model.zero_grad()
+        head.zero_grad()
+
+    measured = remat.measure(step, warmup=1, repeats=0, resident=[model, head, x])
+    assert measured.peak_bytes <= plan.peak_bytes <= 1.01 * measured.peak_bytes
+
+
 def test_outside_loss_without_description_is_covered() -> None:
     model = nn.Linear(16, 4000)
     x, labels = torch.randn(64, 16), torch.randint(0, 4000, (64,))

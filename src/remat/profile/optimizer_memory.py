@@ -36,6 +36,7 @@ from remat.torch_compat.names import (
     TorchDispatchMode,
     disable_current_modes,
     local_scalar_dense,
+    no_python_dispatcher,
     tree_map,
 )
 from remat.torch_compat.patches import alone, foreach_of_fakes, patched
@@ -414,6 +415,8 @@ def loss_bytes(
         with (
             alone(),
             disable_current_modes(),
+            # A trace around it would take other operators than those that really run.
+            no_python_dispatcher(),
             outputs.mode,
             torch.enable_grad(),
             # It warns when it really runs.
