@@ -311,6 +311,7 @@ def test_the_report_is_what_the_stages_are_planned_for(
         ({"microbatches": 0}, "0 microbatches"),
         ({"optimizers": []}, "0 optimizers"),
         ({"target": None}, "needs a target"),
+        ({"dynamic": {0: {0: (2, 8)}}}, "microbatches of one shape"),
     ],
 )
 def test_reports_of_nothing_are_refused(options: dict[str, Any], words: str) -> None:

@@ -443,6 +443,9 @@ def _checked(owner: str, options: PlanOptions) -> dict[str, Any]:
     if options.get("regions", "auto") not in ("auto", "whole"):
         msg = f"{owner} plans a stage as one graph; leave regions= out"
         raise ValueError(msg)
+    if options.get("dynamic") is not None:
+        msg = f"{owner} plans microbatches of one shape; leave dynamic= out"
+        raise ValueError(msg)
     return {**options, "regions": "whole"}
 
 
