@@ -494,24 +494,35 @@ def test_loss_inside_needs_no_description() -> None:
     assert report.is_within_budget
 
 
-def test_dropout_of_a_loss_outside_counts_as_it_runs() -> None:
-    """In a trace it would be another operator, whose mask is of bytes."""
+class Head(nn.Module):
+    """A loss outside of the model, with layers of its own."""
+
+    def __init__(self, *, is_recurrent: bool) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(64, 64) if is_recurrent else nn.Linear(64, 256)
+
+    def forward(self, outputs: torch.Tensor) -> torch.Tensor:
+        found = self.layer(outputs)
+        if isinstance(found, tuple):
+            return found[0].square().mean()
+        return functional.dropout(found, 0.5).square().mean()
+
+
+@pytest.mark.parametrize("is_recurrent", [False, True])
+def test_a_loss_outside_counts_by_what_runs(is_recurrent: bool) -> None:
+    """In a trace a mask would be of bytes, and a recurrent layer keep nothing."""
     torch.manual_seed(0)
-    model, head = nn.Linear(64, 64), nn.Linear(64, 256)
-    x = torch.randn(64, 64)
-
-    def loss_of(outputs: torch.Tensor) -> torch.Tensor:
-        return nn.functional.dropout(head(outputs), 0.5).square().mean()
-
-    plan = remat.fit(model, x, budget="100%", loss=loss_of, costs="estimated")
+    model, head = nn.Linear(64, 64), Head(is_recurrent=is_recurrent)
+    x = torch.randn(64, 8, 64)
+    plan = remat.fit(model, x, budget="100%", loss=head, costs="estimated")
 
     def step() -> None:
-        loss_of(model(x)).backward()
+        head(model(x)).backward()
         model.zero_grad()
         head.zero_grad()
 
     measured = remat.measure(step, warmup=1, repeats=0, resident=[model, head, x])
-    assert measured.peak_bytes <= plan.peak_bytes <= 1.01 * measured.peak_bytes
+    assert measured.peak_bytes <= plan.peak_bytes <= 1.05 * measured.peak_bytes
 
 
 def test_outside_loss_without_description_is_covered() -> None:

@@ -10,7 +10,7 @@ from tests.training.test_regions import pair
 from torch import nn
 
 import remat
-from remat.core.errors import PlanWarning
+from remat.core.errors import BudgetError, PlanWarning
 from remat.profile.memory import measure
 from remat.training.fitted_model import fitted_on
 
@@ -274,3 +274,36 @@ def test_passes_of_sizes_that_differ_share_the_plan_of_the_largest() -> None:
             train(plain, optimizers[1], rows)
     assert max(peaks) <= (plan.budget_bytes or 0)
     assert fitted.planner.planned_count == 1
+
+
+def test_one_loss_of_all_passes_makes_all_gradients_of_outputs_at_once() -> None:
+    """Fewer passes were planned than run in the end, which is told."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, 64))
+    x = torch.randn(512, WIDTH)
+    optimizer = torch.optim.AdamW(model.parameters())
+    how: dict[str, Any] = {
+        "in_flight": 3,
+        "optimizer": optimizer,
+        "loss": lambda outputs: outputs.square().sum(),
+        **QUICK,
+    }
+    with pytest.raises(BudgetError) as caught:
+        remat.fit(model, x, budget=1, **how)
+    plan = remat.fit(model, x, budget=caught.value.required_bytes, **how)
+    batches = [x, x + 1, x - 1, x + 2]
+
+    def train(count: int = 3) -> None:
+        outputs = [model(batch) for batch in batches[:count]]
+        torch.stack([each.square().sum() for each in outputs]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        train()
+        resident = [model, batches[:3], optimizer]
+        measured = measure(train, warmup=1, repeats=0, resident=resident)
+    assert measured.peak_bytes <= plan.peak_bytes <= 1.01 * measured.peak_bytes
+    with pytest.warns(PlanWarning, match=r"4 forward passes .* in_flight=4"):
+        train(4)

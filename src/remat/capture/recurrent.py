@@ -44,10 +44,11 @@ for _operator, _name in (
         _name + str(schema_of(_operator)).removeprefix(_operator.name()),
         tags=(torch.Tag.pt2_compliant_tag,),
     )
-_OURS = {
+RUNNABLE: dict[Any, Any] = {
     _LAYER: torch.ops.remat.lstm_layer.default,
     _LAYER_BACKWARD: torch.ops.remat.lstm_layer_backward.default,
 }
+"""Operator of a layer -> one that may be called by itself, and does the same."""
 
 _splits: ContextVar[bool] = ContextVar("_splits", default=False)
 _takes_layers: ContextVar[bool] = ContextVar("_takes_layers", default=True)
@@ -189,7 +190,7 @@ REAL_RESULTS: dict[Any, Callable[..., tuple[torch.Tensor, ...]]] = {
 
 def run_layers(joint: fx.GraphModule) -> None:
     """Let the layers of a joint graph run here as they are traced, in place."""
-    for operator, ours in _OURS.items():
+    for operator, ours in RUNNABLE.items():
         for node in joint.graph.find_nodes(op="call_function", target=operator):
             node.target = ours
     joint.recompile()

@@ -14,6 +14,7 @@ from remat.capture.captured import plain_tensors as plain_tensors
 from remat.capture.joint_program import InputSpec, JointProgram
 from remat.core.gradient_pieces import ADDING, STEPPING, Piece
 from remat.core.graph import Op, Phase, Role, Storage, TrainingGraph
+from remat.core.in_flight import SAVED_BY_LOSS
 from remat.core.schedule import Compute, Schedule
 from remat.torch_compat.attributes import storage_bytes, storage_identity
 from remat.torch_compat.messages import BUFFER, ITEM, PARAMETER
@@ -167,7 +168,7 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
     saved: list[Storage] = []
     saved_bytes = surroundings.loss_saved_bytes - surroundings.loss_held_bytes
     if saved_bytes > 0:
-        saved.append(Storage(name="saved by the loss", size_bytes=saved_bytes))
+        saved.append(Storage(name=SAVED_BY_LOSS, size_bytes=saved_bytes))
     of_the_loss = tuple(range(loss_value, loss_value + 1 + len(saved)))
     in_buffers = () if surroundings.has_tangents_of_its_own else graph.tangents
     storages = [

@@ -20,6 +20,8 @@ from remat.core.schedule import Boundary, Schedule
 from remat.core.simulator import Trace, simulate
 
 OTHERS = "of other passes in flight"
+SAVED_BY_LOSS = "saved by the loss"
+"""The storage of what the caller's loss keeps until the backward pass begins."""
 
 _OF_EACH_PASS = (Role.OUTPUT, Role.INPUT_GRADIENT)
 """What each pass leaves for itself; gradients of parameters are added up."""
@@ -29,14 +31,18 @@ def saved_bytes(graph: TrainingGraph, schedule: Schedule, trace: Trace) -> int:
     """Return what a forward pass leaves on the first device until its backward pass.
 
     Its outputs and what the caller's loss saves are among it, what is there during the
-    whole step is not.
+    whole step is not. One loss of all passes makes the gradients of all outputs before
+    the first pass goes backward, of what it has saved and in its place.
     """
     appearing = {
         *graph.tangents,
         *(n for n, s in enumerate(graph.storages) if s.is_resident),
     }
     boundary_bytes = trace.timeline_bytes[0][schedule.steps.index(Boundary())]
-    return boundary_bytes - sum(graph.storages[n].size_bytes for n in appearing)
+    boundary_bytes -= sum(graph.storages[n].size_bytes for n in appearing)
+    of_loss = sum(s.size_bytes for s in graph.storages if s.name == SAVED_BY_LOSS)
+    gradients = sum(graph.storages[n].size_bytes for n in graph.tangents)
+    return boundary_bytes + max(0, gradients - of_loss)
 
 
 def with_others(

@@ -8,7 +8,7 @@ inside each operator.
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ import torch
 from remat.capture.accelerator import is_accelerated
 from remat.capture.gradient_layouts import gradient_format
 from remat.capture.outputs import FakeOutputs
+from remat.capture.recurrent import REAL_RESULTS, RUNNABLE
 from remat.core.errors import CaptureError
 from remat.profile.arguments import describe, empty_like, tensors_in
 from remat.profile.estimate import estimate_excess, estimate_workspace
@@ -112,6 +113,8 @@ class StorageCounter(TorchDispatchMode):
         old = {storage_identity(tensor) for tensor in tensors_in(inputs)}
         call = OperatorCall(func, *inputs)
         result = func(*call.args, **call.kwargs)
+        if func in REAL_RESULTS:
+            result = REAL_RESULTS[func](result, *call.args)
         excess_bytes = estimate_excess(call, result)
         for tensor in tensors_in(result):
             if storage_identity(tensor) not in old:
@@ -130,14 +133,17 @@ class StorageCounter(TorchDispatchMode):
         """
         name = short_name(call)
         tensors = tensors_in([call.args, dict(call.kwargs)])
-        is_matrices = name.startswith(_OF_MATRICES) or (
-            name in _PRODUCTS and tensors[0].dtype in _OF_FEW_BITS
+        is_matrices = (
+            name.startswith(_OF_MATRICES)
+            or call.target in RUNNABLE
+            or (name in _PRODUCTS and tensors[0].dtype in _OF_FEW_BITS)
         )
         if not is_matrices or is_accelerated() or tensors[0].device.type != "cpu":
             return 0
         key = describe(call.target, call.args, call.kwargs).text
         if key not in self._workspaces:
-            self._workspaces[key] = measured_workspace(call)
+            target = RUNNABLE.get(call.target, call.target)
+            self._workspaces[key] = measured_workspace(replace(call, target=target))
         return self._workspaces[key]
 
     def _without_memory(self, leaf: object) -> object:

@@ -239,7 +239,6 @@ class FittedModel:
             self.name,
             self.tell,
             is_plannable=self.is_whole
-            and self.ranges is None
             and not isinstance(request.optimizer, OptimizersInBackward),
         )
         self._call_count = 0

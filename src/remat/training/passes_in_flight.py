@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from remat.capture.surroundings import tensors_in
-from remat.core.in_flight import others_bytes, saved_bytes, with_others
+from remat.core.in_flight import (
+    beside_bytes,
+    others_bytes,
+    saved_bytes,
+    with_others,
+)
 from remat.core.platform import single_device
 from remat.core.simulator import simulate
 from remat.core.units import format_bytes
@@ -91,10 +96,12 @@ class PassesInFlight:
         if not count or plan.budget_bytes is None:
             return
         held_bytes = sum(each.saved_bytes for each in self._passes)
-        needed_bytes = plan.peak_bytes - others_bytes(plan.graph) + held_bytes
+        # Of the average size, as passes may be of any.
+        beside = beside_bytes(plan.graph, -(-held_bytes // count), count + 1)
+        needed_bytes = plan.peak_bytes - others_bytes(plan.graph) + beside
         if needed_bytes > plan.budget_bytes:
             # What the optimizer needs may be where passes were that are over by then.
-            graph = with_others(plan.graph, held_bytes, count + 1)
+            graph = with_others(plan.graph, beside, count + 1)
             needed_bytes = simulate(
                 graph, single_device(kind=graph.device_kinds[0]), plan.schedule
             ).peak_bytes[0]
