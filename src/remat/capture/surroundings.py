@@ -14,7 +14,7 @@ from remat.capture.captured import plain_tensors as plain_tensors
 from remat.capture.joint_program import InputSpec, JointProgram
 from remat.core.gradient_pieces import ADDING, STEPPING, Piece
 from remat.core.graph import Op, Phase, Role, Storage, TrainingGraph
-from remat.core.in_flight import SAVED_BY_LOSS
+from remat.core.in_flight import SAVED_BY_ONE_LOSS
 from remat.core.schedule import Compute, Schedule
 from remat.torch_compat.attributes import storage_bytes, storage_identity
 from remat.torch_compat.messages import BUFFER, ITEM, PARAMETER
@@ -48,6 +48,8 @@ class Surroundings:
     loss_saved_bytes
         The part of these that stays until the backward pass begins, the loss value
         among it. Counts where other passes run before that.
+    has_one_loss
+        Whether one loss may be that of all passes that run before.
     loss_forward_peak_bytes
         Most of these bytes until the loss is computed.
     loss_saves_outputs
@@ -66,6 +68,7 @@ class Surroundings:
     loss_peak_bytes: int = 0
     loss_held_bytes: int = 0
     loss_saved_bytes: int = 0
+    has_one_loss: bool = False
     loss_forward_peak_bytes: int = 0
     loss_saves_outputs: bool = True
     optimizer_workspace_bytes: int = 0
@@ -167,8 +170,10 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
     loss_value = len(graph.storages)
     saved: list[Storage] = []
     saved_bytes = surroundings.loss_saved_bytes - surroundings.loss_held_bytes
-    if saved_bytes > 0:
-        saved.append(Storage(name=SAVED_BY_LOSS, size_bytes=saved_bytes))
+    if surroundings.has_one_loss:
+        saved.append(Storage(name=SAVED_BY_ONE_LOSS, size_bytes=max(0, saved_bytes)))
+    elif saved_bytes > 0:
+        saved.append(Storage(name="saved by the loss", size_bytes=saved_bytes))
     of_the_loss = tuple(range(loss_value, loss_value + 1 + len(saved)))
     in_buffers = () if surroundings.has_tangents_of_its_own else graph.tangents
     storages = [

@@ -20,8 +20,8 @@ from remat.core.schedule import Boundary, Schedule
 from remat.core.simulator import Trace, simulate
 
 OTHERS = "of other passes in flight"
-SAVED_BY_LOSS = "saved by the loss"
-"""The storage of what the caller's loss keeps until the backward pass begins."""
+SAVED_BY_ONE_LOSS = "saved by one loss of all passes"
+"""The storage of what that loss keeps of each pass until it goes backward."""
 
 _OF_EACH_PASS = (Role.OUTPUT, Role.INPUT_GRADIENT)
 """What each pass leaves for itself; gradients of parameters are added up."""
@@ -32,7 +32,7 @@ def saved_bytes(graph: TrainingGraph, schedule: Schedule, trace: Trace) -> int:
 
     Its outputs and what the caller's loss saves are among it, what is there during the
     whole step is not. One loss of all passes makes the gradients of all outputs before
-    the first pass goes backward, of what it has saved and in its place.
+    the first pass goes backward, in the place of what it has saved.
     """
     appearing = {
         *graph.tangents,
@@ -40,9 +40,11 @@ def saved_bytes(graph: TrainingGraph, schedule: Schedule, trace: Trace) -> int:
     }
     boundary_bytes = trace.timeline_bytes[0][schedule.steps.index(Boundary())]
     boundary_bytes -= sum(graph.storages[n].size_bytes for n in appearing)
-    of_loss = sum(s.size_bytes for s in graph.storages if s.name == SAVED_BY_LOSS)
-    gradients = sum(graph.storages[n].size_bytes for n in graph.tangents)
-    return boundary_bytes + max(0, gradients - of_loss)
+    of_loss = [s.size_bytes for s in graph.storages if s.name == SAVED_BY_ONE_LOSS]
+    if of_loss:
+        gradients = sum(graph.storages[n].size_bytes for n in graph.tangents)
+        boundary_bytes += max(0, gradients - sum(of_loss))
+    return boundary_bytes
 
 
 def with_others(

@@ -736,6 +736,7 @@ class Planner:
             loss_peak_bytes=loss.peak_bytes,
             loss_held_bytes=loss.held_bytes,
             loss_saved_bytes=loss.saved_bytes if request.passes_in_flight > 1 else 0,
+            has_one_loss=may_join,
             loss_forward_peak_bytes=loss.forward_peak_bytes,
             loss_saves_outputs=loss.saves_outputs,
             optimizer_workspace_bytes=max(memory.step_bytes, self.loop.merged_bytes),
