@@ -121,24 +121,24 @@ class StorageCounter(TorchDispatchMode):
                 self._count(tensor, excess_bytes)
                 excess_bytes = 0
         workspace_bytes = max(
-            estimate_workspace(call, result), self._matrix_workspace(call)
+            estimate_workspace(call, result), self._library_workspace(call)
         )
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes)
         return result
 
-    def _matrix_workspace(self, call: OperatorCall) -> int:
-        """Return the scratch memory of what libraries for matrices compute on CPUs.
+    def _library_workspace(self, call: OperatorCall) -> int:
+        """Return the scratch memory of matrices and recurrent layers on CPUs.
 
         No rule is known for it, so it is measured, once for each shape.
         """
         name = short_name(call)
         tensors = tensors_in([call.args, dict(call.kwargs)])
-        is_matrices = (
+        is_measured = (
             name.startswith(_OF_MATRICES)
             or call.target in RUNNABLE
             or (name in _PRODUCTS and tensors[0].dtype in _OF_FEW_BITS)
         )
-        if not is_matrices or is_accelerated() or tensors[0].device.type != "cpu":
+        if not is_measured or is_accelerated() or tensors[0].device.type != "cpu":
             return 0
         key = describe(call.target, call.args, call.kwargs).text
         if key not in self._workspaces:

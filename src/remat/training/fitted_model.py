@@ -828,6 +828,11 @@ class FittedModel:
         self._compiled[key] = entry
         return entry
 
+    @property
+    def takes_layers(self) -> bool:
+        """Whether layers of an ``nn.LSTM`` may be operators of a graph."""
+        return self.is_whole or self.ranges is None
+
     def compiled(
         self, call: Callable[..., Any], prepared: Callable[[], None] | None
     ) -> Callable[..., Any]:
@@ -840,7 +845,7 @@ class FittedModel:
             traced=call,
             is_whole=self.is_whole,
             settings=self.tracer_settings(),
-            takes_layers=self.is_whole or self.ranges is None,
+            takes_layers=self.takes_layers,
             prepared=prepared,
         )
 
@@ -851,7 +856,7 @@ class FittedModel:
             self.backend,
             model=self.model,
             settings=self.tracer_settings(),
-            takes_layers=self.is_whole or self.ranges is None,
+            takes_layers=self.takes_layers,
         )
 
     def tracer_settings(self) -> Callable[[], Mapping[str, Any]]:

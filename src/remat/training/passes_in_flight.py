@@ -67,6 +67,8 @@ class PassesInFlight:
         )
         # Per plan, what a pass saves; with the plan, so that its number stays its own.
         self._saved: dict[int, tuple[Plan, int]] = {}
+        # The same with what it needs beside others: in each step the same is asked.
+        self._needed: dict[tuple[int, int, int], tuple[Plan, int]] = {}
         # Beside how many passes one was told not to fit: sizes vary in each step.
         self._told: set[int] = set()
 
@@ -91,21 +93,17 @@ class PassesInFlight:
             node.register_prehook(lambda _gradients: passes.discard(begun))
 
     def _check(self, plan: Plan) -> None:
-        """Warn, once, if what others have saved does not fit beside a pass."""
+        """Warn, once for each count of them, if others do not fit beside a pass."""
         count = len(self._passes)
-        if not count or plan.budget_bytes is None:
+        if not count or count in self._told or plan.budget_bytes is None:
             return
         held_bytes = sum(each.saved_bytes for each in self._passes)
         # Of the average size, as passes may be of any.
-        beside = beside_bytes(plan.graph, -(-held_bytes // count), count + 1)
-        needed_bytes = plan.peak_bytes - others_bytes(plan.graph) + beside
+        taken_bytes = beside_bytes(plan.graph, -(-held_bytes // count), count + 1)
+        needed_bytes = plan.peak_bytes - others_bytes(plan.graph) + taken_bytes
         if needed_bytes > plan.budget_bytes:
-            # What the optimizer needs may be where passes were that are over by then.
-            graph = with_others(plan.graph, beside, count + 1)
-            needed_bytes = simulate(
-                graph, single_device(kind=graph.device_kinds[0]), plan.schedule
-            ).peak_bytes[0]
-        if needed_bytes > plan.budget_bytes and count not in self._told:
+            needed_bytes = self._needed_bytes(plan, taken_bytes, count + 1)
+        if needed_bytes > plan.budget_bytes:
             self._told.add(count)
             self.tell(
                 f"{count + 1} forward passes of {self.name} ran before a backward pass, "
@@ -116,6 +114,19 @@ class PassesInFlight:
                 f"{self._cure(plan, count, needed_bytes - plan.budget_bytes)}, or call "
                 "backward after each forward pass"
             )
+
+    def _needed_bytes(self, plan: Plan, taken_bytes: int, in_flight: int) -> int:
+        """Return the peak of a pass beside others, as the judge finds it.
+
+        What the optimizer needs may be where passes were that are over by then.
+        """
+        key = id(plan), taken_bytes, in_flight
+        if key not in self._needed:
+            graph = with_others(plan.graph, taken_bytes, in_flight)
+            platform = single_device(kind=graph.device_kinds[0])
+            trace = simulate(graph, platform, plan.schedule)
+            self._needed[key] = plan, trace.peak_bytes[0]
+        return self._needed[key][1]
 
     def _cure(self, plan: Plan, count: int, over_bytes: int) -> str:
         if not self.is_plannable:
