@@ -4,6 +4,7 @@ import functools
 import json
 import logging
 import multiprocessing
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from remat.planning.in_flight import plan_in_flight
 from remat.planning.one_device import plain_peak_bytes, plan_graph
 from remat.planning.plan import STOP_REASON, Plan
 from remat.planning.plan_cache import PlanCall, planned_once
+from remat.planning.smallest_budget import smallest_budget
 
 GRAPH = INSTANCES["unet"]().graph
 OTHER = INSTANCES["transformer"]().graph
@@ -241,12 +243,56 @@ def test_what_was_not_searched_to_its_end_is_not_kept(folder: Path) -> None:
     cut = replace(plan, settings={STOP_REASON: str(StopReason.INTERRUPTED)})
     assert planned_once(call_of(), lambda: cut) is cut
     assert not folder.exists()
-    # Nor is an error.
-    call = call_of(budget=1)
-    for _ in range(2):
-        with pytest.raises(BudgetError):
+
+
+def with_other_costs(graph: TrainingGraph, seed: int) -> TrainingGraph:
+    draw = random.Random(seed)
+    ops = (replace(op, cost_ns=(draw.randint(1, 10**6),)) for op in graph.ops)
+    return replace(graph, ops=tuple(ops))
+
+
+def test_a_budget_that_was_named_is_kept_with_other_costs(folder: Path) -> None:
+    """A search that other costs lead may end above what was named."""
+    named: list[int] = []
+    for seed in range(6):
+        call = call_of(with_other_costs(OTHER, seed), budget=1)
+        with pytest.raises(BudgetError) as caught:
             planned_once(call, maker(call))
-    assert not folder.exists()
+        named.append(caught.value.required_bytes)
+        assert str(named[-1]) in str(caught.value)
+    assert len(list(folder.iterdir())) == 1
+    assert named == sorted(named, reverse=True)
+    alone = [
+        smallest_budget(with_other_costs(OTHER, seed)).budget_bytes for seed in range(6)
+    ]
+    assert max(alone) > min(alone) == named[-1]
+    for seed in range(6):
+        call = call_of(with_other_costs(OTHER, seed), budget=named[-1])
+        plan = planned_once(call, maker(call))
+        assert plan.peak_bytes <= named[-1]
+        assert plan.graph == call.graph
+        assert plan.settings["torch"] == "2"
+
+
+def test_a_solver_that_was_named_is_given_no_other_answer(folder: Path) -> None:
+    call = call_of(OTHER, budget=1)
+    with pytest.raises(BudgetError) as caught:
+        planned_once(call, maker(call))
+
+    named = caught.value.required_bytes
+    call = replace(call, budget=named, asked={"solver": "store-all"})
+
+    def with_more() -> Plan:
+        raise BudgetError("more", budget_bytes=named, required_bytes=named + 1)
+
+    for make in (
+        lambda: plan_graph(OTHER, budget=named, solver="store-all"),
+        with_more,
+    ):
+        with pytest.raises(BudgetError, match="use solver='auto'") as caught:
+            planned_once(call, make)
+        assert caught.value.is_known_to_fit
+    assert len(list(folder.iterdir())) == 1
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(

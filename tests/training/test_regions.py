@@ -31,6 +31,8 @@ from remat.core.errors import (
     PlanMismatchError,
     ProfileError,
 )
+from remat.planning.plan import Plan
+from remat.planning.regions import ComposedStep
 from remat.torch_compat.attributes import contents_of
 from remat.training.fitted_model import (
     fitted_on,
@@ -544,6 +546,28 @@ def test_gradients_of_what_is_broadcast_in_no_graph_are_sums() -> None:
         lambda: model(X).backward(), warmup=0, repeats=0, resident=[model, X]
     )
     assert measured.peak_bytes <= named
+
+
+def test_a_named_budget_is_kept_where_a_search_finds_less(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What is in no graph is measured in each fit, and leads the search."""
+    monkeypatch.setenv("REMAT_PLAN_CACHE_SIZE", "1 MB")
+    monkeypatch.setenv("REMAT_CACHE_DIR", str(tmp_path))
+    model, plain = pair(Layers)
+    with pytest.raises(BudgetError) as caught:
+        remat.fit(model, X, budget="10%", **BREAK)
+    named = caught.value.required_bytes
+
+    def fails(step: ComposedStep, solve: object, budget: int, **_: object) -> Plan:
+        raise BudgetError("more", budget_bytes=budget, required_bytes=named + 1)
+
+    monkeypatch.setattr("remat.training.region_planning.plan_regions", fails)
+    with pytest.raises(BudgetError, match="an earlier search found"):
+        remat.fit(model, X, budget=named // 2, **BREAK)
+    plan = remat.fit(model, X, budget=named, **BREAK)
+    assert plan.peak_bytes <= named
+    train_alike(model, plain, [X, X])
 
 
 def test_a_saved_plan_is_installed(tmp_path: Path) -> None:

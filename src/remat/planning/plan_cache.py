@@ -6,6 +6,10 @@ is the answer alone. It is read onto the graph of the caller, where its schedule
 replayed and its certificate verified: a file says what to try, and not what is true.
 Only what an exact solver proved about the schedules that it searches is taken from the
 file, whose checksum says that it is as it was written.
+
+Kept is also the schedule of the smallest budget that an error named, by sizes of its
+step alone: with costs that are measured anew, or in less time, a search may not find it
+again, and what was named is to work.
 """
 
 import functools
@@ -14,19 +18,20 @@ import importlib.metadata
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from remat.core.digests import digest, graph_digest
-from remat.core.errors import FileFormatError, UnitError
+from remat.core.errors import BudgetError, FileFormatError, UnitError
 from remat.core.graph import TrainingGraph
 from remat.core.in_flight import with_passes
 from remat.core.platform import Platform, single_device
 from remat.core.problem import Objective, Status, StopReason
-from remat.core.units import integer_of, is_percentage, parse_budget
+from remat.core.simulator import simulate
+from remat.core.units import format_bytes, integer_of, is_percentage, parse_budget
 from remat.files.cache_folder import DocumentFolder, cache_directory
 from remat.files.conversion import convert
 from remat.files.serialisation import (
@@ -38,6 +43,7 @@ from remat.files.serialisation import (
 )
 from remat.native import core
 from remat.planning.plan import STOP_REASON, Plan
+from remat.planning.proofs import at_budget, with_bound
 from remat.planning.regions import ComposedStep
 from remat.planning.several_devices import Budget
 from remat.solvers.base import ProgressCallback, ignore_progress
@@ -91,6 +97,8 @@ class PlanCall:
         What the plan says that it was made with.
     asked
         What else the answer depends on, as values that JSON knows.
+    parts
+        How the step is put together, if it is, as a digest without costs.
     """
 
     graph: TrainingGraph
@@ -100,6 +108,7 @@ class PlanCall:
     in_flight: int = 1
     settings: Mapping[str, object]
     asked: Mapping[str, object]
+    parts: str = ""
 
     def key(self) -> str:
         """Return what the answer is kept under."""
@@ -121,6 +130,16 @@ class PlanCall:
                 "in flight": self.in_flight,
                 "settings": dict(self.settings),
                 "asked": dict(self.asked),
+            }
+        )
+
+    def smallest_key(self) -> str:
+        """Return what the schedule of its smallest known budget is kept under."""
+        return digest(
+            {
+                "schema": _SCHEMA,
+                "smallest": graph_digest(_without_costs(self.graph)),
+                "parts": self.parts,
             }
         )
 
@@ -151,10 +170,79 @@ def planned_once(
         progress("took the plan of an earlier start", 1.0)
         _log.info("the plan of %s is read from %s", call.graph.name, folder.path)
         return found
-    plan = make()
+    plan = planned_if_named(call, make)
     if plan.settings.get(STOP_REASON) != StopReason.INTERRUPTED:
         folder.write(key, _to_json(key, plan))
     return plan
+
+
+def planned_if_named(call: PlanCall, make: Callable[[], Plan]) -> Plan:
+    """Make a plan, or take the schedule of an earlier error that named its budget.
+
+    Raises
+    ------
+    BudgetError
+        As ``make`` does; it names what an earlier one named, if that is less.
+    """
+    try:
+        return make()
+    except BudgetError as error:
+        is_one = call.platform is None and call.in_flight == 1
+        folder = plan_folder()
+        if not is_one or error.is_known_to_fit or not folder.most_bytes:
+            raise
+        key = call.smallest_key()
+        as_named = replace(call, budget=None)
+        known = folder.read(key, functools.partial(_read, as_named, key))
+        if known is None or known.peak_bytes > error.required_bytes:
+            named = _named_by(as_named, error)
+            if named is not None:
+                folder.write(key, _to_json(key, named))
+            raise
+        if known.peak_bytes == error.required_bytes:
+            raise
+        solver = call.asked.get("solver")
+        if known.peak_bytes > error.budget_bytes or solver != "auto":
+            raise _error_of(error, known) from None
+        found = replace(known, settings=dict(call.settings))
+        return with_bound(at_budget(found, error.budget_bytes))
+
+
+def _named_by(call: PlanCall, error: BudgetError) -> Plan | None:
+    """Return the plan of the budget that an error names, if its schedule is known."""
+    if error.schedule is None:
+        return None
+    platform = single_device(None, kind=call.graph.device_kinds[0])
+    trace = simulate(call.graph, platform, error.schedule)
+    # It may be of a step in which graphs run again.
+    if trace.violation is not None or trace.peak_bytes[0] > error.required_bytes:
+        return None
+    return Plan(
+        graph=call.graph,
+        platform=platform,
+        schedule=error.schedule,
+        solver="smallest_budget",
+        status=Status.FEASIBLE,
+        bound_ns=0,
+        fingerprint=call.fingerprint,
+    )
+
+
+def _error_of(error: BudgetError, known: Plan) -> BudgetError:
+    asked, least = error.budget_bytes, known.peak_bytes
+    advice = (
+        "use solver='auto'"
+        if least <= asked
+        else f"raise the budget to at least {least} bytes, or shrink the batch"
+    )
+    msg = (
+        f"no schedule was found within {format_bytes(asked)} ({asked:_} bytes): the "
+        f"smallest known budget is {format_bytes(least)} ({least:_} bytes), which an "
+        f"earlier search found; {advice}"
+    )
+    return BudgetError(
+        msg, budget_bytes=asked, required_bytes=least, schedule=known.schedule
+    )
 
 
 def plan_digest(plan: Plan) -> str:
@@ -168,10 +256,13 @@ def plan_digest(plan: Plan) -> str:
     )
 
 
-def step_digest(step: ComposedStep) -> str:
+def step_digest(step: ComposedStep, *, with_costs: bool = True) -> str:
     """Return a digest of how a step is put together, without its residents' numbers."""
     # Equal regions share a graph.
     graphs = {id(region.graph): region.graph for region in step.regions}
+    if not with_costs:
+        step = replace(step, graph=_without_costs(step.graph))
+        graphs = {key: _without_costs(graph) for key, graph in graphs.items()}
     digests = {key: graph_digest(g, with_names=True) for key, g in graphs.items()}
     return digest(
         [
@@ -190,6 +281,11 @@ def step_digest(step: ComposedStep) -> str:
             ],
         ]
     )
+
+
+def _without_costs(graph: TrainingGraph) -> TrainingGraph:
+    ops = (replace(op, cost_ns=(0,) * len(op.cost_ns)) for op in graph.ops)
+    return replace(graph, ops=tuple(ops))
 
 
 _ROOMS = (

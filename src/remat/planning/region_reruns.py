@@ -396,7 +396,10 @@ def plan_with_reruns(
                 f"{needed_bytes} bytes, or shrink the batch"
             )
             raise BudgetError(
-                msg, budget_bytes=budget_bytes, required_bytes=needed_bytes
+                msg,
+                budget_bytes=budget_bytes,
+                required_bytes=needed_bytes,
+                schedule=schedule,
             )
         trace = simulate(step.graph, platform, schedule)
     return with_bound(

@@ -18,7 +18,7 @@ and its code has returned.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -1197,16 +1197,13 @@ def plan_regions(
         except BudgetError:
             break
     plan, least = _smallest_plan(solve, 1)
-    found = _by_regions(step, plan, budget_bytes)
-    needed_bytes: list[int] = []
     # What an error has named may be the peak of one of these.
-    for other in (None, least, _keeping_all(step)):
-        if other is not None:
-            found = _by_regions(step, plan, budget_bytes, other)
+    others = [plan.schedule, least or plan.schedule, _keeping_all(step)]
+    for other in others:
+        found = _by_regions(step, plan, budget_bytes, other)
         if isinstance(found, Plan):
             return replace(found, status=Status.FEASIBLE)
-        needed_bytes.append(found)
-    raise _budget_error(step, budget_bytes, min(needed_bytes))
+    raise _budget_error(step, budget_bytes, *_least_of(step, others))
 
 
 _ATTEMPTS = 4
@@ -1291,13 +1288,21 @@ def _true_error(
             schedule = _smallest_plan(solve, error.required_bytes)[0].schedule
         except BudgetError:
             return error
-    needed_bytes = min(
-        _judged(step, step.by_regions(known), None).peak_bytes[0]
-        for known in (schedule, _keeping_all(step))
-    )
+    needed_bytes, as_run = _least_of(step, [schedule, _keeping_all(step)])
     if needed_bytes <= error.required_bytes:
+        error.schedule = as_run
         return error
-    return _budget_error(step, error.budget_bytes, needed_bytes)
+    return _budget_error(step, error.budget_bytes, needed_bytes, as_run)
+
+
+def _least_of(
+    step: ComposedStep, schedules: Iterable[Schedule]
+) -> tuple[int, Schedule]:
+    """Return the smallest peak of schedules as the regions run, and whose it is."""
+    as_run = [step.by_regions(schedule) for schedule in schedules]
+    peaks = [_judged(step, schedule, None).peak_bytes[0] for schedule in as_run]
+    least = min(range(len(peaks)), key=peaks.__getitem__)
+    return peaks[least], as_run[least]
 
 
 def _keeping_all(step: ComposedStep) -> Schedule:
@@ -1305,7 +1310,7 @@ def _keeping_all(step: ComposedStep) -> Schedule:
 
 
 def _budget_error(
-    step: ComposedStep, budget_bytes: int, needed_bytes: int
+    step: ComposedStep, budget_bytes: int, needed_bytes: int, schedule: Schedule
 ) -> BudgetError:
     msg = (
         f"no schedule of {step.graph.name} is known that fits "
@@ -1313,4 +1318,6 @@ def _budget_error(
         f"{len(step.storages)} graphs run as a whole; the smallest known budget is "
         f"{format_bytes(needed_bytes)} ({needed_bytes} bytes)"
     )
-    return BudgetError(msg, budget_bytes=budget_bytes, required_bytes=needed_bytes)
+    return BudgetError(
+        msg, budget_bytes=budget_bytes, required_bytes=needed_bytes, schedule=schedule
+    )

@@ -41,7 +41,12 @@ from remat.core.simulator import simulate
 from remat.core.units import format_bytes, is_percentage, parse_budget
 from remat.planning.one_device import one_budget, plan_graph
 from remat.planning.plan import Plan
-from remat.planning.plan_cache import PlanCall, planned_once, step_digest
+from remat.planning.plan_cache import (
+    PlanCall,
+    planned_if_named,
+    planned_once,
+    step_digest,
+)
 from remat.planning.region_program import Fronts, RegionProgram
 from remat.planning.region_reruns import plan_with_reruns
 from remat.planning.regions import (
@@ -910,6 +915,7 @@ class RegionPlanner(Planner):
                 "regions": step_digest(composed),
                 **({"spare": str(spare_bytes)} if spare_bytes else {}),
             },
+            parts=step_digest(composed, with_costs=False),
         )
 
         def make() -> Plan:
@@ -923,13 +929,19 @@ class RegionPlanner(Planner):
             is_asked_for = request.regions not in ("auto", "breaks")
             if not is_asked_for or self.groups or request.solver != "auto":
                 raise
-            return plan_with_reruns(
+            again = partial(
+                plan_with_reruns,
                 own,
                 error,
                 fingerprint=program.fingerprint,
                 settings=settings,
                 limits=limits,
                 progress=request.progress,
+            )
+            if not own.step.reruns:
+                return again()
+            return planned_if_named(
+                replace(call, graph=own.step.with_reruns.graph), again
             )
 
     def example_outputs(self, model: nn.Module, batch: Any) -> FakeOutputs:  # noqa: ARG002
