@@ -98,7 +98,7 @@ class PlanCall:
     asked
         What else the answer depends on, as values that JSON knows.
     parts
-        How the step is put together, if it is, as a digest without costs.
+        Returns a digest of how the step is put together, if it is, without costs.
     """
 
     graph: TrainingGraph
@@ -108,7 +108,7 @@ class PlanCall:
     in_flight: int = 1
     settings: Mapping[str, object]
     asked: Mapping[str, object]
-    parts: str = ""
+    parts: Callable[[], str] = str
 
     def key(self) -> str:
         """Return what the answer is kept under."""
@@ -139,7 +139,7 @@ class PlanCall:
             {
                 "schema": _SCHEMA,
                 "smallest": graph_digest(_without_costs(self.graph)),
-                "parts": self.parts,
+                "parts": self.parts(),
             }
         )
 

@@ -915,7 +915,7 @@ class RegionPlanner(Planner):
                 "regions": step_digest(composed),
                 **({"spare": str(spare_bytes)} if spare_bytes else {}),
             },
-            parts=step_digest(composed, with_costs=False),
+            parts=partial(step_digest, composed, with_costs=False),
         )
 
         def make() -> Plan:
