@@ -36,6 +36,7 @@ KINDS: dict[str, Any] = {
     "1F1B": Schedule1F1B,
     "Interleaved1F1B": ScheduleInterleaved1F1B,
 }
+NO_OUTPUTS = "GPipe without outputs"
 BUDGETS = {
     "GPipe": (35, 38),
     "1F1B": (53, 75),
@@ -76,6 +77,7 @@ class Pipeline:
 
     def __init__(self, rank: int, kind: str, *, count: int) -> None:
         self.rank, self.kind, self.keeps_gradients = rank, kind, False
+        self.returns_outputs = True
         own = range(rank, count, 2)
         self.parts = nn.ModuleList([part(index, 8 // count) for index in own])
         self.optimizers = [
@@ -104,6 +106,7 @@ class Pipeline:
                     budget=budget,
                     optimizer=optimizer,
                     costs="estimated",
+                    return_outputs=self.returns_outputs,
                     **options,
                 )
             )
@@ -113,7 +116,7 @@ class Pipeline:
         losses: list[torch.Tensor] = []
         first = (X,) if self.rank == 0 else ()
         last = {} if self.rank == 0 else {"target": TARGET, "losses": losses}
-        self.schedule.step(*first, **last)
+        self.schedule.step(*first, **last, return_outputs=self.returns_outputs)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=not self.keeps_gradients)
@@ -141,12 +144,14 @@ def largest(module: nn.Module) -> int:
     return max(plan.peak_bytes for plan in fitted.planner.plans.values())
 
 
-def run(rank: int, kind: str, count: int) -> dict[str, Any]:
+def run(
+    rank: int, kind: str, count: int, *, returns_outputs: bool = True
+) -> dict[str, Any]:
     """Return what one process finds."""
-    plain = Pipeline(rank, kind, count=count)
+    plain, planned = (Pipeline(rank, kind, count=count) for _ in range(2))
+    plain.returns_outputs = planned.returns_outputs = returns_outputs
     expected = plain.run()
     measured = plain.peak_bytes()
-    planned = Pipeline(rank, kind, count=count)
     plans = planned.fit([f"{BUDGETS[kind][s.stage_index]}%" for s in planned.stages])
     fitted = [fitted_on(module) for module in planned.parts]
     before = [each.planner.planned_count for each in fitted if each]
@@ -217,6 +222,7 @@ def run_all(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         kind: run(rank, kind, 4 if kind == "Interleaved1F1B" else 2) for kind in KINDS
     }
+    found[NO_OUTPUTS] = run(rank, "GPipe", 2, returns_outputs=False)
     found["kept gradients"] = kept_gradients(rank)
     return {**found, "refusals": refusals(rank), "example": pipeline.train()}
 
@@ -227,7 +233,7 @@ def found() -> list[dict[str, Any]]:
     return in_processes(run_all)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, NO_OUTPUTS])
 def test_stages_keep_their_budgets_bit_for_bit(
     kind: str, found: list[dict[str, Any]]
 ) -> None:

@@ -62,6 +62,9 @@ class Surroundings:
     holds_outputs
         Whether the caller holds the outputs until the end of the step, and not only
         until its backward pass begins. The loss is held.
+    outputs_leave_with_pass
+        Whether outputs that are held are let go when backward has returned, and not
+        at the end of the step.
     """
 
     resident_bytes: Mapping[Role, int] = field(default_factory=dict[Role, int])
@@ -74,6 +77,7 @@ class Surroundings:
     optimizer_workspace_bytes: int = 0
     has_tangents_of_its_own: bool = True
     holds_outputs: bool = True
+    outputs_leave_with_pass: bool = False
 
 
 def tensors_in(items: Any) -> list[torch.Tensor]:
@@ -232,15 +236,18 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
     dropped_bytes = sum(graph.storages[s].size_bytes for s in dropped)
     gone = handed_over.keys() | let_go
     final = tuple(s for s in graph.final_outputs if s not in gone)
-    # Held by autograd until then, but no longer.
-    held_tangents = () if FREES_TANGENTS else graph.tangents
+    # Held by autograd, or the caller, until then, but no longer.
+    until_then = set[int]() if FREES_TANGENTS else {*graph.tangents}
+    if surroundings.outputs_leave_with_pass:
+        until_then |= program.outputs_let_go().difference(gone)
     returned = _external_op(
         "the return of backward",
         Phase.BACKWARD,
-        reads=(*final, *held_tangents),
+        reads=tuple({**dict.fromkeys(final), **dict.fromkeys(sorted(until_then))}),
         writes=(),
         workspace_bytes=0,
     )
+    final = tuple(storage for storage in final if storage not in until_then)
     step = _external_op(
         "optimizer step",
         Phase.BACKWARD,
@@ -254,12 +261,14 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
         ),
     )
     count = len(graph.ops)
-    after = [returned, step] if held_tangents else [step]
+    after = [returned, step] if until_then else [step]
     before = [(forward, loss, ()), *adding, *((count, each, ()) for each in after)]
     forward_outputs = (s for s in graph.forward_outputs if s in kept or s not in let_go)
-    # Parameters have changed by then, so that no such gradient could be made again.
+    # Parameters have changed by then, so that no such gradient could be made again. Of
+    # outputs the caller holds the blocks that they were made in.
+    once = (of_steps - handed_over.keys()) | until_then
     surrounded = _with_ops(
-        _made_once(program, of_steps - handed_over.keys()),
+        _made_once(program, once),
         before,
         storages=tuple(storages),
         forward_outputs=(*forward_outputs, *of_the_loss),

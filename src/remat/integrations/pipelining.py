@@ -303,6 +303,7 @@ class _Part:
             merged_bytes=merged_bytes,
             has_microbatches=turns.microbatches > 1,
             joins_passes=False,
+            outputs_leave_with_pass=self.is_last and not self.keeps_outputs,
         )
 
 

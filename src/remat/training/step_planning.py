@@ -742,6 +742,7 @@ class Planner:
             optimizer_workspace_bytes=max(memory.step_bytes, self.loop.merged_bytes),
             has_tangents_of_its_own=self.loop.tangent_bytes is None,
             holds_outputs=self.loop.holds_outputs,
+            outputs_leave_with_pass=self.loop.outputs_leave_with_pass,
         )
 
     def ahead_bytes(self, program: JointProgram) -> int:

@@ -33,6 +33,8 @@ class LoopMemory:
     holds_outputs
         Whether what the model has returned, besides its loss, is there until the step
         ends, and not let go before the backward pass begins.
+    outputs_leave_with_pass
+        Whether it is let go when that pass has returned, and not when the step ends.
     """
 
     batches_ahead: int = 0
@@ -43,6 +45,7 @@ class LoopMemory:
     has_microbatches: bool = False
     joins_passes: bool = True
     holds_outputs: bool = True
+    outputs_leave_with_pass: bool = False
 
 
 @dataclass(frozen=True)
