@@ -570,6 +570,21 @@ def test_a_named_budget_is_kept_where_a_search_finds_less(
     train_alike(model, plain, [X, X])
 
 
+@pytest.mark.parametrize("needed", [(20, 10), (10, 20)])
+def test_what_is_named_for_accumulation_is_the_larger_of_both(
+    needed: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = iter(needed)
+
+    def fails(*_: object) -> Plan:
+        raise BudgetError("more", budget_bytes=1, required_bytes=next(known))
+
+    monkeypatch.setattr(FittedRegions, "_plan_varying", fails)
+    with pytest.raises(BudgetError) as caught:
+        remat.fit(Layers(), X, budget=1, accumulate=True, **BREAK)
+    assert caught.value.required_bytes == 20
+
+
 def test_a_saved_plan_is_installed(tmp_path: Path) -> None:
     model, plain = pair(Layers)
     plan = remat.plan(model, X, budget="80%", **BREAK)

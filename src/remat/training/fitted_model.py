@@ -365,14 +365,18 @@ class FittedModel:
     ) -> None:
         """Raise the error of the step that adds to so many bytes of gradients.
 
-        It needs more than the first one, of which ``error`` is, so that the budget that
-        it names works for both.
+        It needs more than the first one, of which ``error`` is. Where less is known for
+        it all the same, that of the first one is raised: what is named works for both.
         """
         request = self.planner.request
         if isinstance(request.budget, str) and is_percentage(request.budget):
             self.planner.request = replace(request, budget=error.budget_bytes)
         try:
             self._plan_varying(args, kwargs, gradient_bytes)
+        except BudgetError as added:
+            if added.required_bytes < error.required_bytes:
+                raise error from None
+            raise
         finally:
             self.planner.request = request
 
