@@ -237,17 +237,18 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
     gone = handed_over.keys() | let_go
     final = tuple(s for s in graph.final_outputs if s not in gone)
     # Held by autograd, or the caller, until then, but no longer.
-    until_then = set[int]() if FREES_TANGENTS else {*graph.tangents}
+    held_tangents = () if FREES_TANGENTS else graph.tangents
+    leaving = set[int]()
     if surroundings.outputs_leave_with_pass:
-        until_then |= program.outputs_let_go().difference(gone)
+        leaving = program.outputs_let_go().difference(gone)
     returned = _external_op(
         "the return of backward",
         Phase.BACKWARD,
-        reads=tuple({**dict.fromkeys(final), **dict.fromkeys(sorted(until_then))}),
+        reads=(*final, *held_tangents),
         writes=(),
         workspace_bytes=0,
     )
-    final = tuple(storage for storage in final if storage not in until_then)
+    final = tuple(storage for storage in final if storage not in leaving)
     step = _external_op(
         "optimizer step",
         Phase.BACKWARD,
@@ -261,12 +262,12 @@ def add_surroundings(program: JointProgram, surroundings: Surroundings) -> Joint
         ),
     )
     count = len(graph.ops)
-    after = [returned, step] if until_then else [step]
+    after = [returned, step] if held_tangents or leaving else [step]
     before = [(forward, loss, ()), *adding, *((count, each, ()) for each in after)]
     forward_outputs = (s for s in graph.forward_outputs if s in kept or s not in let_go)
     # Parameters have changed by then, so that no such gradient could be made again. Of
     # outputs the caller holds the blocks that they were made in.
-    once = (of_steps - handed_over.keys()) | until_then
+    once = (of_steps - handed_over.keys()) | leaving
     surrounded = _with_ops(
         _made_once(program, once),
         before,

@@ -204,7 +204,8 @@ def planned_if_named(call: PlanCall, make: Callable[[], Plan]) -> Plan:
         solver = call.asked.get("solver")
         if known.peak_bytes > error.budget_bytes or solver != "auto":
             raise _error_of(error, known) from None
-        found = replace(known, settings=dict(call.settings))
+        made_with = {"solver": solver, "seed": call.asked.get("seed")}
+        found = replace(known, settings={**call.settings, **made_with})
         return with_bound(at_budget(found, error.budget_bytes))
 
 
