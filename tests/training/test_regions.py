@@ -1576,7 +1576,8 @@ def largest_of(y: torch.Tensor) -> torch.Tensor:
 
 def test_equal_graphs_with_more_between_them_are_judged_again() -> None:
     model = Aside()
-    plan = remat.fit(model, (X, torch.randn(100)), budget="80%", **BREAK)
+    # Whatever the machine's rates, there is room for more than what was planned.
+    plan = remat.fit(model, (X, torch.randn(100)), budget="110%", **BREAK)
     fitted = fitted_on(model)
     assert fitted is not None
     model(X, torch.randn(200))
