@@ -23,7 +23,6 @@ from remat.planning.in_flight import plan_in_flight
 from remat.planning.one_device import plain_peak_bytes, plan_graph
 from remat.planning.plan import STOP_REASON, Plan
 from remat.planning.plan_cache import PlanCall, planned_once
-from remat.planning.smallest_budget import smallest_budget
 
 GRAPH = INSTANCES["unet"]().graph
 OTHER = INSTANCES["transformer"]().graph
@@ -45,7 +44,7 @@ def call_of(graph: TrainingGraph = GRAPH, **changes: Any) -> PlanCall:
     return replace(call, **changes)
 
 
-def maker(call: PlanCall) -> Callable[[], Plan]:
+def maker(call: PlanCall, time_limit: float | None = None) -> Callable[[], Plan]:
     def make() -> Plan:
         if call.in_flight > 1:
             assert isinstance(call.budget, str | int)
@@ -54,6 +53,7 @@ def maker(call: PlanCall) -> Callable[[], Plan]:
                 call.in_flight,
                 budget=call.budget,
                 fingerprint=call.fingerprint,
+                time_limit=time_limit,
                 settings=call.settings,
             )
         return plan_graph(
@@ -61,6 +61,7 @@ def maker(call: PlanCall) -> Callable[[], Plan]:
             budget=call.budget,
             platform=call.platform,
             fingerprint=call.fingerprint,
+            time_limit=time_limit,
             settings=call.settings,
         )
 
@@ -247,32 +248,74 @@ def test_what_was_not_searched_to_its_end_is_not_kept(folder: Path) -> None:
 
 def with_other_costs(graph: TrainingGraph, seed: int) -> TrainingGraph:
     draw = random.Random(seed)
-    ops = (replace(op, cost_ns=(draw.randint(1, 10**6),)) for op in graph.ops)
+    ops = (
+        replace(op, cost_ns=tuple(draw.randint(1, 10**6) for _ in op.cost_ns))
+        for op in graph.ops
+    )
     return replace(graph, ops=tuple(ops))
 
 
-def test_a_budget_that_was_named_is_kept_with_other_costs(folder: Path) -> None:
+def for_two(graph: TrainingGraph) -> TrainingGraph:
+    """Return a graph that a second device can run, too."""
+    ops = (
+        replace(op, cost_ns=op.cost_ns * 2, workspace_bytes=op.workspace_bytes * 2)
+        for op in graph.ops
+    )
+    return replace(graph, ops=tuple(ops), device_kinds=("a", "b"))
+
+
+@pytest.mark.parametrize("kind", ["alone", "in flight", "several devices"])
+def test_a_budget_that_was_named_is_kept_with_other_costs(
+    kind: str, folder: Path
+) -> None:
     """A search that other costs lead may end above what was named."""
-    named: list[int] = []
-    for seed in range(6):
-        call = call_of(with_other_costs(OTHER, seed), budget=1)
-        with pytest.raises(BudgetError) as caught:
-            planned_once(call, maker(call))
-        named.append(caught.value.required_bytes)
-        assert str(named[-1]) in str(caught.value)
+    with_kind: dict[str, dict[str, Any]] = {
+        "alone": {"graph": OTHER},
+        "in flight": {"graph": OTHER, "in_flight": 2},
+        "several devices": {"graph": for_two(OTHER), "platform": pair()},
+    }
+
+    def call_with(seed: int, *budgets: int) -> PlanCall:
+        call = call_of(**with_kind[kind])
+        budget: Any = budgets[0]
+        if call.platform is not None:
+            budget = dict(zip(BUDGETS, budgets, strict=True))
+        return replace(call, graph=with_other_costs(call.graph, seed), budget=budget)
+
+    seeds = range(3 if kind == "in flight" else 6)
+    named: list[tuple[int, ...]] = []
+    alone: list[tuple[int, ...]] = []
+    for seed in seeds:
+        call = call_with(seed, 1, 1)
+        for found, plan in ((alone, maker(call)), (named, kept(call))):
+            error = raised_by(plan)
+            by_device = error.required_by_device
+            found.append(tuple(by_device.values()) or (error.required_bytes, 1))
+        assert f"{named[-1][0]} bytes" in str(error)
+        assert (alone[-1] == named[-1]) != ("earlier search" in str(error))
+        assert "made of" in str(error) or kind == "in flight"
     assert len(list(folder.iterdir())) == 1
     assert named == sorted(named, reverse=True)
-    alone = [
-        smallest_budget(with_other_costs(OTHER, seed)).budget_bytes for seed in range(6)
-    ]
     assert max(alone) > min(alone) == named[-1]
-    for seed in range(6):
-        call = call_of(with_other_costs(OTHER, seed), budget=named[-1])
-        plan = planned_once(call, maker(call))
-        assert plan.peak_bytes <= named[-1]
-        assert plan.graph == call.graph
+    for seed in seeds:
+        call = call_with(seed, *named[-1])
+        # Of several devices, what solvers take minutes for would be asked, too.
+        plan = kept(call, None if call.platform is None else 0.5)()
+        assert plan.peak_bytes <= named[-1][0] == plan.budget_bytes
+        assert plan.graph.ops == call.graph.ops
+        assert plan.in_flight == call.in_flight
         made_with = {"torch": "2", "solver": "auto", "seed": 0}
         assert made_with.items() <= plan.settings.items()
+
+
+def kept(call: PlanCall, time_limit: float | None = None) -> Callable[[], Plan]:
+    return lambda: planned_once(call, maker(call, time_limit))
+
+
+def raised_by(make: Callable[[], Plan]) -> BudgetError:
+    with pytest.raises(BudgetError) as caught:
+        make()
+    return caught.value
 
 
 def test_a_solver_that_was_named_is_given_no_other_answer(folder: Path) -> None:

@@ -243,4 +243,9 @@ def _budget_error(
         f"budget to at least {peak_bytes} bytes, shrink the batch of each pass, or let "
         "fewer passes be in flight"
     )
-    return BudgetError(msg, budget_bytes=budget_bytes, required_bytes=peak_bytes)
+    return BudgetError(
+        msg,
+        budget_bytes=budget_bytes,
+        required_bytes=peak_bytes,
+        schedule=smallest.schedule,
+    )

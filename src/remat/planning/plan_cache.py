@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from remat.core.contributors import contributors, largest
 from remat.core.digests import digest, graph_digest
 from remat.core.errors import BudgetError, FileFormatError, UnitError
 from remat.core.graph import TrainingGraph
@@ -43,9 +44,9 @@ from remat.files.serialisation import (
 )
 from remat.native import core
 from remat.planning.plan import STOP_REASON, Plan
-from remat.planning.proofs import at_budget, with_bound
+from remat.planning.proofs import unproved, with_bound
 from remat.planning.regions import ComposedStep
-from remat.planning.several_devices import Budget
+from remat.planning.several_devices import Budget, peaks_by_device
 from remat.solvers.base import ProgressCallback, ignore_progress
 
 SIZE_VARIABLE = "REMAT_PLAN_CACHE_SIZE"
@@ -135,13 +136,23 @@ class PlanCall:
 
     def smallest_key(self) -> str:
         """Return what the schedule of its smallest known budget is kept under."""
+        platform = self.platform
         return digest(
             {
                 "schema": _SCHEMA,
                 "smallest": graph_digest(_without_costs(self.graph)),
                 "parts": self.parts(),
+                "in flight": self.in_flight,
+                "devices": None if platform is None else _wiring(platform),
             }
         )
+
+
+def _wiring(platform: Platform) -> list[object]:
+    """Return what devices and links there are, without how fast they are."""
+    links = sorted([link.source, link.target] for link in platform.links)
+    devices = [[each.name, each.kind] for each in platform.devices]
+    return [devices, links, platform.copies_wait]
 
 
 def planned_once(
@@ -187,63 +198,120 @@ def planned_if_named(call: PlanCall, make: Callable[[], Plan]) -> Plan:
     try:
         return make()
     except BudgetError as error:
-        is_one = call.platform is None and call.in_flight == 1
         folder = plan_folder()
-        if not is_one or error.is_known_to_fit or not folder.most_bytes:
+        if error.is_known_to_fit or not folder.most_bytes:
             raise
+        platform = _unlimited(call)
+        required, asked = error.required_by_device, error.budget_by_device
+        if not asked:
+            required = {platform.names[0]: error.required_bytes}
+            asked = {platform.names[0]: error.budget_bytes}
         key = call.smallest_key()
-        as_named = replace(call, budget=None)
-        known = folder.read(key, functools.partial(_read, as_named, key))
-        if known is None or known.peak_bytes > error.required_bytes:
-            named = _named_by(as_named, error)
-            if named is not None:
-                folder.write(key, _to_json(key, named))
+        named = replace(call, budget=None, platform=call.platform and platform)
+        known = folder.read(key, functools.partial(_read, named, key))
+        needed = {} if known is None else peaks_by_device(platform, known.trace)
+        if known is None or (required and _are_within(required, needed)):
+            found = None if required == needed else _named_by(call, error, required)
+            if found is not None:
+                folder.write(key, _to_json(key, found))
             raise
-        if known.peak_bytes == error.required_bytes:
-            raise
-        solver = call.asked.get("solver")
-        if known.peak_bytes > error.budget_bytes or solver != "auto":
-            raise _error_of(error, known) from None
-        made_with = {"solver": solver, "seed": call.asked.get("seed")}
-        found = replace(known, settings={**call.settings, **made_with})
-        return with_bound(at_budget(found, error.budget_bytes))
+        if not _are_within(needed, asked) or call.asked.get("solver") != "auto":
+            raise _error_of(error, known, asked) from None
+        made_with = {name: call.asked.get(name) for name in ("solver", "seed")}
+        plan = unproved(
+            replace(
+                known,
+                platform=platform.with_budgets(asked),
+                objective=Objective(str(call.asked.get("objective", Objective.SERIAL))),
+                settings={**call.settings, **made_with},
+            )
+        )
+        # A bound beside other passes would hold for these others only.
+        return plan if call.in_flight > 1 else with_bound(plan)
 
 
-def _named_by(call: PlanCall, error: BudgetError) -> Plan | None:
+def _unlimited(call: PlanCall) -> Platform:
+    """Return the devices of a call, without budgets."""
+    if call.platform is None:
+        return single_device(None, kind=call.graph.device_kinds[0])
+    return call.platform.with_budgets(dict.fromkeys(call.platform.names))
+
+
+def _are_within(
+    peaks: Mapping[str, int], budgets_bytes: Mapping[str, int | None]
+) -> bool:
+    limits = ((size, budgets_bytes[name]) for name, size in peaks.items())
+    return all(limit is None or size <= limit for size, limit in limits)
+
+
+def _named_by(
+    call: PlanCall, error: BudgetError, required: Mapping[str, int]
+) -> Plan | None:
     """Return the plan of the budget that an error names, if its schedule is known."""
     if error.schedule is None:
         return None
-    platform = single_device(None, kind=call.graph.device_kinds[0])
-    trace = simulate(call.graph, platform, error.schedule)
+    graph, platform = call.graph, _unlimited(call)
+    if call.in_flight > 1:
+        graph = with_passes(graph, error.schedule, call.in_flight)
+    trace = simulate(graph, platform, error.schedule)
     # It may be of a step in which graphs run again.
-    if trace.violation is not None or trace.peak_bytes[0] > error.required_bytes:
+    if trace.violation is not None or not _are_within(
+        peaks_by_device(platform, trace), required
+    ):
         return None
     return Plan(
-        graph=call.graph,
+        graph=graph,
         platform=platform,
         schedule=error.schedule,
         solver="smallest_budget",
         status=Status.FEASIBLE,
         bound_ns=0,
         fingerprint=call.fingerprint,
+        in_flight=call.in_flight,
     )
 
 
-def _error_of(error: BudgetError, known: Plan) -> BudgetError:
-    asked, least = error.budget_bytes, known.peak_bytes
+def _error_of(
+    error: BudgetError, known: Plan, budgets_bytes: Mapping[str, int | None]
+) -> BudgetError:
+    """Return an error that names what is known of an earlier search."""
+    needed = peaks_by_device(known.platform, known.trace)
+    is_one = len(needed) == 1
+    parts = contributors(
+        known.graph, known.schedule, known.trace.peak_step(), known.platform
+    )
     advice = (
         "use solver='auto'"
-        if least <= asked
-        else f"raise the budget to at least {least} bytes, or shrink the batch"
+        if _are_within(needed, budgets_bytes)
+        else f"raise the budget to at least {known.peak_bytes} bytes, or shrink the batch"
+        if is_one
+        else "raise the budgets, or shrink the batch"
     )
+    used = {name: size for name, size in needed.items() if is_one or size > 1}
+    made_of = [f"{format_bytes(size)} {name}" for name, size in largest(parts, 6)]
     msg = (
-        f"no schedule was found within {format_bytes(asked)} ({asked:_} bytes): the "
-        f"smallest known budget is {format_bytes(least)} ({least:_} bytes), which an "
-        f"earlier search found; {advice}"
+        f"no schedule was found within {_listing(budgets_bytes, has_names=not is_one)}: the smallest known "
+        f"{'budget is' if is_one else 'budgets are'} {_listing(used, has_names=not is_one)}, which an "
+        f"earlier search found, made of {', '.join(made_of)}; {advice}"
     )
     return BudgetError(
-        msg, budget_bytes=asked, required_bytes=least, schedule=known.schedule
+        msg,
+        budget_bytes=error.budget_bytes,
+        required_bytes=known.peak_bytes,
+        required_by_device={} if is_one else needed,
+        budget_by_device=error.budget_by_device,
+        schedule=known.schedule,
     )
+
+
+def _listing(budgets_bytes: Mapping[str, int | None], *, has_names: bool) -> str:
+    sizes: list[str] = []
+    for name, size in budgets_bytes.items():
+        text = "no limit"
+        if size is not None:
+            text = f"{format_bytes(size)} ({size} bytes)"
+        sizes.append(f"{text} on {name!r}" if has_names else text)
+    return ", ".join(sizes)
 
 
 def plan_digest(plan: Plan) -> str:
@@ -285,7 +353,11 @@ def step_digest(step: ComposedStep, *, with_costs: bool = True) -> str:
 
 
 def _without_costs(graph: TrainingGraph) -> TrainingGraph:
-    ops = (replace(op, cost_ns=(0,) * len(op.cost_ns)) for op in graph.ops)
+    """Return a graph whose ops take no time where they can run."""
+    ops = (
+        replace(op, cost_ns=tuple(None if ns is None else 0 for ns in op.cost_ns))
+        for op in graph.ops
+    )
     return replace(graph, ops=tuple(ops))
 
 

@@ -301,7 +301,7 @@ def _refuse(
     reason = _resident_reason(graph, platform)
     reason = reason or infeasible_reason(DeviceInstance.of(problem))
     known, schedule = _known(problem, floor, limits)
-    peaks = {} if known is None else _peaks(platform, known)
+    peaks = {} if known is None else peaks_by_device(platform, known)
     works = ", ".join(
         f"{format_bytes(size)} ({size} bytes) on {name!r}"
         for name, size in peaks.items()
@@ -333,6 +333,7 @@ def _refuse(
             required_bytes=peaks.get(home.name, home_bytes),
             required_by_device=peaks,
             budget_by_device={d.name: d.budget_bytes for d in platform.devices},
+            schedule=schedule,
         )
 
     refused = error("raise the budgets, or shrink the batch")
@@ -384,7 +385,7 @@ def _known(
     return trace, schedule
 
 
-def _peaks(platform: Platform, trace: Trace) -> dict[str, int]:
+def peaks_by_device(platform: Platform, trace: Trace) -> dict[str, int]:
     """Return budgets that are enough, also on devices that a schedule leaves out."""
     peaks = [*trace.peak_bytes, *(0 for _ in platform.devices)]
     # One byte is the least that a budget can be.
