@@ -13,6 +13,11 @@ same, and no gradient lives longer than before, unless hooks wait for it.
 Gradients that are added to existing ones leave so as well, in the pieces that the plan
 counts on: none is there beside all of those. So do those that a hook of their parameter
 takes, which steps it in backward.
+
+While ``DistributedDataParallel`` notes in which order gradients come, to lay out its
+buckets by it, each leaves alone and in its turn: in the order in which autograd would
+come to it (:mod:`remat.capture.arrivals`). Where an element is in a bucket decides in
+which order three or more processes add it up.
 """
 
 import re
@@ -20,12 +25,13 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import chain, zip_longest
+from itertools import chain, pairwise, zip_longest
 from typing import Any
 
 import torch
 from torch import fx
 
+from remat.capture.arrivals import Arrivals, arrivals_in
 from remat.capture.autocast import autocast_again
 from remat.capture.gathering import GATE
 from remat.capture.joint_program import InputSpec, is_view
@@ -69,6 +75,13 @@ _CHANGED = (
     "gradients wait for the last use of what they are of"
 )
 
+_OUT_OF_TURN = (
+    "hands on gradients in another order than eager PyTorch, and these are the first ones "
+    "that DistributedDataParallel exchanges. So that its buckets are laid out as without "
+    "remat, all of them wait for the end of this backward pass, which may need that much "
+    "more than the budget. Let the first backward pass be one outside of no_sync()"
+)
+
 _TAKEN = (
     "has a plan for a backward() that adds to existing gradients, and others were taken, "
     "as by torch.autograd.grad or backward(inputs=...): these are in memory besides, and "
@@ -78,7 +91,7 @@ _TAKEN = (
 
 
 @dataclass
-class _Passes:
+class Passes:
     """One forward pass, and the backward pass of it that runs."""
 
     pieces: tuple[Piece, ...]
@@ -156,7 +169,7 @@ class _Gate(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, passes: _Passes, number: int, *values: torch.Tensor) -> Any:
+    def forward(ctx: Any, passes: Passes, number: int, *values: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.passes, ctx.number = passes, number
         setattr(ctx, GATE, True)
@@ -179,10 +192,16 @@ class EarlyGradients:
     ----------
     tell
         Warns, once for each cause.
+
+    Attributes
+    ----------
+    arrivals
+        Where the order is noted in which gradients come as the step is traced.
     """
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
+        self.arrivals = Arrivals()
         self._planned: tuple[Piece, ...] = ()
         # Whether the plan knows of hooks that take gradients, and of others.
         self._knows_hooks = False
@@ -194,6 +213,8 @@ class EarlyGradients:
         # Positions of inputs that the step writes to, which can be behind no gate:
         # autograd would know nothing of it.
         self._written: Set[int | None] = frozenset()
+        # Positions of gradients, in the order in which autograd would come to them.
+        self._turns: Sequence[int] = ()
         self._sizes_bytes: list[tuple[Piece, int]] = []
         self._pieces: dict[int, tuple[Piece, ...]] = {}
         self._module: fx.GraphModule | None = None
@@ -224,6 +245,7 @@ class EarlyGradients:
         self._pieces.clear()
         self._knows_hooks = is_hooked
         self._knows_others = any(spec.is_hooked for spec in inputs)
+        self._turns = arrivals_in(joint)
         self._planned = backward.meta[PIECES]
         self._parameters = backward.meta[PARAMETERS]
         self._planned_after = backward.meta[HANDED_OVER]
@@ -252,14 +274,40 @@ class EarlyGradients:
             self._pieces[piece_bytes] = found if len(found) > 1 else ()
         return self._pieces[piece_bytes]
 
+    def in_turn(
+        self, values: Sequence[Any], positions: Iterable[int] | None = None
+    ) -> tuple[Any, ...]:
+        """Return inputs to which gradients come one by one, as autograd's would.
+
+        Those at these positions, or all that gradients are asked for.
+        """
+        chosen = None if positions is None else set(positions)
+        found = list(values)
+        # What is made last runs first.
+        for position in reversed(self._turns):
+            is_chosen = chosen is None or position in chosen
+            if (
+                is_chosen
+                and position not in self._written
+                and _is_asked(found, position)
+            ):
+                found[position] = torch.ops.aten.alias.default(found[position])
+        return tuple(found)
+
+    def _leave_in_turn(self, pieces: Iterable[Piece]) -> bool:
+        """Whether all gradients of a piece come before those of the next."""
+        turns = {position: turn for turn, position in enumerate(self._turns)}
+        spans = [sorted(turns[position] for position in piece) for piece in pieces]
+        return all(one[-1] < next_one[0] for one, next_one in pairwise(spans))
+
     def gated(
-        self, values: tuple[Any, ...], piece_bytes: int | None
-    ) -> tuple[tuple[Any, ...], _Passes | None]:
+        self, values: tuple[Any, ...], piece_bytes: int | None, *, in_turn: bool = False
+    ) -> tuple[tuple[Any, ...], Passes | None]:
         """Return the inputs of a forward pass behind gates, and what the gates share.
 
         Without gates, and ``None``, where all gradients leave together, or one that is
         not planned to leave before is of what autograd does not differentiate, or of
-        what the step writes to.
+        what the step writes to. If they come ``in_turn``, each leaves alone.
 
         Raises
         ------
@@ -267,18 +315,21 @@ class EarlyGradients:
             If one that is planned to is of that: a fault of ours.
         """
         pieces = self.pieces(piece_bytes)
-        asked = [position for piece in pieces for position in piece]
-        if not pieces or not self._written.isdisjoint(asked):
-            return values, None
-        if not all(_is_asked(values, each) for each in asked):
+        if in_turn and not self._leave_in_turn(pieces):
             if self._planned:
-                raise ExecutionError("gradients leave early of what requires none")
-            return values, None
+                self._tell("out of turn", _OUT_OF_TURN)
+            pieces = ()
+        asked = [position for piece in pieces for position in piece]
+        are_asked = all(_is_asked(values, each) for each in asked)
+        if not are_asked and self._planned:
+            raise ExecutionError("gradients leave early of what requires none")
+        if not pieces or not are_asked or not self._written.isdisjoint(asked):
+            return self.in_turn(values) if in_turn else values, None
         leaves = [values[each] for each in asked]
         is_hooked = any(map(has_hooks_of_its_gradient, leaves))
         has_others = any(map(has_hooks_before_its_gradient, leaves))
         weak = {p: weakref.ref(values[p]) for p in asked if values[p].is_leaf}
-        passes = _Passes(pieces, is_hooked or has_others, weak)
+        passes = Passes(pieces, is_hooked or has_others, weak)
         found = list(values)
         if self._planned:
             is_new = is_hooked and not self._knows_hooks
@@ -290,7 +341,8 @@ class EarlyGradients:
         # What is made last runs first.
         for number in reversed(range(len(pieces))):
             piece = pieces[number]
-            inputs = [values[position] for position in piece]
+            given = self.in_turn(values, piece) if in_turn else values
+            inputs = [given[position] for position in piece]
             gated: Any = _Gate.apply(passes, number, *inputs, *inputs)
             for position, value in zip(piece, gated, strict=True):
                 found[position] = value
@@ -309,7 +361,7 @@ class EarlyGradients:
         self._begun_at = None
         self._first = weakref.ref(leaf)
 
-    def watch(self, outputs: Sequence[Any], passes: _Passes) -> None:
+    def watch(self, outputs: Sequence[Any], passes: Passes) -> None:
         """Let gates have the gradients when the backward pass of outputs begins."""
 
         def begin(_gradients: Sequence[Any]) -> None:
@@ -332,7 +384,7 @@ class EarlyGradients:
         undefined
             Positions of gradients that do not exist.
         """
-        passes: _Passes | None = getattr(self._begun, "passes", None)
+        passes: Passes | None = getattr(self._begun, "passes", None)
         self._begun.passes = None
         if passes is None or self._module is None:
             return False

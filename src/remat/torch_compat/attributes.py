@@ -248,6 +248,12 @@ def active_wrapper() -> DistributedDataParallel | None:
     return DistributedDataParallel._get_active_ddp_module()
 
 
+def lays_out_buckets(wrapper: DistributedDataParallel) -> bool:
+    """Return whether a wrapper will lay out its buckets as gradients come now."""
+    is_fixed = wrapper.find_unused_parameters and not wrapper.static_graph
+    return not is_fixed and not wrapper._has_rebuilt_buckets
+
+
 def smallest_bucket_bytes(wrapper: DistributedDataParallel) -> int:
     """Return the bytes of the bucket in which a wrapper exchanges gradients first.
 

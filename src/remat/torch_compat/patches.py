@@ -342,6 +342,41 @@ def gradient_formats(
     return patch
 
 
+def gradient_arrivals(arrived: dict[int, None]) -> Patch:
+    """Return a patch that notes in which order gradients come as a step is traced.
+
+    ``arrived`` is cleared at each call of ``torch.autograd.grad``, and holds then the
+    numbers of the call's inputs whose gradients have come, in that order.
+    """
+
+    def patch() -> Callable[[], None]:
+        original, tracer = torch.autograd.grad, threading.get_ident()
+
+        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != tracer or isinstance(inputs, torch.Tensor):
+                return original(outputs, inputs, *args, **kwargs)
+            arrived.clear()
+
+            def noting(number: int) -> Callable[[torch.Tensor], None]:
+                # Hooks run once more when autograd hands a gradient out.
+                return lambda _gradient: arrived.setdefault(number)
+
+            hooks = [each.register_hook(noting(n)) for n, each in enumerate(inputs)]
+            try:
+                return original(outputs, inputs, *args, **kwargs)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+
+        def undo() -> None:
+            torch.autograd.grad = original
+
+        torch.autograd.grad = grad
+        return undo
+
+    return patch
+
+
 def python_kernels(kernels: Mapping[Any, Callable[..., Any] | None]) -> Patch:
     """Return a patch that gives operators other Python kernels, or none.
 

@@ -413,6 +413,11 @@ ATTRIBUTES: dict[str, Private] = {
         "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module",
         "counting the gradient buckets of DistributedDataParallel",
     ),
+    "_has_rebuilt_buckets": Private(
+        "torch.nn.parallel.distributed",
+        "laying out the buckets of DistributedDataParallel as without remat",
+        text="_has_rebuilt_buckets",
+    ),
     "_DEFAULT_FIRST_BUCKET_BYTES": Private(
         "torch.distributed:_DEFAULT_FIRST_BUCKET_BYTES",
         "handing gradients to DistributedDataParallel as they are ready",

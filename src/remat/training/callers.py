@@ -9,6 +9,7 @@ from remat.torch_compat.attributes import (
     active_wrapper,
     forward_hooks,
     has_backward_hooks,
+    lays_out_buckets,
     must_not_be_traced,
     smallest_bucket_bytes,
     viewed,
@@ -73,6 +74,15 @@ def first_bucket_bytes() -> int | None:
     if wrapper is None:
         return None
     return smallest_bucket_bytes(wrapper)
+
+
+def notes_arrivals() -> bool:
+    """Whether the wrapper around the call notes in which order gradients come.
+
+    ``DistributedDataParallel`` does until it has laid out its buckets by it.
+    """
+    wrapper = active_wrapper()
+    return wrapper is not None and lays_out_buckets(wrapper)
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

@@ -33,7 +33,7 @@ from remat.core.graph import Role
 from remat.core.liveness import schedule_from_order, store_all_order
 from remat.core.schedule import Schedule
 from remat.runtime.copies import runnable
-from remat.runtime.early_gradients import EarlyGradients
+from remat.runtime.early_gradients import EarlyGradients, Passes
 from remat.runtime.lowering import LoweredStep, lower
 from remat.runtime.undefined import DefinedTangents, MissingTangents, without
 from remat.torch_compat.attributes import (
@@ -45,6 +45,7 @@ from remat.torch_compat.metadata import example_of, may_be_one_zero, source_of
 from remat.torch_compat.names import BoxedCodeGen, aot_autograd, preserve_rng_state
 from remat.torch_compat.process_groups import put_real_groups
 from remat.training.backward_autocast import BackwardAutocast
+from remat.training.callers import notes_arrivals
 
 
 class StoppedBeforeRunningError(Exception):
@@ -181,6 +182,7 @@ class PlannedBackend:
             **_options: Any,
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             traces.append(hash(str(joint.graph)))
+            early.arrivals.keep(joint, num_fwd_outputs)
             passes = self.partition(
                 joint,
                 num_fwd_outputs,
@@ -233,15 +235,14 @@ class PlannedBackend:
         )
         with ExitStack() as tracing:
             tracing.enter_context(eager_tracing())
+            tracing.enter_context(early.arrivals.noted())
             tracing.enter_context(backward_traced_under(traced_under))
             tracing.enter_context(without_cast_gradients(example_inputs))
             # Numbers for the sizes would make it a trace of one shape.
             compiled = compiler(module, sizes.traced if sizes else example_inputs)
 
         def run(*values: Any) -> Any:
-            passes = None
-            if torch.is_grad_enabled() and self.may_hand_over:
-                values, passes = early.gated(values, self.piece_bytes())
+            values, passes = self.behind_gates(early, values)
             outputs = compiled(*values)
             defined.watch(outputs)
             context.watch(outputs)
@@ -250,6 +251,17 @@ class PlannedBackend:
             return outputs
 
         return run
+
+    def behind_gates(
+        self, early: EarlyGradients, values: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], Passes | None]:
+        """Return inputs of a step such that gradients come to them when they are to."""
+        if not torch.is_grad_enabled():
+            return values, None
+        comes_in_turn = notes_arrivals()
+        if self.may_hand_over:
+            return early.gated(values, self.piece_bytes(), in_turn=comes_in_turn)
+        return early.in_turn(values) if comes_in_turn else values, None
 
     def piece_bytes(self) -> int | None:
         """Return in pieces of how many bytes gradients leave before backward has ended.
