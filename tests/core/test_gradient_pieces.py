@@ -44,13 +44,24 @@ def test_a_gradient_is_ready_when_no_other_op_needs_it() -> None:
 
 def test_what_is_ready_at_once_leaves_together() -> None:
     gradients = {4: [0], 3: [1], 2: [5, 7], 1: [3]}
-    pieces = added_pieces(graph(MIB, MIB, MIB, MIB, MIB), gradients, {})
+    pieces = added_pieces(graph(MIB, MIB, MIB, MIB, MIB), gradients, {}, {})
     assert {op: set(piece) for op, piece in pieces.items()} == {2: {1, 5, 7}, 3: {0, 3}}
 
 
+def test_gradients_leave_in_their_turn() -> None:
+    gradients = {1: [0], 2: [1], 3: [2], 4: [3]}
+    sizes = MIB, MIB, 1, MIB, MIB
+    in_turn = {0: 1, 1: 0, 2: 3, 3: 2}
+    pieces = added_pieces(graph(*sizes), gradients, {}, in_turn)
+    # The third one is ready sooner, and waits for its turn.
+    assert pieces == {3: (1, 0, 3, 2)}
+    pieces = added_pieces(graph(*sizes), gradients, {}, {0: 2, 1: 0, 2: 1, 3: 3})
+    assert pieces == {2: (1, 2), 3: (0, 3)}
+
+
 def test_small_gradients_do_not_leave_early() -> None:
-    assert added_pieces(graph(0, LEAST_BYTES - 1, 0, 0, 0), {1: [0]}, {}) == {}
-    assert added_pieces(graph(0, LEAST_BYTES, 0, 0, 0), {1: [0]}, {}) == {3: (0,)}
+    assert added_pieces(graph(0, LEAST_BYTES - 1, 0, 0, 0), {1: [0]}, {}, {}) == {}
+    assert added_pieces(graph(0, LEAST_BYTES, 0, 0, 0), {1: [0]}, {}, {}) == {3: (0,)}
 
 
 def test_gradients_of_a_step_without_backward_ops_do_not_leave_early() -> None:
@@ -60,7 +71,7 @@ def test_gradients_of_a_step_without_backward_ops_do_not_leave_early() -> None:
         ops=(op((), (0,), Phase.FORWARD),),
         final_outputs=(0,),
     )
-    assert added_pieces(forward, {0: [0]}, {}) == {}
+    assert added_pieces(forward, {0: [0]}, {}, {}) == {}
 
 
 def test_pieces_are_large_and_few() -> None:

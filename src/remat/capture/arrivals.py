@@ -44,5 +44,8 @@ class Arrivals:
 
 
 def arrivals_in(joint: fx.GraphModule) -> tuple[int, ...]:
-    """Return positions of gradients in the order in which autograd comes to them."""
-    return joint.meta[_ARRIVALS]
+    """Return positions of gradients in the order in which autograd comes to them.
+
+    None if no note was kept.
+    """
+    return joint.meta.get(_ARRIVALS, ())

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch import fx
 
+from remat.capture.arrivals import arrivals_in
 from remat.capture.autocast import Autocast
 from remat.capture.fused_kernel import FusedKernel
 from remat.capture.gradient_layouts import spanned_bytes
@@ -955,7 +956,9 @@ class _Analysis:
             ]
             for storage, found in positions.items()
         }
-        return added_pieces(graph, positions, changed)
+        arrivals = arrivals_in(self.module)
+        turns = {position: turn for turn, position in enumerate(arrivals)}
+        return added_pieces(graph, positions, changed, turns)
 
     def find_steps(self) -> dict[int, ParameterStep]:
         """Return the steps that happen in backward, by the positions of gradients.

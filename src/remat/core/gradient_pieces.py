@@ -56,6 +56,7 @@ def added_pieces(
     graph: TrainingGraph,
     gradients: Mapping[int, Sequence[int]],
     changed: Mapping[int, Iterable[int]],
+    turns: Mapping[int, int],
 ) -> dict[int, Piece]:
     """Return in which pieces gradients leave that are added to existing ones.
 
@@ -70,6 +71,9 @@ def added_pieces(
     changed
         Per storage of such gradients the storages that may change when it leaves, and
         that no other op reads from then on.
+    turns
+        Per position when autograd comes to the gradient without pieces: they leave in
+        that order, or as they are ready where it is not known.
 
     Returns
     -------
@@ -77,10 +81,19 @@ def added_pieces(
         The pieces, by the op after which each leaves, in that order; empty where all
         together are small.
     """
-    at_once: dict[int, list[int]] = {}
     ready_ops = ready_at(graph, {*gradients, *chain(*changed.values())})
-    for storage in gradients:
-        op = max(ready_ops[s] for s in (storage, *changed.get(storage, ())))
+    ops = {
+        storage: max(ready_ops[s] for s in (storage, *changed.get(storage, ())))
+        for storage in gradients
+    }
+
+    def turn(storage: int) -> tuple[int, int]:
+        return max(turns.get(p, 0) for p in gradients[storage]), ops[storage]
+
+    at_once: dict[int, list[int]] = {}
+    op = 0
+    for storage in sorted(gradients, key=turn):
+        op = max(op, ops[storage])
         at_once.setdefault(op, []).append(storage)
     ready: list[tuple[Piece, int]] = []
     ends: dict[int, int] = {}

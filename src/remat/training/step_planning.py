@@ -98,8 +98,9 @@ from remat.training.sized_plans import SizedPlan
 from remat.training.training_loop import LoopMemory
 from remat.training.variants import Kind, TracedCall, describe_tensor
 
-PlanKey: TypeAlias = tuple[str, int, OptimizerMemory]
-"""Fingerprint of a step, bytes of gradients that exist, memory of the optimizer."""
+PlanKey: TypeAlias = tuple[str, int, int, OptimizerMemory]
+"""Fingerprint of a step, bytes of gradients that exist with buckets, those of buckets,
+and memory of the optimizer."""
 
 _MANY_REPETITIONS = 8
 """As often the tracer itself compiles a function again before it gives up."""
@@ -668,7 +669,9 @@ class Planner:
         return None
 
     def _key_of(self, fingerprint: str, gradient_bytes: int) -> PlanKey:
-        return fingerprint, gradient_bytes, self.optimizer_memory
+        # Buckets and gradients that exist may have the same bytes.
+        buckets_bytes = gradient_buckets_bytes()
+        return fingerprint, gradient_bytes, buckets_bytes, self.optimizer_memory
 
     def note_repetition(self, program: JointProgram) -> None:
         """Count how often equal steps are traced again, and say so when it is often."""
