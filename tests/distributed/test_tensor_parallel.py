@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import remat
-from remat.core.errors import CaptureError
+from remat.core.errors import CaptureError, PlanWarning
 from remat.core.platform import single_device
 from remat.core.rules import Rule
 from remat.core.schedule import Compute, Schedule
@@ -286,6 +287,47 @@ def test_a_mesh_that_is_a_constant_of_the_trace_is_carried_through() -> None:
     for plain, fitted, meshes in in_processes(of_equal_meshes):
         assert all(map(torch.equal, fitted, plain))
         assert meshes == {DeviceMesh}
+
+
+def of_rows(_rank: int) -> dict[str, tuple[Any, ...]]:
+    """Return what optimizers take whose gradients are not divided as parameters are.
+
+    Those of an embedding are whole in each process, which has a part of the rows. Per
+    case what was predicted, measured and warned of.
+    """
+    mesh = init_device_mesh("cpu", (2,))
+    ids = torch.randint(0, 8, (4, 4), generator=torch.Generator().manual_seed(1))
+    momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    found: dict[str, tuple[Any, ...]] = {}
+    for name, make, is_stepped in (
+        ("plain", partial(torch.optim.SGD, lr=0.1), False),
+        ("momentum", momentum, False),
+        ("momentum that is there", momentum, True),
+        ("Adagrad", torch.optim.Adagrad, False),
+        ("AdamW", torch.optim.AdamW, False),
+    ):
+        layers = nn.Embedding(4096, WIDTH), nn.Linear(WIDTH, 8), nn.Flatten(0, 1)
+        rows = RowwiseParallel(input_layouts=Replicate())
+        model = parallelize_module(nn.Sequential(*layers), mesh, {"0": rows})
+        optimizer = make(model.parameters())
+        if is_stepped:
+            step(model, ids, optimizer)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            plan = remat.fit(
+                model, ids, budget="1 GiB", optimizer=optimizer, costs="estimated"
+            )
+            measured = peaks(model, ids, optimizer)
+        told = [str(w.message) for w in warned if w.category is PlanWarning]
+        found[name] = plan.peak_bytes, min(measured), told
+    return found
+
+
+def test_optimizers_are_counted_with_gradients_divided_otherwise() -> None:
+    for found in in_processes(of_rows):
+        for name, (predicted, measured, told) in found.items():
+            assert measured == pytest.approx(predicted, rel=0.01), name
+            assert not told, name
 
 
 def policies(_rank: int) -> list[int]:

@@ -62,7 +62,7 @@ from remat.torch_compat.names import (
     with_effects,
 )
 from remat.torch_compat.process_groups import is_fake_group
-from remat.torch_compat.sharding import local_part
+from remat.torch_compat.sharding import Division, local_part
 
 ALIASING_WITHOUT_SCHEMA = frozenset(
     {
@@ -294,6 +294,9 @@ class JointProgram:
         ``forward_values``.
     let_go
         Those of outputs that the caller is taken to let go when backward begins.
+    gradients
+        By the id of a parameter in pieces, how its gradient is divided if otherwise
+        than itself.
     given_storages
         The storages of the inputs (``InputSpec.storage``), as far as they are known.
     autocast
@@ -334,6 +337,7 @@ class JointProgram:
     changed_count: int = 0
     returned_storages: frozenset[int] | None = None
     let_go: frozenset[int] = frozenset()
+    gradients: Mapping[int, Division] = field(default_factory=dict[int, Division])
     given_storages: frozenset[int] = frozenset()
     autocast: tuple[Autocast, ...] = ()
     returned: ReturnedTensor | None = None

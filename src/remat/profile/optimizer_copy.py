@@ -11,7 +11,13 @@ from torch.optim import Optimizer
 
 from remat.profile.arguments import empty_like
 from remat.torch_compat.names import foreach_types, tree_leaves
-from remat.torch_compat.sharding import local_part
+from remat.torch_compat.sharding import (
+    Division,
+    division_of,
+    empty_divided,
+    in_pieces_like,
+    local_part,
+)
 
 _LONGEST_PERIOD = 100
 
@@ -144,6 +150,21 @@ def _holds_tensors(optimizer: Optimizer) -> bool:
     return any(isinstance(leaf, torch.Tensor) for leaf in _held_by(optimizer))
 
 
+def _has_state_divided_otherwise(optimizer: Optimizer) -> bool:
+    """Whether there is state of a parameter's shape that is divided as it is not."""
+    pairs = [
+        (division_of(param), division_of(value))
+        for param, entry in vars(optimizer).get("state", {}).items()
+        if isinstance(param, torch.Tensor)
+        for value in tree_leaves(entry)
+        if isinstance(value, torch.Tensor) and value.shape == param.shape
+    ]
+    return any(
+        own is not None and other is not None and own.placements != other.placements
+        for own, other in pairs
+    )
+
+
 class OptimizerCopier:
     """Copies optimizers with all that they hold; what they share stays shared.
 
@@ -154,10 +175,30 @@ class OptimizerCopier:
     trained
         The ids of the parameters that receive a gradient; by default all that require
         one.
+    gradients
+        By the id of a parameter, how its gradient is divided among processes if
+        otherwise than itself.
+
+    Attributes
+    ----------
+    are_divided
+        Whether copies are divided among processes as well.
+
+    Notes
+    -----
+    Where gradients or states are divided otherwise than their parameters, copies are
+    divided as well, so that steps bring them together. Else each is of what this
+    process holds.
     """
 
-    def __init__(self, trained: set[int] | None = None) -> None:
+    def __init__(
+        self,
+        trained: set[int] | None = None,
+        gradients: Mapping[int, Division] | None = None,
+    ) -> None:
         self._trained = trained
+        self._gradients = gradients or {}
+        self.are_divided = bool(gradients)
         self._copies: dict[int, Any] = {}
         # Ids stay unique only while their objects live.
         self._originals: list[Any] = []
@@ -167,6 +208,7 @@ class OptimizerCopier:
 
         Not by ``copy.copy``: optimizers pickle only their state, and some keep more.
         """
+        self.are_divided |= _has_state_divided_otherwise(optimizer)
         copy = object.__new__(type(optimizer))
         self._note(optimizer, copy)
         self._copy_params(optimizer)
@@ -193,11 +235,21 @@ class OptimizerCopier:
                     self._note(param, self._param(param))
 
     def _param(self, param: torch.Tensor) -> torch.Tensor:
-        fake = empty_like(local_part(param)).requires_grad_(param.requires_grad)
+        fake = self._tensor(param).requires_grad_(param.requires_grad)
         trained = self._trained
         if param.requires_grad if trained is None else id(param) in trained:
-            fake.grad = torch.empty_like(fake)
+            division = self._gradients.get(id(param))
+            fake.grad = (
+                torch.empty_like(fake)
+                if division is None
+                else empty_divided(fake, division)
+            )
         return fake
+
+    def _tensor(self, original: torch.Tensor) -> torch.Tensor:
+        """Return a tensor like this one, or like what this process holds of it."""
+        part = empty_like(local_part(original))
+        return in_pieces_like(original, part) if self.are_divided else part
 
     def _copied(self, value: Any) -> Any:
         """Return a value with copies of the tensors and optimizers nested in it."""
@@ -215,7 +267,7 @@ class OptimizerCopier:
         if type(value) is tuple:
             return tuple(self._list(value))
         if isinstance(value, torch.Tensor):
-            self._note(value, empty_like(local_part(value)))
+            self._note(value, self._tensor(value))
             return self._copies[id(value)]
         return value
 

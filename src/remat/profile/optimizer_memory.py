@@ -7,7 +7,7 @@ inside each operator.
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -40,7 +40,13 @@ from remat.torch_compat.names import (
     no_python_dispatcher,
     tree_map,
 )
-from remat.torch_compat.patches import alone, foreach_of_fakes, patched
+from remat.torch_compat.patches import (
+    alone,
+    as_if_not_tracing,
+    foreach_of_fakes,
+    patched,
+)
+from remat.torch_compat.sharding import Division, local_part
 
 _TAKES_NEW_CONSTANTS = frozenset(
     {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default}
@@ -95,7 +101,7 @@ class StorageCounter(TorchDispatchMode):
     def ignore(self, items: object) -> None:
         """Leave the storages of the tensors nested in ``items`` out of the count."""
         for tensor in tensors_in(items):
-            self._known.add(storage_identity(tensor))
+            self._known.add(storage_identity(local_part(tensor)))
 
     def __torch_dispatch__(
         self,
@@ -105,6 +111,9 @@ class StorageCounter(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operator and count the storages it made."""
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            # Their own operators do it with their parts, and come here again.
+            return NotImplemented
         if func is local_scalar_dense:
             return _made_up_number(args[0].dtype)
         inputs: tuple[tuple[Any, ...], dict[str, Any]] = (args, kwargs or {})
@@ -183,6 +192,7 @@ def _made_up_number(dtype: torch.dtype) -> complex | float | bool:
 def optimizer_bytes(
     optimizer: torch.optim.Optimizer,
     params: Iterable[torch.Tensor] | None = None,
+    gradients: Mapping[int, Division] | None = None,
 ) -> tuple[int, int]:
     """Predict the memory of an optimizer: its state, and its step beyond that.
 
@@ -197,6 +207,9 @@ def optimizer_bytes(
     params
         The parameters that receive a gradient; by default all of the optimizer's that
         require one.
+    gradients
+        By the id of a parameter, how its gradient is divided among processes if
+        otherwise than itself.
 
     Returns
     -------
@@ -233,18 +246,18 @@ def optimizer_bytes(
     try:
         # Torch notes for all threads that there is a mode, and traces in none then.
         by_lists = partial(foreach_of_fakes, as_on_accelerator=is_accelerated())
-        with patched(by_lists), disable_current_modes(), mode:
+        with patched(by_lists), as_if_not_tracing(), disable_current_modes(), mode:
             period = period_of(optimizer)
             if not type(optimizer).__module__.startswith("torch.optim"):
                 # They may count their steps anywhere, and begin something later.
                 period = max(period, _STEPS_TO_BEGIN)
             if period > 1:
                 few = _one_of_each_kind(optimizer, trained)
-                _, *later = _steps(optimizer, mode, few, period + 1)
+                _, *later = _steps(optimizer, mode, few, gradients, period + 1)
                 if len(set(later)) == 1:
                     period = 1
             *_, (state_bytes, _) = found = list(
-                _steps(optimizer, mode, trained, 2 * period)
+                _steps(optimizer, mode, trained, gradients, 2 * period)
             )
             workspace_bytes = max(workspace for _, workspace in found[period:])
     # An optimizer is user code: its step may raise anything on fake tensors.
@@ -276,10 +289,23 @@ def _steps(
     optimizer: torch.optim.Optimizer,
     mode: FakeTensorMode,
     trained: set[int] | None,
+    gradients: Mapping[int, Division] | None,
     count: int,
 ) -> Iterator[tuple[int, int]]:
     """Yield per step of a copy the bytes that it holds then, and took beyond before."""
-    copy = OptimizerCopier(trained).copy(optimizer)
+    copier = OptimizerCopier(trained, gradients)
+    copy = copier.copy(optimizer)
+    if copier.are_divided:
+        # The first of each operator on divided tensors is tried on whole ones, too.
+        another = OptimizerCopier(trained, gradients).copy(optimizer)
+        for _ in _counted(another, mode, count):
+            pass
+    yield from _counted(copy, mode, count)
+
+
+def _counted(
+    copy: torch.optim.Optimizer, mode: FakeTensorMode, count: int
+) -> Iterator[tuple[int, int]]:
     counter = StorageCounter(mode)
     params_before = [p for g in copy.param_groups for p in g["params"]]
     counter.ignore([params_before, [p.grad for p in params_before]])
@@ -294,9 +320,8 @@ def _steps(
 
 
 def _unique_bytes(items: object) -> int:
-    sizes = {
-        storage_identity(t): t.untyped_storage().nbytes() for t in tensors_in(items)
-    }
+    parts = map(local_part, tensors_in(items))
+    sizes = {storage_identity(t): t.untyped_storage().nbytes() for t in parts}
     return sum(sizes.values())
 
 

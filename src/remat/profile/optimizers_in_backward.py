@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from remat.profile.optimizer_copy import stepping_optimizer
 from remat.profile.optimizer_memory import optimizer_bytes
+from remat.torch_compat.sharding import Division
 
 Kind: TypeAlias = tuple[torch.Size, torch.dtype]
 """What tells apart the steps of one parameter each: its shape and type."""
@@ -39,10 +40,13 @@ class OptimizerMemory(NamedTuple):
     in_backward: tuple[tuple[Kind, int], ...] = ()
 
 
-def optimizer_memory(optimizer: Optimizer | None) -> OptimizerMemory:
+def optimizer_memory(
+    optimizer: Optimizer | None, gradients: Mapping[int, Division] | None = None
+) -> OptimizerMemory:
     """Return what an optimizer takes.
 
-    Not to be called while a model is traced: optimizers take another path then.
+    ``gradients`` says, by the id of a parameter, how its gradient is divided among
+    processes if otherwise than itself. Those that step in backward have none divided.
 
     Raises
     ------
@@ -53,7 +57,7 @@ def optimizer_memory(optimizer: Optimizer | None) -> OptimizerMemory:
         return OptimizerMemory()
     if isinstance(optimizer, OptimizersInBackward):
         return optimizer.memory()
-    return OptimizerMemory(*optimizer_bytes(optimizer))
+    return OptimizerMemory(*optimizer_bytes(optimizer, gradients=gradients))
 
 
 class OptimizersInBackward(Optimizer):

@@ -53,6 +53,12 @@ if TYPE_CHECKING:
     from torch._dynamo.variables.torch_function import (
         torch_function_mode_stack_state_mgr,
     )
+    from torch._functorch._aot_autograd import (
+        graph_capture_wrappers as graph_capture_wrappers,
+    )
+    from torch._functorch._aot_autograd.descriptors import (
+        GradAOTOutput as GradAOTOutput,
+    )
     from torch._functorch._aot_autograd.descriptors import (
         InputMutationAOTOutput as InputMutationAOTOutput,
     )
@@ -78,6 +84,7 @@ if TYPE_CHECKING:
         min_cut_rematerialization_partition as min_cut_rematerialization_partition,
     )
     from torch._guards import CompileContext as CompileContext
+    from torch._guards import tracing
     from torch._higher_order_ops.effects import with_effects as with_effects
     from torch._inductor import standalone_compile as standalone_compile
     from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
@@ -147,6 +154,7 @@ if TYPE_CHECKING:
     dynamo_utils = torch._dynamo.utils
     function_modes_aside = torch_function_mode_stack_state_mgr
     maybe_mark_dynamic = torch._dynamo.maybe_mark_dynamic
+    no_tracing = tracing
     BoxedCodeGen = _BoxedCodeGen
     functorch_config = torch._functorch.config
     BelowAutograd = _AutoDispatchBelowAutograd

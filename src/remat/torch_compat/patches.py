@@ -23,8 +23,10 @@ from remat.torch_compat.names import (
     DispatchKeySet,
     FakeTensor,
     FakeTensorMode,
+    GradAOTOutput,
     MemoryFormatMeta,
     OpOverload,
+    PlainAOTInput,
     compile_lock,
     dynamo_config,
     dynamo_utils,
@@ -32,10 +34,13 @@ from remat.torch_compat.names import (
     foreach_devices,
     foreach_types,
     function_modes_aside,
+    graph_capture_wrappers,
     guards,
     has_kernel_for_key,
+    no_tracing,
     optimize,
 )
+from remat.torch_compat.sharding import Division, division_of
 
 Patch = Callable[[], Callable[[], None]]
 """Changes torch, and returns what changes it back."""
@@ -375,6 +380,59 @@ def gradient_arrivals(arrived: dict[int, None]) -> Patch:
         return undo
 
     return patch
+
+
+def gradient_divisions(found: dict[int, Division | None]) -> Patch:
+    """Return a patch that notes how the gradients of traced steps are divided.
+
+    The graph has parts of them, and only the tracer knows what they are put together
+    to.
+
+    Parameters
+    ----------
+    found
+        Takes, per position of an argument that gets a gradient, how that is divided;
+        ``None`` for one that is whole, or none at all. Nothing where no argument or
+        output is divided.
+    """
+
+    def patch() -> Callable[[], None]:
+        original = graph_capture_wrappers.unwrap_tensor_subclasses
+
+        @wraps(original)
+        def unwrap(tensors: list[Any], descriptions: list[Any], **options: Any) -> Any:
+            for tensor, each in zip(tensors, descriptions, strict=False):
+                if isinstance(each, GradAOTOutput) and isinstance(
+                    each.grad_of, PlainAOTInput
+                ):
+                    is_tensor = isinstance(tensor, torch.Tensor)
+                    division = division_of(tensor) if is_tensor else None
+                    found[each.grad_of.idx] = division
+            return original(tensors, descriptions, **options)
+
+        def undo() -> None:
+            graph_capture_wrappers.unwrap_tensor_subclasses = original
+
+        graph_capture_wrappers.unwrap_tensor_subclasses = unwrap
+        return undo
+
+    return patch
+
+
+@contextmanager
+def as_if_not_tracing() -> Generator[None]:
+    """Run what a caller wrote, inside of a trace, as it runs in training.
+
+    Optimizers take other ways where they are compiled, and operators on divided tensors
+    look for the fake tensors of the trace. To be entered while :func:`alone`.
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = False
+    try:
+        with no_tracing(None):
+            yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def python_kernels(kernels: Mapping[Any, Callable[..., Any] | None]) -> Patch:

@@ -8,10 +8,26 @@ import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+
+class Division(NamedTuple):
+    """How a tensor is divided among processes.
+
+    Parameters
+    ----------
+    placements
+        What each dimension of the mesh does to it.
+    shape, strides
+        Those of the part that this process holds.
+    """
+
+    placements: tuple[Any, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -34,6 +50,32 @@ def in_pieces_like(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     kind: Any = type(whole)
     divided: Any = whole
     return kind(part, divided._spec, requires_grad=False)
+
+
+def division_of(tensor: torch.Tensor) -> Division | None:
+    """Return how a tensor is divided among processes, ``None`` if it is whole."""
+    if not is_in_pieces(tensor):
+        return None
+    divided: Any = tensor
+    part = local_part(tensor)
+    return Division(tuple(divided.placements), tuple(part.shape), part.stride())
+
+
+def empty_divided(whole: torch.Tensor, division: Division) -> torch.Tensor:
+    """Return a tensor of the shape, type and mesh of another one, divided like this."""
+    kind: Any = type(whole)
+    divided: Any = whole
+    part = torch.empty_strided(
+        division.shape, division.strides, dtype=whole.dtype, device=whole.device
+    )
+    return kind.from_local(
+        part,
+        divided.device_mesh,
+        division.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
 
 
 def is_in_pieces(tensor: torch.Tensor) -> bool:

@@ -35,6 +35,7 @@ class Private:
 
 
 _TIMEOUT = "planning in several processes at once"
+_DIVIDED = "optimizers whose gradients are divided otherwise than parameters"
 _MESHES = "meshes of devices in graphs of several processes"
 _AOT = "torch._functorch._aot_autograd"
 _FAKE = "torch._subclasses.fake_tensor"
@@ -125,6 +126,13 @@ NAMES: dict[str, Private] = {
     "SubclassGetAttrAOTOutput": Private(
         f"{_AOT}.descriptors:SubclassGetAttrAOTOutput", "outputs that are DTensors"
     ),
+    "GradAOTOutput": Private(
+        f"{_AOT}.descriptors:GradAOTOutput", "telling whose gradient an output is"
+    ),
+    "graph_capture_wrappers": Private(
+        f"{_AOT}.graph_capture_wrappers", _DIVIDED, text="unwrap_tensor_subclasses("
+    ),
+    "no_tracing": Private("torch._guards:tracing", _DIVIDED),
     "PlainAOTOutput": Private(
         f"{_AOT}.descriptors:PlainAOTOutput", "telling whose gradient an input is"
     ),
@@ -406,6 +414,7 @@ ATTRIBUTES: dict[str, Private] = {
     "_global_backward_pre_hooks": Private(
         f"{_GLOBAL}:_global_backward_pre_hooks", _HOOKS
     ),
+    "_is_compiling_flag": Private("torch.compiler:_is_compiling_flag", _DIVIDED),
     "_torchdynamo_disable": Private(
         "torch._dynamo.eval_frame", _HOOKS, text="_torchdynamo_disable"
     ),

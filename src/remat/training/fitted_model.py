@@ -203,6 +203,7 @@ class FittedModel:
             replace(request, optimizer=None),
             optimizer_memory(request.optimizer),
             is_only_planned=is_only_planned,
+            optimizer=None if self._optimizer is None else self._optimizer(),
         )
         self.backend = self.make_backend(is_only_planned=is_only_planned)
         # What varies among the sizes of a call; nothing where the tracer cannot.
@@ -287,7 +288,7 @@ class FittedModel:
         """Return the bytes of optimizer state in the plans, if that is known."""
         if self._has_given_plan:
             return None
-        return self.planner.optimizer_memory[0]
+        return self.planner.state_bytes
 
     def plain_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward that the model had before it was fitted."""

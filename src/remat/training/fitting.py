@@ -13,6 +13,7 @@ from remat.core.errors import CaptureError
 from remat.core.garbage import old_objects_left_alone
 from remat.planning.plan import Plan
 from remat.planning.several_devices import Budget
+from remat.profile.optimizer_copy import stepping_optimizer
 from remat.profile.optimizers_in_backward import OptimizersInBackward, optimizer_memory
 from remat.torch_compat.names import unset_fake_temporarily
 from remat.training.caller_state import unchanged
@@ -434,7 +435,12 @@ def backend(
         check_model(model)
     memory = optimizer_memory(request.optimizer)
     # The compiler never forgets a backend: it must not keep the optimizer alive.
-    planner = CompilerPlanner(model, replace(request, optimizer=None), memory)
+    optimizer = request.optimizer
+    if optimizer is not None:
+        optimizer = stepping_optimizer(optimizer)
+    planner = CompilerPlanner(
+        model, replace(request, optimizer=None), memory, optimizer
+    )
     name = "compiled step" if model is None else type(model).__name__
     return VariantBackend(
         planner, name, backward_in_autocast=request.backward_in_autocast

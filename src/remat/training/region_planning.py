@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.optim import Optimizer
 
 from remat.capture.autocast import Autocast, autocast_again, autocast_now
 from remat.capture.gathering import (
@@ -361,9 +362,14 @@ class RegionPlanner(Planner):
         optimizer_memory: OptimizerMemory,
         *,
         is_only_planned: bool = False,
+        optimizer: Optimizer | None = None,
     ) -> None:
         super().__init__(
-            model, request, optimizer_memory, is_only_planned=is_only_planned
+            model,
+            request,
+            optimizer_memory,
+            is_only_planned=is_only_planned,
+            optimizer=optimizer,
         )
         self.gathering: Gathering | None = None
         self.running: Running | None = None

@@ -15,6 +15,7 @@ from remat.capture.autocast import (
     autocast_now,
     backward_traced_under,
 )
+from remat.capture.divided_gradients import DividedGradients
 from remat.capture.gradient_layouts import expand_zeros
 from remat.capture.joint_program import (
     InputSpec,
@@ -172,6 +173,7 @@ class PlannedBackend:
             return traces[0] != self.joint_hash(module, sizes, autocast, settings)
 
         traces: list[int] = []
+        divided = DividedGradients(example_inputs)
         context = BackwardAutocast(traced_under, differs, self.tell_of_autocast)
 
         def partition(
@@ -188,6 +190,7 @@ class PlannedBackend:
                 num_fwd_outputs,
                 inputs,
                 defined,
+                divided=divided,
                 tracing=tracing,
                 autocast=autocast,
                 loss=loss,
@@ -235,9 +238,13 @@ class PlannedBackend:
         )
         with ExitStack() as tracing:
             tracing.enter_context(eager_tracing())
-            tracing.enter_context(early.arrivals.noted())
-            tracing.enter_context(backward_traced_under(traced_under))
-            tracing.enter_context(without_cast_gradients(example_inputs))
+            for setting in (
+                early.arrivals.noted(),
+                backward_traced_under(traced_under),
+                without_cast_gradients(example_inputs),
+                divided.noted(),
+            ):
+                tracing.enter_context(setting)
             # Numbers for the sizes would make it a trace of one shape.
             compiled = compiler(module, sizes.traced if sizes else example_inputs)
 
@@ -400,6 +407,7 @@ class PlannedBackend:
         inputs: list[InputSpec],
         defined: DefinedTangents,
         *,
+        divided: DividedGradients,
         tracing: ExitStack,
         autocast: tuple[Autocast, ...],
         loss: int | None,
@@ -433,7 +441,11 @@ class PlannedBackend:
                 is_alone=self.is_alone,
             )
             program = replace(
-                program, autocast=autocast, returned=self.returned.tensor, loss=loss
+                program,
+                gradients=divided.otherwise(),
+                autocast=autocast,
+                returned=self.returned.tensor,
+                loss=loss,
             )
             is_foreseen = any(spec.step_bytes is not None for spec in inputs)
             is_hooked = is_hooked and not is_foreseen

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
+from torch.optim import Optimizer
 
 from remat.capture.autocast import autocast_again, autocast_now
 from remat.capture.example_batch import example_batch
@@ -75,7 +76,7 @@ from remat.profile.optimizer_memory import (
     LossMemory,
     assumed_loss_bytes,
 )
-from remat.profile.optimizers_in_backward import OptimizerMemory
+from remat.profile.optimizers_in_backward import OptimizerMemory, optimizer_memory
 from remat.torch_compat.attributes import (
     contents_of,
     storage_identity,
@@ -88,7 +89,7 @@ from remat.torch_compat.names import (
     unset_fake_temporarily,
 )
 from remat.torch_compat.patches import callers_function_modes
-from remat.torch_compat.sharding import local_part
+from remat.torch_compat.sharding import Division, local_part
 from remat.training.allocator_settings import settings_on
 from remat.training.callers import gradient_buckets_bytes
 from remat.training.request import PlanRequest
@@ -145,9 +146,12 @@ class Planner:
     request
         What is asked for.
     optimizer_memory
-        What the optimizer takes in the steps that are planned next.
+        What the optimizer takes in the steps that are planned next, with gradients
+        that are divided among processes as their parameters are.
     is_only_planned
         Whether plans need not run here, so that home need not be here either.
+    optimizer
+        The optimizer itself, held weakly.
 
     Attributes
     ----------
@@ -180,11 +184,15 @@ class Planner:
         optimizer_memory: OptimizerMemory,
         *,
         is_only_planned: bool = False,
+        optimizer: Optimizer | None = None,
     ) -> None:
         self.loss = None if request.loss is None else DescribedLoss(request.loss)
         self._model = None if model is None else weakref.ref(model)
         self.request = request
         self.optimizer_memory = optimizer_memory
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        # With gradients that are divided otherwise, by what it takes else.
+        self._memory_with: dict[OptimizerMemory, dict[Any, OptimizerMemory]] = {}
         self.gradient_bytes = 0
         self.assumed_gradient_bytes: int | None = None
         self.assumes_gradients: bool | None = None
@@ -275,6 +283,38 @@ class Planner:
         if not isinstance(leaf, nn.Parameter) or not leaf.requires_grad:
             return None
         return dict(self.optimizer_memory.in_backward).get((leaf.shape, leaf.dtype))
+
+    def memory_with(self, gradients: Mapping[int, Division]) -> OptimizerMemory:
+        """Return what the optimizer takes where gradients are divided in this way.
+
+        Raises
+        ------
+        CaptureError
+            If it has to be looked at once more and no longer exists, or its step cannot
+            be predicted.
+        """
+        if not gradients or self._optimizer is None:
+            return self.optimizer_memory
+        known = self._memory_with.setdefault(self.optimizer_memory, {})
+        key = frozenset(gradients.items())
+        if key not in known:
+            optimizer = self._optimizer()
+            if optimizer is None:
+                msg = (
+                    "the optimizer that was given for planning no longer exists, and "
+                    "gradients are divided among processes otherwise than when it was "
+                    "looked at: keep it for as long as its parameters are trained"
+                )
+                raise CaptureError(msg)
+            known[key] = optimizer_memory(optimizer, gradients)
+        return known[key]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state that plans count at present."""
+        known = self._memory_with.get(self.optimizer_memory, {})
+        memories = known.values() or [self.optimizer_memory]
+        return max(memory.state_bytes for memory in memories)
 
     def begin(
         self,
@@ -709,7 +749,7 @@ class Planner:
             sizes = [storages[s].size_bytes for s in program.accumulated]
             # Those of the first pass, and the sum of two that is made.
             waiting_bytes = sum(sizes) + max(sizes, default=0)
-        memory = self.optimizer_memory
+        memory = self.memory_with(program.gradients)
         loss = self.loss_memory(program)
         residents = resident_bytes(
             self.model,
@@ -1034,8 +1074,9 @@ class CompilerPlanner(Planner):
         model: nn.Module | None,
         request: PlanRequest,
         optimizer_memory: OptimizerMemory,
+        optimizer: Optimizer | None = None,
     ) -> None:
-        super().__init__(model, request, optimizer_memory)
+        super().__init__(model, request, optimizer_memory, optimizer=optimizer)
         self.asked = request
         # What a percentage came to at the first variant of a call.
         self.budgets: weakref.WeakKeyDictionary[TracedCall, Budget] = (
