@@ -8,8 +8,9 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from tests.integrations import late
 from tests.integrations.common import QUICK, Trained, trained
-from tests.integrations.digits import STEPS, Batch, Classifier, loader
+from tests.integrations.digits import STEPS, Batch, Classifier, Digits, loader
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -305,6 +306,27 @@ def test_all_of_a_batch_counts(tmp_path: Path) -> None:
         assert callback.plan is not None
         peaks.append(callback.plan.peak_bytes)
     assert peaks[1] - peaks[0] == aside.nbytes
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_batches_that_workers_bring_early_are_in_the_budget(tmp_path: Path) -> None:
+    def found(*callbacks: Any) -> Trained:
+        rows: Any = DataLoader(
+            Digits(),
+            len(Digits()) // STEPS,
+            num_workers=late.WORKERS,
+            prefetch_factor=late.EACH,
+            collate_fn=late.Late(STEPS),
+        )
+        module = Automatic()
+        return trained(module, lambda: trainer(tmp_path, *callbacks).fit(module, rows))
+
+    plain = found()
+    callback = MemoryBudget(plain.budget_bytes, **QUICK)
+    planned = found(callback)
+    assert planned.is_bitwise(plain)
+    assert callback.plan is not None
+    assert planned.peak_bytes <= callback.plan.peak_bytes <= plain.budget_bytes
 
 
 class Around(Automatic):

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.integrations import texts
+from tests.integrations import late, texts
 from tests.integrations.common import QUICK, Trained, trained
 from tests.integrations.digits import BATCH, STEPS, Digits, Model
+from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 import remat
@@ -235,6 +236,52 @@ def test_a_batch_that_is_copied_to_its_device_is_there_twice(
     fitted = fitted_on(model)
     assert fitted is not None
     assert fitted.planner.loop.batches_ahead == ahead
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_batches_that_workers_bring_early_are_in_the_budget(tmp_path: Path) -> None:
+    def found(*callbacks: Any) -> Trained:
+        trained = trainer(
+            tmp_path,
+            *callbacks,
+            per_device_train_batch_size=len(Digits()) // STEPS,
+            dataloader_num_workers=late.WORKERS,
+            dataloader_prefetch_factor=late.EACH,
+        )
+        trained.data_collator = late.Late(STEPS)
+        return run(trained)
+
+    plain = found()
+    callback = MemoryBudgetCallback(plain.budget_bytes, **QUICK)
+    planned = found(callback)
+    assert planned.is_bitwise(plain)
+    assert callback.plan is not None
+    assert planned.peak_bytes <= callback.plan.peak_bytes <= plain.budget_bytes
+    # All that count are there.
+    assert planned.peak_bytes > 0.99 * callback.plan.peak_bytes
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_a_refusal_tells_of_early_batches() -> None:
+    model = Model()
+    arguments: Any = SimpleNamespace(
+        deepspeed=None,
+        fsdp=None,
+        gradient_accumulation_steps=1,
+        device=torch.device("cpu"),
+    )
+    given: Any = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters()),
+        "train_dataloader": DataLoader(Digits(), num_workers=2),
+    }
+    unused: Any = None
+    MemoryBudgetCallback("1 KiB", **QUICK).on_train_begin(
+        arguments, unused, unused, **given
+    )
+    with pytest.raises(remat.BudgetError) as caught:
+        model(torch.ones(8, 64), torch.zeros(8).long())
+    assert "2 more like it count" in caught.value.__notes__[-1]
 
 
 class Around(transformers.Trainer):

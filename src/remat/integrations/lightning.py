@@ -6,6 +6,7 @@ from typing import Any, Unpack
 from torch import nn
 
 from remat.core.errors import CaptureError
+from remat.integrations.loading import batches_early
 from remat.integrations.training_budget import TrainingBudget, missing
 from remat.planning.plan import Plan
 from remat.planning.several_devices import Budget
@@ -18,6 +19,7 @@ try:
         FSDPStrategy,
     )
     from lightning.pytorch.strategies.xla import XLAStrategy
+    from lightning.pytorch.utilities import CombinedLoader
 except ImportError as error:
     raise missing(__name__, "lightning") from error
 
@@ -28,9 +30,10 @@ class MemoryBudget(Callback):
     """Lets a ``Trainer`` train within a budget of bytes.
 
     The network is planned for its first batch, as ``training_step`` calls it then: with
-    the optimizers, the precision, accumulation of gradients and gradient buckets.
-    Optimization may be automatic or manual. Validation, testing and prediction run as
-    without a budget, and so does the network after training.
+    the optimizers, the precision, accumulation of gradients and gradient buckets, and
+    with the batches that workers of the loader load ahead. Optimization may be
+    automatic or manual. Validation, testing and prediction run as without a budget, and
+    so does the network after training.
 
     Parameters
     ----------
@@ -82,6 +85,10 @@ class MemoryBudget(Callback):
             accumulate=pl_module.automatic_optimization,
             # Without a length, the next batch tells whether this one is the last.
             batches_ahead=int(trainer.num_training_batches == inf),
+            batches_early=batches_early(
+                CombinedLoader(trainer.train_dataloader).flattened,
+                trainer.strategy.root_device,
+            ),
             # ``training_step`` may return them, or keep them for its hooks.
             holds_outputs=self.holds_outputs,
             # All of a step is under autocast then.

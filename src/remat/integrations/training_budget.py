@@ -64,12 +64,14 @@ class TrainingBudget:
         *,
         accumulate: bool,
         batches_ahead: int,
+        batches_early: int,
         holds_outputs: bool,
         backward_in_autocast: bool = False,
     ) -> None:
         """Let the first batch be planned for.
 
-        Optimizers that step in backward are given by their parameters.
+        Optimizers that step in backward are given by their parameters. Batches that
+        come early are held beside those that the loop has loaded ahead.
 
         Raises
         ------
@@ -93,7 +95,11 @@ class TrainingBudget:
             budget=self.budget,
             plan=self.given_plan,
             accumulate=accumulate,
-            loop=LoopMemory(batches_ahead=batches_ahead, holds_outputs=holds_outputs),
+            loop=LoopMemory(
+                batches_ahead=batches_ahead + batches_early,
+                batches_early=batches_early,
+                holds_outputs=holds_outputs,
+            ),
             optimizer=_together(optimizers),
             **options,
         )

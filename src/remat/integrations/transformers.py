@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from remat.core.errors import CaptureError
+from remat.integrations.loading import batches_early
 from remat.integrations.training_budget import TrainingBudget, missing
 from remat.planning.plan import Plan
 from remat.planning.several_devices import Budget
@@ -32,8 +33,8 @@ class MemoryBudgetCallback(TrainerCallback):
 
     The model is planned for its first batch, as the ``Trainer`` calls it then: with its
     optimizer, mixed precision, accumulation of gradients and gradient buckets, and with
-    the batches that it loads ahead. Evaluation and prediction run as without a budget,
-    and so does the model after training.
+    the batches that it, and workers of its loader, load ahead. Evaluation and
+    prediction run as without a budget, and so does the model after training.
 
     Parameters
     ----------
@@ -87,6 +88,7 @@ class MemoryBudgetCallback(TrainerCallback):
             accumulate=step_batches > 1,
             # It loads all batches of an optimizer's step, and the one after them.
             batches_ahead=step_batches + _copies_batches(args),
+            batches_early=batches_early([kwargs.get("train_dataloader")], args.device),
             holds_outputs=self.holds_outputs,
         )
 

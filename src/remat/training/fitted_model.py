@@ -568,8 +568,15 @@ class FittedModel:
         try:
             with unchanged(self.model, awaited.optimizer):
                 plan = self.plan_now(args, kwargs, accumulate=awaited.accumulate)
-        except BaseException:
+        except BaseException as error:
             self._awaited = awaited
+            early = awaited.loop.batches_early
+            if early and isinstance(error, BudgetError):
+                error.add_note(
+                    f"Of each batch, {early} more like it count: so many may the loader "
+                    "hold at most that its workers brought before their turn. Fewer "
+                    "workers, or a smaller prefetch_factor, bring fewer"
+                )
             raise
         self.first_plan = plan
         logger.info(

@@ -14,6 +14,9 @@ class LoopMemory:
     ----------
     batches_ahead
         How many batches like that one.
+    batches_early
+        How many of these may be there only because a loader's workers brought them
+        before their turn; for messages.
     tensors
         What else it holds of each batch, nested.
     held_bytes
@@ -38,6 +41,7 @@ class LoopMemory:
     """
 
     batches_ahead: int = 0
+    batches_early: int = 0
     tensors: Any = ()
     held_bytes: int = 0
     tangent_bytes: int | None = None
