@@ -401,12 +401,14 @@ class FittedModel:
         names = "solver", "time_limit", "gap", "seed", "costs", "in_flight"
         options = [f"{name}={getattr(asked, name)!r}" for name in names]
         shapes = "none" if asked.dynamic is None else str(asked.dynamic)
+        optimizer = None if self._optimizer is None else self._optimizer()
         return {
             "torch": torch.__version__,
             "remat": remat.__version__,
             "the budget": str(budget),
             "the options": ", ".join(options),
             "the sizes that vary": shapes,
+            "the optimizer": "none" if optimizer is None else type(optimizer).__name__,
         }
 
     def _plan_with_others(
