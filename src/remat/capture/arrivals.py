@@ -39,6 +39,8 @@ class Arrivals:
         gradients = output.args[0][forward_output_count:]
         positions = [p for p, node in enumerate(gradients) if isinstance(node, fx.Node)]
         # Of inputs that get none, none has come.
+        if len(positions) != len(self._numbers):
+            return
         places = {number: place for place, number in enumerate(sorted(self._numbers))}
         joint.meta[_ARRIVALS] = tuple(positions[places[n]] for n in self._numbers)
 

@@ -82,6 +82,13 @@ _OUT_OF_TURN = (
     "more than the budget. Let the first backward pass be one outside of no_sync()"
 )
 
+_UNKNOWN_TURNS = (
+    "was traced so that the order is not known in which its gradients come in eager "
+    "PyTorch, and DistributedDataParallel lays out its buckets by it. With three or more "
+    "processes, or hooks that look at buckets, gradients may differ in the last digits. "
+    "find_unused_parameters=True lets it lay them out by the parameters instead"
+)
+
 _TAKEN = (
     "has a plan for a backward() that adds to existing gradients, and others were taken, "
     "as by torch.autograd.grad or backward(inputs=...): these are in memory besides, and "
@@ -283,6 +290,8 @@ class EarlyGradients:
         """
         chosen = None if positions is None else set(positions)
         found = list(values)
+        if not self._turns:
+            self._tell("turns", _UNKNOWN_TURNS)
         # What is made last runs first.
         for position in reversed(self._turns):
             is_chosen = chosen is None or position in chosen
@@ -297,6 +306,8 @@ class EarlyGradients:
     def _leave_in_turn(self, pieces: Iterable[Piece]) -> bool:
         """Whether all gradients of a piece come before those of the next."""
         turns = {position: turn for turn, position in enumerate(self._turns)}
+        if not turns:
+            return False
         spans = [sorted(turns[position] for position in piece) for piece in pieces]
         return all(one[-1] < next_one[0] for one, next_one in pairwise(spans))
 

@@ -351,7 +351,8 @@ def gradient_arrivals(arrived: dict[int, None]) -> Patch:
     """Return a patch that notes in which order gradients come as a step is traced.
 
     ``arrived`` is cleared at each call of ``torch.autograd.grad``, and holds then the
-    numbers of the call's inputs whose gradients have come, in that order.
+    numbers of the call's inputs whose gradients have come, in that order. Calls inside
+    of another one are left alone.
     """
 
     def patch() -> Callable[[], None]:
@@ -361,6 +362,7 @@ def gradient_arrivals(arrived: dict[int, None]) -> Patch:
             if threading.get_ident() != tracer or isinstance(inputs, torch.Tensor):
                 return original(outputs, inputs, *args, **kwargs)
             arrived.clear()
+            torch.autograd.grad = original
 
             def noting(number: int) -> Callable[[torch.Tensor], None]:
                 # Hooks run once more when autograd hands a gradient out.
@@ -370,6 +372,7 @@ def gradient_arrivals(arrived: dict[int, None]) -> Patch:
             try:
                 return original(outputs, inputs, *args, **kwargs)
             finally:
+                torch.autograd.grad = grad
                 for hook in hooks:
                     hook.remove()
 
