@@ -1,5 +1,6 @@
 """In which order gradients come is noted while autograd runs, and told if it is not."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -31,14 +32,67 @@ class Inner(torch.autograd.Function):
 
 def test_gradients_are_noted_in_the_order_of_the_outermost_call() -> None:
     one, two, unused = (torch.ones(2, requires_grad=True) for _ in range(3))
-    arrived: dict[int, None] = {}
+    noted: list[tuple[int, list[int]]] = []
     original = torch.autograd.grad
-    with patched(gradient_arrivals(arrived)):
+    with patched(gradient_arrivals(lambda *found: noted.append(found))):
         loss = (Inner.apply(one * 3) * two).sum()
         found = torch.autograd.grad(loss, [one, unused, two], allow_unused=True)
     assert torch.autograd.grad is original
-    assert list(arrived) == [2, 0]
+    assert noted == [(3, [2, 0])]
     assert found[0].tolist() == [18, 18]
+
+
+class Fixed(torch.autograd.Function):
+    """Has a parameter that gets no gradient."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+        return x * step.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ARG004
+        return gradients[0], None
+
+
+class Stepped(nn.Module):
+    """A layer behind one whose parameter gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Parameter(torch.ones(4))
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(Fixed.apply(self.layer(x), self.step))
+
+
+# By the tracer, of every such function.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_parameter_without_gradient_has_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_backend, "notes_arrivals", lambda: True)
+    torch.manual_seed(0)
+    model = Stepped()
+    plain, x = copy.deepcopy(model), torch.randn(8, 4)
+    remat.fit(model, x, budget="200%", costs="estimated", regions="whole")
+    orders: list[list[str]] = []
+    for each in (plain, model):
+        order: list[str] = []
+        # Parameters do not hold them.
+        nodes: list[Any] = []
+        for name, parameter in each.named_parameters():
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
+            nodes.append(node)
+            node.register_hook(lambda *_, order=order, name=name: order.append(name))
+        each(x).square().sum().backward()
+        orders.append(order)
+    assert orders[0] == orders[1]
+    assert sorted(orders[0]) == sorted(name for name, _ in plain.named_parameters())
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None and other.grad is not None:
+            assert torch.equal(one.grad, other.grad)
 
 
 def test_an_order_that_is_not_known_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

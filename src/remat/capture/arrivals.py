@@ -4,8 +4,11 @@ A step is traced while autograd runs over it as it does in eager PyTorch. So it 
 the same gradients in the same order.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
+import torch
 from torch import fx
 
 from remat.torch_compat.patches import gradient_arrivals, patched
@@ -14,40 +17,38 @@ _ARRIVALS = "arrivals of gradients"
 
 
 class Arrivals:
-    """Notes in which order gradients come while a step is traced."""
+    """Notes in which order gradients come while a step is traced.
 
-    def __init__(self) -> None:
-        # Numbers among the inputs that gradients are asked for.
-        self._numbers: dict[int, None] = {}
+    Parameters
+    ----------
+    inputs
+        The arguments of the function that is traced, which are not held.
+    """
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        self._asked = [
+            position
+            for position, value in enumerate(inputs)
+            if isinstance(value, torch.Tensor) and value.requires_grad
+        ]
+        self._turns: tuple[int, ...] = ()
 
     def noted(self) -> AbstractContextManager[None]:
         """Trace and take note."""
-        return patched(gradient_arrivals(self._numbers))
+        return patched(gradient_arrivals(self._note))
 
-    def keep(self, joint: fx.GraphModule, forward_output_count: int) -> None:
-        """Keep with a joint graph, as it was traced, in which order its gradients come.
+    def _note(self, count: int, numbers: list[int]) -> None:
+        is_known = count == len(self._asked)
+        self._turns = tuple(self._asked[n] for n in numbers) if is_known else ()
 
-        Parameters
-        ----------
-        joint
-            The last one that was traced.
-        forward_output_count
-            How many of its outputs belong to the forward pass; a gradient for each
-            input follows, or ``None``.
-        """
-        (output,) = joint.graph.find_nodes(op="output")
-        gradients = output.args[0][forward_output_count:]
-        positions = [p for p, node in enumerate(gradients) if isinstance(node, fx.Node)]
-        # Of inputs that get none, none has come.
-        if len(positions) != len(self._numbers):
-            return
-        places = {number: place for place, number in enumerate(sorted(self._numbers))}
-        joint.meta[_ARRIVALS] = tuple(positions[places[n]] for n in self._numbers)
+    def keep(self, joint: fx.GraphModule) -> None:
+        """Keep with the joint graph that was traced last in which order they come."""
+        joint.meta[_ARRIVALS] = self._turns
 
 
 def arrivals_in(joint: fx.GraphModule) -> tuple[int, ...]:
     """Return positions of gradients in the order in which autograd comes to them.
 
-    None if no note was kept.
+    Also of those that do not exist then. None if no note was kept.
     """
     return joint.meta.get(_ARRIVALS, ())

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat.capture.arrivals import Arrivals, arrivals_in
+from remat.capture.arrivals import arrivals_in
 from remat.capture.autocast import autocast_again
 from remat.capture.gathering import GATE
 from remat.capture.joint_program import InputSpec, is_view
@@ -199,16 +199,10 @@ class EarlyGradients:
     ----------
     tell
         Warns, once for each cause.
-
-    Attributes
-    ----------
-    arrivals
-        Where the order is noted in which gradients come as the step is traced.
     """
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
-        self.arrivals = Arrivals()
         self._planned: tuple[Piece, ...] = ()
         # Whether the plan knows of hooks that take gradients, and of others.
         self._knows_hooks = False

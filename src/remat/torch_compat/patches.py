@@ -347,12 +347,12 @@ def gradient_formats(
     return patch
 
 
-def gradient_arrivals(arrived: dict[int, None]) -> Patch:
+def gradient_arrivals(note: Callable[[int, list[int]], None]) -> Patch:
     """Return a patch that notes in which order gradients come as a step is traced.
 
-    ``arrived`` is cleared at each call of ``torch.autograd.grad``, and holds then the
-    numbers of the call's inputs whose gradients have come, in that order. Calls inside
-    of another one are left alone.
+    After each call of ``torch.autograd.grad``, ``note`` is called with the count of its
+    inputs, and the numbers of those to which autograd has come, in that order. Calls
+    inside of another one are left alone.
     """
 
     def patch() -> Callable[[], None]:
@@ -361,20 +361,22 @@ def gradient_arrivals(arrived: dict[int, None]) -> Patch:
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != tracer or isinstance(inputs, torch.Tensor):
                 return original(outputs, inputs, *args, **kwargs)
-            arrived.clear()
-            torch.autograd.grad = original
+            # Hooks run once more when autograd hands a gradient out.
+            arrived: dict[int, None] = {}
 
             def noting(number: int) -> Callable[[torch.Tensor], None]:
-                # Hooks run once more when autograd hands a gradient out.
                 return lambda _gradient: arrived.setdefault(number)
 
             hooks = [each.register_hook(noting(n)) for n, each in enumerate(inputs)]
+            torch.autograd.grad = original
             try:
-                return original(outputs, inputs, *args, **kwargs)
+                found = original(outputs, inputs, *args, **kwargs)
             finally:
                 torch.autograd.grad = grad
                 for hook in hooks:
                     hook.remove()
+            note(len(inputs), list(arrived))
+            return found
 
         def undo() -> None:
             torch.autograd.grad = original

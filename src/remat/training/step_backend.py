@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from remat.capture.arrivals import Arrivals
 from remat.capture.autocast import (
     Autocast,
     autocast_again,
@@ -173,7 +174,7 @@ class PlannedBackend:
             return traces[0] != self.joint_hash(module, sizes, autocast, settings)
 
         traces: list[int] = []
-        divided = DividedGradients(example_inputs)
+        divided, arrivals = DividedGradients(example_inputs), Arrivals(example_inputs)
         context = BackwardAutocast(traced_under, differs, self.tell_of_autocast)
 
         def partition(
@@ -184,7 +185,7 @@ class PlannedBackend:
             **_options: Any,
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             traces.append(hash(str(joint.graph)))
-            early.arrivals.keep(joint, num_fwd_outputs)
+            arrivals.keep(joint)
             passes = self.partition(
                 joint,
                 num_fwd_outputs,
@@ -239,7 +240,7 @@ class PlannedBackend:
         with ExitStack() as tracing:
             tracing.enter_context(eager_tracing())
             for setting in (
-                early.arrivals.noted(),
+                arrivals.noted(),
                 backward_traced_under(traced_under),
                 without_cast_gradients(example_inputs),
                 divided.noted(),
