@@ -288,10 +288,13 @@ def _error_of(
         else "raise the budgets, or shrink the batch"
     )
     used = {name: size for name, size in needed.items() if is_one or size > 1}
+    asked, least = (
+        _listing(each, has_names=not is_one) for each in (budgets_bytes, used)
+    )
     made_of = [f"{format_bytes(size)} {name}" for name, size in largest(parts, 6)]
     msg = (
-        f"no schedule was found within {_listing(budgets_bytes, has_names=not is_one)}: the smallest known "
-        f"{'budget is' if is_one else 'budgets are'} {_listing(used, has_names=not is_one)}, which an "
+        f"no schedule was found within {asked}: the smallest known "
+        f"{'budget is' if is_one else 'budgets are'} {least}, which an "
         f"earlier search found, made of {', '.join(made_of)}; {advice}"
     )
     return BudgetError(
