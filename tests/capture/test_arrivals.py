@@ -1,6 +1,7 @@
 """In which order gradients come is noted while autograd runs, and told if it is not."""
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -93,6 +94,30 @@ def test_a_parameter_without_gradient_has_its_turn(
         assert (one.grad is None) == (other.grad is None)
         if one.grad is not None and other.grad is not None:
             assert torch.equal(one.grad, other.grad)
+
+
+class Masked(nn.Module):
+    """A graph without parameters, a break, and a graph with some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = (x.abs().sum(1, keepdim=True) > 1).float()
+        torch._dynamo.graph_break()
+        return self.layer(x * mask)
+
+
+def test_graphs_without_gradients_have_no_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_backend, "notes_arrivals", lambda: True)
+    model, x = Masked(), torch.randn(8, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        remat.fit(model, x, budget="200%", costs="estimated", regions="breaks")
+        model(x).sum().backward()
 
 
 def test_an_order_that_is_not_known_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -284,7 +284,7 @@ class EarlyGradients:
         """
         chosen = None if positions is None else set(positions)
         found = list(values)
-        if not self._turns:
+        if not self._turns and any(_is_asked(found, p) for p in range(len(found))):
             self._tell("turns", _UNKNOWN_TURNS)
         # What is made last runs first.
         for position in reversed(self._turns):
@@ -300,7 +300,7 @@ class EarlyGradients:
     def _leave_in_turn(self, pieces: Iterable[Piece]) -> bool:
         """Whether all gradients of a piece come before those of the next."""
         turns = {position: turn for turn, position in enumerate(self._turns)}
-        if not turns:
+        if not turns.keys() >= {position for piece in pieces for position in piece}:
             return False
         spans = [sorted(turns[position] for position in piece) for piece in pieces]
         return all(one[-1] < next_one[0] for one, next_one in pairwise(spans))
