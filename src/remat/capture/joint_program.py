@@ -960,7 +960,8 @@ class _Analysis:
             ]
             for storage, found in positions.items()
         }
-        arrivals = arrivals_in(self.module)
+        # What is stepped in backward waits for nothing else, to leave room.
+        arrivals = () if self.steps else arrivals_in(self.module)
         turns = {position: turn for turn, position in enumerate(arrivals)}
         return added_pieces(graph, positions, changed, turns)
 
