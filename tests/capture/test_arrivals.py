@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import remat
+from remat.capture import joint_program
 from remat.capture.arrivals import Arrivals
 from remat.core.errors import PlanWarning
 from remat.torch_compat.patches import gradient_arrivals, patched
@@ -94,6 +95,29 @@ def test_a_parameter_without_gradient_has_its_turn(
         assert (one.grad is None) == (other.grad is None)
         if one.grad is not None and other.grad is not None:
             assert torch.equal(one.grad, other.grad)
+
+
+def test_gradients_that_are_planned_out_of_turn_wait_and_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In pieces of a MiB as they are ready, a weight comes before its bias."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
+    plain, x = copy.deepcopy(model), torch.randn(8, 512)
+    monkeypatch.setattr(joint_program, "arrivals_in", lambda _joint: ())
+    options: dict[str, Any] = {"costs": "estimated", "regions": "whole"}
+    # Less than all gradients twice.
+    remat.fit(model, x, budget="125%", accumulate=True, **options)
+    for each in (plain, model):
+        each(x).square().sum().backward()
+    monkeypatch.setattr(step_backend, "notes_arrivals", lambda: True)
+    plain(x).square().sum().backward()
+    with pytest.warns(PlanWarning, match="outside of no_sync"):
+        model(x).square().sum().backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
 
 
 class Masked(nn.Module):

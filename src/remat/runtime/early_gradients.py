@@ -275,10 +275,10 @@ class EarlyGradients:
             self._pieces[piece_bytes] = found if len(found) > 1 else ()
         return self._pieces[piece_bytes]
 
-    def in_turn(
+    def one_by_one(
         self, values: Sequence[Any], positions: Iterable[int] | None = None
     ) -> tuple[Any, ...]:
-        """Return inputs to which gradients come one by one, as autograd's would.
+        """Return inputs to which gradients come one by one, in autograd's order.
 
         Those at these positions, or all that gradients are asked for.
         """
@@ -329,7 +329,7 @@ class EarlyGradients:
         if not are_asked and self._planned:
             raise ExecutionError("gradients leave early of what requires none")
         if not pieces or not are_asked or not self._written.isdisjoint(asked):
-            return self.in_turn(values) if in_turn else values, None
+            return self.one_by_one(values) if in_turn else values, None
         leaves = [values[each] for each in asked]
         is_hooked = any(map(has_hooks_of_its_gradient, leaves))
         has_others = any(map(has_hooks_before_its_gradient, leaves))
@@ -346,7 +346,7 @@ class EarlyGradients:
         # What is made last runs first.
         for number in reversed(range(len(pieces))):
             piece = pieces[number]
-            given = self.in_turn(values, piece) if in_turn else values
+            given = self.one_by_one(values, piece) if in_turn else values
             inputs = [given[position] for position in piece]
             gated: Any = _Gate.apply(passes, number, *inputs, *inputs)
             for position, value in zip(piece, gated, strict=True):

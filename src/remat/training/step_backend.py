@@ -266,10 +266,10 @@ class PlannedBackend:
         """Return inputs of a step such that gradients come to them when they are to."""
         if not torch.is_grad_enabled():
             return values, None
-        comes_in_turn = notes_arrivals()
+        in_turn = notes_arrivals()
         if self.may_hand_over:
-            return early.gated(values, self.piece_bytes(), in_turn=comes_in_turn)
-        return early.in_turn(values) if comes_in_turn else values, None
+            return early.gated(values, self.piece_bytes(), in_turn=in_turn)
+        return early.one_by_one(values) if in_turn else values, None
 
     def piece_bytes(self) -> int | None:
         """Return in pieces of how many bytes gradients leave before backward has ended.
